@@ -20,6 +20,8 @@ from harness.etcd import Etcd, free_port, missing_programs
 from harness.network import Host
 from harness.scratch import scratch_directory, sweep
 
+from irdmafs.backend.trust.authority import list_revoked
+
 __all__ = ["PASSWORD", "USER", "EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
 
 USER, PASSWORD = "irdmafs", "a secret"
@@ -111,6 +113,9 @@ def _make_certificates(directory: Path) -> None:
         certificate.private_key_pem.write_to_path(str(directory / f"{name}.key"))
         for number, pem in enumerate(certificate.cert_chain_pems):
             pem.write_to_path(str(directory / f"{name}.pem"), append=number > 0)
+    authority.private_key_pem.write_to_path(str(directory / "ca.key"))
+    (directory / "ca.key").chmod(0o600)
+    list_revoked(str(directory), ())
 
 
 _shared: list[EtcdServer] = []

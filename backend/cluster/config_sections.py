@@ -10,6 +10,7 @@ from ..options import Option
 from .config_values import ConfigError, Seconds, Size, split_host_port
 
 if TYPE_CHECKING:
+    from ..etcd.client import Client
     from ..kv.etcd import EtcdEngine
     from ..transport.verbs.rdma import Choice
     from ..trust.security import Credentials, Role
@@ -73,6 +74,15 @@ class ClusterSection:
         str | None, Option("This process's certificate towards nodes and mounts", is_path=True)
     ] = None
     key: Annotated[str | None, Option("Its key", is_path=True)] = None
+    nodes: Annotated[
+        tuple[str, ...],
+        Option(
+            "Store nodes by which a reader reaches the cluster; it does not talk to etcd",
+            "HOST:PORT[,...]",
+            commands=_MOUNT,
+            commas=True,
+        ),
+    ] = ()
     insecure: Annotated[
         bool,
         Option(
@@ -121,6 +131,11 @@ class ClusterSection:
             _, port = _checked("etcd", split_host_port, endpoint, ETCD_PORT)
             if port == 0:
                 raise ValueError(f"etcd: {endpoint!r} has no port")
+        for node in self.nodes:
+            if _checked("nodes", split_host_port, node, 0)[1] == 0:
+                raise ValueError(
+                    f"nodes: {node!r} has no port; start the node with --listen ADDR:PORT"
+                )
         if bool(self.etcd_user) != bool(self.etcd_password_file):
             raise ValueError("etcd_user and etcd_password_file go together: set both or none")
         if bool(self.etcd_cert) != bool(self.etcd_key):
@@ -196,8 +211,51 @@ class ClusterSection:
         )  # fmt: skip
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
-        """Return the engine of the cluster's keys in etcd, not opened yet. Raises ConfigError."""
+        """Return the engine of the cluster's keys in etcd, not opened yet. A reader's reaches etcd through
+        store nodes. Raises ConfigError."""
         from ..kv.etcd import EtcdEngine
+
+        if role == "reader":
+            client, owner = self._relay()
+        else:
+            client, owner = self.etcd_client(role)
+        return EtcdEngine(
+            (), self.prefix, client=client, timeout_s=timeout_s, owner=owner,
+            reader=role == "reader",
+        )  # fmt: skip
+
+    @property
+    def prefix(self) -> bytes:
+        """Return the prefix of the cluster's keys in etcd."""
+        return f"/irdmafs/{self.name}/".encode()
+
+    def _relay(self) -> "tuple[Client, int]":
+        """Return the way to etcd through store nodes, and the number of the certificate. Raises
+        ConfigError."""
+        from ..transport.relay import Relay
+        from ..trust.security import is_for_nodes_only
+
+        credentials = self.credentials("reader")
+        if credentials is None:
+            raise ConfigError(
+                "only a certificate makes a reader; set ca, cert and key in [cluster]"
+            )
+        if not is_for_nodes_only(credentials.cert):
+            raise ConfigError(
+                f"{credentials.cert} is from before readers were kept from etcd; revoke it, and issue "
+                f"another: irdmafs cluster cert {credentials.identity.name} --role reader"
+            )
+        if not self.nodes:
+            raise ConfigError(
+                "a reader reaches the cluster by its store nodes: name some of them in [cluster], "
+                'nodes = ["HOST:PORT", ...] (irdmafs cluster cert says which there are)'
+            )
+        nodes = [split_host_port(node, 0) for node in self.nodes]
+        return Relay(nodes, credentials), credentials.identity.owner
+
+    def etcd_client(self, role: "Role") -> "tuple[Client, int]":
+        """Return a client of etcd, and its number there (0: it has none). Raises ConfigError."""
+        from ..etcd.client import DirectClient
         from ..trust.security import Credentials, check_user, identity_in
 
         etcd_ca, etcd_cert, etcd_key = (
@@ -213,25 +271,17 @@ class ClusterSection:
                     check_user(etcd_cert, shown, found)
 
         try:
-            return EtcdEngine(
-                self.etcd,
-                f"/irdmafs/{self.name}/".encode(),
-                user=self.etcd_user,
-                password=self.etcd_password(),
-                ca=etcd_ca,
-                cert=etcd_cert,
-                key=etcd_key,
-                timeout_s=timeout_s,
-                owner=shown.owner if shown is not None and self.etcd_user is None else 0,
-                check_renewed=check,
-                reader=role == "reader",
-            )
+            client = DirectClient(
+                self.etcd, user=self.etcd_user, password=self.etcd_password(), ca=etcd_ca,
+                cert=etcd_cert, key=etcd_key, check_renewed=check,
+            )  # fmt: skip
         except OSError as error:
             raise ConfigError(
                 f"cannot read etcd's credentials {error.filename}: {error.strerror}"
             ) from error
         except ValueError as error:
             raise ConfigError(f"etcd: {error}") from error
+        return client, shown.owner if shown is not None and self.etcd_user is None else 0
 
     def etcd_password(self) -> str | None:
         """Return the password of etcd's user. Raises ConfigError if the file cannot be read, or others can

@@ -11,8 +11,9 @@ import errno
 import logging
 import random
 import ssl
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -40,7 +41,9 @@ __all__ = [
     "STATUS",
     "TXN",
     "WATCH",
+    "Answers",
     "Client",
+    "DirectClient",
     "Message",
     "Method",
     "Response",
@@ -120,48 +123,55 @@ class Uncertain(Exception):
     """The request was sent, and no definite answer came: etcd may have applied it, or may do so later."""
 
 
-class Client:
-    """Connections of one process to an etcd cluster.
+class Answers(Protocol):
+    """The answers of a call that goes on."""
 
-    Used inside trio; runs in system tasks until `close`. `check_renewed` raises an error where certificates
-    must not be used that are there now. Raises ValueError and OSError for addresses and certificate files
-    that make no sense.
-    """
+    async def receive(self) -> bytes | None:
+        """Return the next answer, None after the last one. Raises RpcError, OSError."""
+        ...
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        *,
-        user: str | None = None,
-        password: str | None = None,
-        ca: str | None = None,
-        cert: str | None = None,
-        key: str | None = None,
-        check_renewed: Callable[[], None] = lambda: None,
-    ) -> None:
-        secure = ca is not None or cert is not None
-        self.endpoints = [parse_endpoint(text, secure) for text in endpoints]
-        if not self.endpoints:
-            raise ValueError("no address of etcd is given")
+    def close(self) -> None:
+        """Give the call up."""
+        ...
 
-        def load(before: ssl.SSLContext | None) -> ssl.SSLContext:
-            if before is not None:
-                check_renewed()
-            return tls_context(ca, cert, key)
 
-        files = [path for path in (ca, cert, key) if path is not None]
-        # For new connections.
-        self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
-        self._ca = ca
-        self._user, self._password = user, password or ""
-        self._token: str | None = None
-        self._blocks: dict[str, bytes] = {}
-        self._connection: Connection | None = None
-        self._connecting = trio.Lock()
+class Client(ABC):
+    """Calls of an etcd, in whatever way it is reached: at `endpoints`, of which number `_current` is in use
+    or tried next. `is_relayed`: store nodes answer for etcd."""
+
+    is_relayed = False
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self.endpoints = list(endpoints)
         self._current = random.randrange(len(self.endpoints))
         self._failures: dict[str, str] = {}
-        self._worked = False
-        self._closed = False
+
+    @abstractmethod
+    async def attempt(
+        self, method: Method[Response], request: Message, timeout_s: float
+    ) -> Response:
+        """Try a call once. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
+
+    @abstractmethod
+    async def stream(self, method: Method[Response], request: Message) -> Answers:
+        """Begin a call with a stream of answers. Raises Unsent, and RpcError and OSError from
+        the stream; pass them to `stream_failed` and begin again."""
+
+    @abstractmethod
+    def stream_failed(self, error: RpcError) -> bool:
+        """Take note of a failed stream, and return whether another try can succeed."""
+
+    @abstractmethod
+    def only(self, endpoint: Endpoint) -> "Client":
+        """Return a client of one endpoint, with the same credentials. The caller closes it."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @property
+    def renewables(self) -> Sequence[Renewable[Any]]:
+        """Return what is read again when the files of certificates change."""
+        return ()
 
     @property
     def secure(self) -> bool:
@@ -170,7 +180,15 @@ class Client:
 
     @property
     def user(self) -> str | None:
-        return self._user
+        """Return the user of etcd who gives a password, None where there is none."""
+        return None
+
+    def heed(
+        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
+    ) -> None:
+        """Reach etcd also through the store nodes at these addresses, if it is relayed, and through none
+        whose certificate, by its serial number, is revoked."""
+        return
 
     @property
     def address(self) -> str:
@@ -184,19 +202,6 @@ class Client:
             for endpoint in self.endpoints
         ]
         return "; ".join(said)
-
-    def only(self, endpoint: Endpoint) -> "Client":
-        """Return a client of one endpoint, with the same credentials. The caller closes it."""
-        other = copy.copy(self)
-        other.endpoints, other._current = [endpoint], 0
-        other._connection, other._connecting = None, trio.Lock()
-        other._blocks, other._failures = {}, {}
-        return other
-
-    def close(self) -> None:
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close("the client was closed")
 
     async def call(
         self, method: Method[Response], request: Message, *, timeout_s: float, try_s: float = TRY_S
@@ -218,10 +223,80 @@ class Client:
                     raise self.timed_out(timeout_s) from None
             await pauses.wait()
 
+    def timed_out(self, after_s: float) -> NoAnswer:
+        return NoAnswer(
+            f"etcd gave no definite answer for {after_s:.0f} s ({self.failures()})."
+            " Is it running, has it a majority, and are these its client addresses?",
+        )
+
+    def refused(self, reason: str) -> OSError:
+        return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
+
+
+class DirectClient(Client):
+    """Connections of one process to an etcd cluster.
+
+    Used inside trio; runs in system tasks until `close`. `check_renewed` raises an error where certificates
+    must not be used that are there now. Raises ValueError and OSError for addresses and certificate files
+    that make no sense.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        user: str | None = None,
+        password: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        check_renewed: Callable[[], None] = lambda: None,
+    ) -> None:
+        secure = ca is not None or cert is not None
+        if not endpoints:
+            raise ValueError("no address of etcd is given")
+        super().__init__([parse_endpoint(text, secure) for text in endpoints])
+
+        def load(before: ssl.SSLContext | None) -> ssl.SSLContext:
+            if before is not None:
+                check_renewed()
+            return tls_context(ca, cert, key)
+
+        files = [path for path in (ca, cert, key) if path is not None]
+        # For new connections.
+        self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
+        self._ca = ca
+        self._user, self._password = user, password or ""
+        self._token: str | None = None
+        self._blocks: dict[str, bytes] = {}
+        self._connection: Connection | None = None
+        self._connecting = trio.Lock()
+        self._worked = False
+        self._closed = False
+
+    @property
+    def renewables(self) -> Sequence[Renewable[Any]]:
+        return [self.tls] if self.tls is not None else []
+
+    @property
+    def user(self) -> str | None:
+        return self._user
+
+    def only(self, endpoint: Endpoint) -> "DirectClient":
+        other = copy.copy(self)
+        other.endpoints, other._current = [endpoint], 0
+        other._connection, other._connecting = None, trio.Lock()
+        other._blocks, other._failures = {}, {}
+        return other
+
+    def close(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close("the client was closed")
+
     async def attempt(
         self, method: Method[Response], request: Message, timeout_s: float
     ) -> Response:
-        """Try a call once. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
         message = request.SerializeToString()
         timeout_s = max(timeout_s, 0.0)
         sent_on: Connection | None = None
@@ -260,8 +335,6 @@ class Client:
         raise Uncertain(reason)
 
     async def stream(self, method: Method[Response], request: Message) -> Stream:
-        """Begin a call with a stream of answers. Raises Unsent, and RpcError and ConnectionLost from
-        the stream; pass them to `stream_failed` and begin again."""
         with trio.move_on_after(TRY_S):
             connection = await self._connected()
             await self._authenticated(connection)
@@ -272,22 +345,12 @@ class Client:
         raise Unsent(f"no connection within {TRY_S:.0f} s")
 
     def stream_failed(self, error: RpcError) -> bool:
-        """Take note of a failed stream, and return whether another try can succeed."""
         if self._renew_token(error, self._token):
             return True
         if error.code in _TRANSIENT and self._connection is not None:
             self._leave(self._connection, error.text)
             return True
         return False
-
-    def timed_out(self, after_s: float) -> NoAnswer:
-        return NoAnswer(
-            f"etcd gave no definite answer for {after_s:.0f} s ({self.failures()})."
-            " Is it running, has it a majority, and are these its client addresses?",
-        )
-
-    def refused(self, reason: str) -> OSError:
-        return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
 
     async def _connected(self) -> Connection:
         """Return the connection in use, or a new one to the first endpoint that accepts it. Raises

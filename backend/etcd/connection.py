@@ -184,7 +184,9 @@ class Connection:
             except BlockingIOError:
                 continue
             if not data:
-                when = " at once" if not http2.greeted else ""
+                when = ""
+                if not http2.greeted:
+                    when = " at once; it may not accept our certificate"
                 raise ConnectionResetError("it closed the connection" + when)
             if self._tls is not None:
                 self._tls_in.write(data)

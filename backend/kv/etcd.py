@@ -6,11 +6,11 @@ the newest transaction, and whose value names its process.
 """
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import RANGE, Client, RpcError
+from ..etcd.client import RANGE, Client, DirectClient, RpcError
 from ..trust.renewal import Renewable
 from . import Compare, Delete, Event, KeyValue, Put
 from .etcd_admin import EtcdAdmin
@@ -28,7 +28,8 @@ _OPEN_S = 10.0
 
 
 class EtcdEngine:
-    """A SharedEngine on all keys of an etcd cluster that begin with `prefix`.
+    """A SharedEngine on all keys of an etcd cluster that begin with `prefix`. It is reached by `client`; if
+    that is None, at `endpoints` with these credentials.
 
     A context manager; `open` and `close` do the same. Calls are repeated for `timeout_s`, then they
     raise OSError (ETIMEDOUT: whether a transaction was applied is unknown then).
@@ -47,12 +48,11 @@ class EtcdEngine:
         timeout_s: float = 60.0,
         owner: int = 0,
         reader: bool = False,
-        check_renewed: Callable[[], None] = lambda: None,
+        client: Client | None = None,
     ) -> None:
-        client = Client(
-            endpoints, user=user, password=password, ca=ca, cert=cert, key=key,
-            check_renewed=check_renewed,
-        )  # fmt: skip
+        client = client or DirectClient(
+            endpoints, user=user, password=password, ca=ca, cert=cert, key=key
+        )
         calls = self._calls = Calls(client, prefix, timeout_s)
         self.past = EtcdPast(calls)
         self.leases = EtcdLeases(calls, owner)
@@ -93,8 +93,13 @@ class EtcdEngine:
     @property
     def renewables(self) -> Sequence[Renewable[Any]]:
         """Return what is read again when the files of certificates change."""
-        tls = self._calls.client.tls
-        return [tls] if tls is not None else []
+        return self._calls.client.renewables
+
+    def heed(
+        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
+    ) -> None:
+        """Do as Client.heed."""
+        self._calls.client.heed(is_revoked, nodes)
 
     @property
     def prefix(self) -> bytes:

@@ -60,6 +60,8 @@ class EtcdAdmin:
         """Return why processes that are not members, or every member alike, can change the cluster's
         keys."""
         client = self._calls.client
+        if client.is_relayed:
+            return []  # this process cannot ask etcd; store nodes and admins can
         where = ", ".join(map(str, client.endpoints))
         if not client.secure:
             return [
@@ -79,8 +81,8 @@ class EtcdAdmin:
         version = (await self.room.here()).version
         if not roles_hold(version):
             return [
-                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a certificate, a"
-                " reader's too, can change and stop everything; update it to"
+                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a mount's or a node's"
+                " certificate can change and stop everything; update it to"
                 f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
             ]
         return []

@@ -9,8 +9,7 @@ from weakref import WeakSet
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import PAUSES_S, WATCH, RpcError, Unsent
-from ..etcd.stream import Stream
+from ..etcd.client import PAUSES_S, WATCH, Answers, RpcError, Unsent
 from ..pauses import Pauses
 from . import Change, Compacted, Event, WentBack
 from .etcd_calls import Calls
@@ -38,7 +37,7 @@ class Watch:
         self._error: OSError | None = None
         self._began = False
         self._changes: deque[Change] = deque()
-        self._stream: Stream | None = None
+        self._stream: Answers | None = None
         self._pauses = Pauses(*PAUSES_S)
         self._failing = False
         self._closed = trio.Event()

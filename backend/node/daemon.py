@@ -32,6 +32,7 @@ from ..cluster.records import (
 )
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
+from ..etcd.client import Client
 from ..etcd.errors import NoAnswer
 from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..kv.etcd import EtcdEngine
@@ -56,10 +57,12 @@ from .checks import Checks
 from .copier import Copier, Throttle
 from .damage import WrongExtents
 from .etcd_room import EtcdWatch
+from .feed import Feed
 from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
 from .inspection import Inspection
+from .readers import Kept, Readers
 from .resync import Resync
 from .room import Room
 from .scrub import Scrub
@@ -189,10 +192,15 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
             await engine.admin.warn()
             history = NodeHistory(engine, files)
             await history.wait_trusted(patient=turn.patient)
-            async with trio.open_nursery() as nursery:
-                made = _Node(config, turn, settings, rdma, files, engine, history, nursery)
-                await made.run(ready)
-                nursery.cancel_scope.cancel()
+            # Readers do not hold up the calls of the node itself.
+            for_readers, _ = config.cluster.etcd_client("node")
+            with closing(for_readers):
+                async with trio.open_nursery() as nursery:
+                    made = _Node(
+                        config, turn, settings, rdma, files, engine, for_readers, history, nursery
+                    )
+                    await made.run(ready)
+                    nursery.cancel_scope.cancel()
 
 
 class _Node:
@@ -206,6 +214,7 @@ class _Node:
         rdma: Rdma,
         files: Files,
         engine: EtcdEngine,
+        for_readers: Client,
         history: NodeHistory,
         nursery: trio.Nursery,
     ) -> None:
@@ -220,7 +229,7 @@ class _Node:
         self._where = where = config.listen()
         credentials = config.cluster.credentials("node")
         own = [credentials.renewable] if credentials is not None else []
-        self._renewal = turn.renewal = Renewal([*own, *engine.renewables])
+        self._renewal = turn.renewal = Renewal([*own, *engine.renewables, *for_readers.renewables])
 
         # The state of the cluster.
         address = NodeAddress(
@@ -235,8 +244,9 @@ class _Node:
         self._catalog = catalog = Catalog(
             files, groups, settings.buckets, partial(members.may_join, node)
         )
+        kept, feed = Kept(), Feed(engine.prefix)
         self._replica = replica = Replica(
-            engine, (members, groups, certificates, catalog), history=history
+            engine, (members, groups, certificates, catalog, kept, feed), history=history
         )
         self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
 
@@ -277,6 +287,7 @@ class _Node:
         self._listener = listener = Listener(
             service, peers, movers, where.bind, where.port, credentials=credentials,
             is_gone=self._is_gone, is_revoked=certificates.is_revoked,
+            etcd=Readers(for_readers, engine.prefix, kept, feed),
         )  # fmt: skip
         certificates.revoked.append(listener.cut)
         members.session_gone.append(listener.end_rights)

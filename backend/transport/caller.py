@@ -158,6 +158,11 @@ class ControlClient:
             self._scope.cancel()
 
     @property
+    def heard(self) -> int:
+        """Return how many answers have come."""
+        return self._heard
+
+    @property
     def _is_awaited(self) -> bool:
         return bool(self._waiting or self.watchers)
 

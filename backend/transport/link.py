@@ -34,7 +34,8 @@ class Refusal(Exception):
 
 
 class Link:
-    """A store node's control connection, opened when it is needed, and again after it was lost."""
+    """A store node's control connection, opened when it is needed, and again after it was lost. `node` 0
+    stands for whichever node is at the address."""
 
     def __init__(self, caller: Caller, node: int) -> None:
         self.caller = caller
@@ -201,7 +202,7 @@ class Link:
         if isinstance(answer, Refused):
             kind = Refusal if answer.for_good else BadMessage
             raise kind(f"it refuses: {answer.text[:200]}")
-        if answer.node != self.node:
+        if self.node and answer.node != self.node:
             raise BadMessage(f"store node {answer.node:x} is at its address")
         return frames
 

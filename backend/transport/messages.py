@@ -7,6 +7,7 @@ messages of its own (mover.py).
 
 import errno
 import os
+from enum import IntEnum
 
 import msgspec
 
@@ -14,7 +15,7 @@ from . import Extent, Fenced, Target, Unreachable
 from .frames import BadMessage
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 6
+VERSION = 7
 
 PUT_BYTES_MAX = 1 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.
@@ -27,6 +28,7 @@ LASTING_MAX = 48
 CHAIN_MAX = 8
 TEXT_MAX = 240
 NAME_MAX = 255
+ETCD_REQUEST_BYTES_MAX = 256 << 10
 EXTENT_BYTES_MAX = 1 << 40
 # A receiver has a longer time-out than a sender, so that the sender reports the error.
 RECEIVER_PATIENCE = 3
@@ -175,6 +177,18 @@ class Scrub(Request, tag=35):
     """Asks the node to check everything it keeps, now."""
 
 
+class AskEtcd(Request, tag=41):
+    """Has the node ask etcd for a reader, which does not reach it: `method` is etcd's, `body` its
+    request."""
+
+    method: str
+    body: bytes
+
+    def check(self) -> None:
+        if len(self.method) > NAME_MAX or len(self.body) > ETCD_REQUEST_BYTES_MAX:
+            raise BadMessage(f"a request to etcd of {len(self.body)} bytes")
+
+
 class Answer(Message):
     number: int
 
@@ -207,6 +221,22 @@ class Verdict(Answer, tag=25):
 
 class Digested(Answer, tag=29):
     digest: bytes
+
+
+class EtcdSaid(Answer, tag=42):
+    """etcd's answer: `body`, or how the call failed (see EtcdOutcome), with the code of gRPC and a text."""
+
+    outcome: int
+    body: bytes = b""
+    code: int = 0
+    text: str = ""
+
+
+class EtcdOutcome(IntEnum):
+    ANSWERED = 0
+    REFUSED = 1
+    UNSENT = 2  # etcd did not get the request
+    UNCERTAIN = 3  # etcd may have got the request
 
 
 class Mapped(Answer, tag=40):

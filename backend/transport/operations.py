@@ -3,6 +3,7 @@
 docs/contributing.md says how one is added.
 """
 
+import errno
 import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
@@ -20,11 +21,13 @@ from .messages import (
     Abort,
     Adopt,
     Answer,
+    AskEtcd,
     Contents,
     Digest,
     Digested,
     Done,
     Doubt,
+    EtcdSaid,
     Failed,
     Get,
     Map,
@@ -41,8 +44,8 @@ from .messages import (
     Verdict,
 )
 from .mover import Mover, Others
-from .rights import ANY, NONE, OWN, Row
-from .service import Service, begin
+from .rights import ANY, NONE, OWN, Peer, Row
+from .service import EtcdForReaders, Service, begin
 
 __all__ = ["OPERATIONS", "Operation", "StoreNode", "codec_for"]
 
@@ -52,12 +55,15 @@ _READ_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreNode:
-    """The parts of a store node that its operations use. `give_up(content)` ends transfers of a content."""
+    """The parts of a store node that its operations use, and the peer that asks. `give_up(content)` ends
+    transfers of a content."""
 
     service: Service[Any]
     others: Others
     counters: ServerFigures
     give_up: Callable[[int], None]
+    etcd: EtcdForReaders | None
+    peer: Peer
 
 
 class Operation(NamedTuple):
@@ -105,6 +111,12 @@ async def _scrub(node: StoreNode, request: Scrub) -> Done:
 
 async def _status(node: StoreNode, request: Status) -> Report:
     return Report(request.number, node.service.status())
+
+
+async def _ask_etcd(node: StoreNode, request: AskEtcd) -> EtcdSaid:
+    if node.etcd is None:
+        raise OSError(errno.EOPNOTSUPP, "this node does not answer for etcd")
+    return await node.etcd.ask(node.peer, request)
 
 
 async def _put(node: StoreNode, request: Put) -> Done:
@@ -264,6 +276,8 @@ OPERATIONS: dict[type[Request], Operation] = {
     Abort: Operation((NONE, OWN, NONE, NONE), Done, _abort),
     # The node checks by itself whether the other one can be reached.
     Suspect: Operation((NONE, ANY, NONE, NONE), Verdict, _suspect),
+    # Only readers: the others reach etcd, which checks what they may do.
+    AskEtcd: Operation((NONE, NONE, ANY, NONE), EtcdSaid, _ask_etcd),
 }
 
 

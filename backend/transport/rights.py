@@ -55,7 +55,7 @@ class Peer:
     Without, they are what the peer says. `serial` is the certificate's number, which
     `expires_s` seconds after 1970 ends (0: never). `session` is the number of
     its session, as it last told, or 0. `session_key` shows that the session is its own. `node` is the id of
-    a store node, as it says, or 0.
+    a store node, as it says, or 0. `owner` is the certificate's number in etcd, 0 without one.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Peer:
         is_certified: bool = False,
         serial: str = "",
         expires_s: int = 0,
+        owner: int = 0,
     ) -> None:
         self.role = role
         self.name = name
@@ -80,9 +81,12 @@ class Peer:
         self.is_certified = is_certified
         self.serial = serial
         self.expires_s = expires_s
+        self.owner = owner
         # The session that was last proved to be its own.
         self.owned = 0
         self.denials = 0
+        # Requests that wait for changes in etcd.
+        self.watches = 0
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r} at {self.address}"

@@ -24,7 +24,7 @@ from .mover import Connection, Host, Mover, Others, Serving
 from .operations import StoreNode, codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
-from .service import Service
+from .service import EtcdForReaders, Service
 
 __all__ = ["Listener"]
 
@@ -41,7 +41,7 @@ class Listener:
 
     With credentials, only members of the cluster are served. `is_gone` tells whether a peer's session is
     known to be over, `is_revoked` whether a certificate, by its serial number, is not accepted any more.
-    Extents are moved by `movers`, and handed on to `others`.
+    Extents are moved by `movers`, and handed on to `others`. Readers reach etcd by `etcd`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Listener:
         timeout_s: float = 5.0,
         is_gone: Callable[[Peer], bool] = lambda peer: False,
         is_revoked: Callable[[str], bool] = lambda serial: False,
+        etcd: EtcdForReaders | None = None,
     ) -> None:
         self._service = service
         self._others = others
@@ -71,7 +72,7 @@ class Listener:
         self._connected: dict[trio.CancelScope, Peer] = {}
         self._serving: dict[Mover, Serving] = {}
         self.counters = ServerFigures()
-        self._node = StoreNode(service, others, self.counters, self._give_up)
+        self._etcd = etcd
         self.control_port = control_port
 
     async def __aenter__(self) -> Self:
@@ -135,8 +136,11 @@ class Listener:
         frames.limit = FRAME_BYTES_MAX
         with self.door.member(), self._while_certified(peer):
             log.debug("%s is connected", peer)
+            node = StoreNode(
+                self._service, self._others, self.counters, self._give_up, self._etcd, peer
+            )
             control = Control(
-                frames, peer, self._codec, self._node, self.counters,
+                frames, peer, self._codec, node, self.counters,
                 partial(self._connections, local, peer),
                 idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
             )  # fmt: skip
@@ -244,13 +248,13 @@ class Listener:
             await frames.send(Refused(why, for_good=for_good))
             raise BadMessage(why)
         await frames.send(Welcome(VERSION, self._service.node))
-        role, name, serial, expires_s = hello.role, hello.name, "", 0
+        role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
         if identity is not None:
-            role, name, _, serial, expires_s = identity
+            role, name, owner, serial, expires_s = identity
         node = _number(hello.name) if role == "node" else 0
         return Peer(
             role, name[:128], address, hello.session, node, session_key=hello.session_key,
-            is_certified=identity is not None, serial=serial, expires_s=expires_s,
+            is_certified=identity is not None, serial=serial, expires_s=expires_s, owner=owner,
         )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from typing import Any, Protocol, TypeVar
 
 from ..store.intake import Intake
 from . import Extent, Target
+from .messages import AskEtcd, EtcdSaid
 from .rights import Asked, Peer, Row, Scope, need
 
-__all__ = ["Held", "Incoming", "Service", "begin", "check_right"]
+__all__ = ["EtcdForReaders", "Held", "Incoming", "Service", "begin", "check_right"]
 
 
 class Held(Protocol):
@@ -127,6 +128,15 @@ class Service(Protocol[I]):
 
     def status(self) -> dict[str, Any]:
         """Return the node's report, of values that MessagePack has."""
+        ...
+
+
+class EtcdForReaders(Protocol):
+    """etcd as a store node lets readers use it."""
+
+    async def ask(self, peer: Peer, request: AskEtcd) -> EtcdSaid:
+        """Return etcd's answer. Raises OSError: EACCES for a request that readers may not make, EDQUOT for
+        one beyond a limit."""
         ...
 
 

@@ -1,7 +1,8 @@
 """The cluster's certificate authority: make it, replace it, and issue certificates.
 
 Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may accept connections.
-Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them.
+Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them. etcd
+refuses a reader's certificate (see security).
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from .security import (
     OWNER_BITS,
+    READER_OID,
     Credentials,
     CredentialsError,
     Identity,
@@ -31,7 +33,17 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["begin_ca_change", "finish_ca_change", "issue", "make_ca"]
+__all__ = [
+    "REVOKED_FILE",
+    "begin_ca_change",
+    "finish_ca_change",
+    "issue",
+    "list_revoked",
+    "make_ca",
+]
+
+# The list of revoked certificates beside ca.pem, for etcd (--client-crl-file).
+REVOKED_FILE = "revoked.crl"
 
 _LISTENING_ROLES = ("node", "etcd")
 CA_DAYS = 3650
@@ -115,22 +127,12 @@ def issue(
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     if not _NAME.fullmatch(name):
         raise CredentialsError(f"{name!r} is not a name: take letters, digits, '.', '_', '-'")
     ca_directory = ca_directory or directory
-    ca_path, ca_key_path = (os.path.join(ca_directory, file) for file in ("ca.pem", "ca.key"))
-    ca = load_certificate(ca_path)
-    check_time(ca_path, ca)
-    check_private(ca_key_path)
-    try:
-        ca_key = cast("EllipticCurvePrivateKey", load_pem_private_key(read_file(ca_key_path), None))
-    except (ValueError, TypeError) as error:
-        raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
-    if ca_key.public_key() != ca.public_key():
-        raise CredentialsError(f"{ca_key_path} is not the key of {ca_path}")
+    ca, ca_key = _authority(ca_directory)
     cluster = str(ca.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)[0].value)
     key = ec.generate_private_key(ec.SECP256R1())
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -150,12 +152,64 @@ def issue(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
         )
     )
+    if role == "reader":
+        mark = x509.UnrecognizedExtension(x509.ObjectIdentifier(READER_OID), b"\x05\x00")
+        builder = builder.add_extension(mark, critical=True)
     alternatives = [_general_name(host) for host in hosts]
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     file_name = role if name == role else f"{role}-{name}"
     cert_path, key_path = _write_pair(directory, file_name, builder, key, ca_key)
-    return Credentials(ca_path, cert_path, key_path)
+    return Credentials(os.path.join(ca_directory, "ca.pem"), cert_path, key_path)
+
+
+def list_revoked(directory: str, serials: Iterable[int]) -> str:
+    """Write the list of revoked certificates, by their serial numbers, which etcd reads at each handshake,
+    and return its path. Raises CredentialsError, also where the CA's key is not there."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    ca, ca_key = _authority(directory)
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(ca.subject)
+        .last_update(now - _CLOCK_SKEW)
+        .next_update(now + datetime.timedelta(days=CA_DAYS))
+    )
+    for serial in serials:
+        revoked = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+        builder = builder.add_revoked_certificate(revoked.build())
+    # Newer versions of etcd read no PEM here.
+    data = builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.DER)
+    path = os.path.join(directory, REVOKED_FILE)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".crl-", dir=directory) as made:
+            draft = os.path.join(made, REVOKED_FILE)
+            _write_new(draft, data)
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+    except OSError as error:
+        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _authority(directory: str) -> "tuple[x509.Certificate, EllipticCurvePrivateKey]":
+    """Return the CA's certificate and key. Raises CredentialsError."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    ca_path, ca_key_path = (os.path.join(directory, file) for file in ("ca.pem", "ca.key"))
+    ca = load_certificate(ca_path)
+    check_time(ca_path, ca)
+    check_private(ca_key_path)
+    try:
+        ca_key = cast("EllipticCurvePrivateKey", load_pem_private_key(read_file(ca_key_path), None))
+    except (ValueError, TypeError) as error:
+        raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
+    if ca_key.public_key() != ca.public_key():
+        raise CredentialsError(f"{ca_key_path} is not the key of {ca_path}")
+    return ca, ca_key
 
 
 def _builder(

@@ -2,8 +2,8 @@
 
 Every member may read all keys under the cluster's prefix. Keys that many processes change, those of the
 namespace for example, belong to a role; a process's own keys begin with the number of its certificate, the
-*owner*, and belong to that certificate alone. Admins may do everything. docs/security.md has the table
-with reasons.
+*owner*, and belong to that certificate alone. A reader does not reach etcd: nodes change its own keys for
+it. Admins may do everything. docs/security.md has the table with reasons.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,6 @@ __all__ = ["Range", "own_ranges", "shared_ranges"]
 _SHARED: dict[Role, bytes] = {
     "mount": b"ditusPwl",
     "node": b"nNgTsWR",
-    "reader": b"",
 }
 # Keys that begin with a lease, and so with its owner.
 _LEASED: dict[Role, bytes] = {"mount": b"mpfaL", "node": b"", "reader": b"mpfa"}

@@ -4,6 +4,9 @@ A certificate names its owner in CN, with a number that no other certificate has
 OU. Every process that has a certificate signed by the cluster's CA is a member; there is no other list. A
 "reader" is a mount that changes nothing. Addresses of nodes and mounts change, so the peer's role is
 checked and not its DNS name.
+
+A reader's certificate is for store nodes only. It has a critical extension of our own: etcd, as every TLS
+server that follows RFC 5280, must refuse a certificate with a critical extension that it does not know.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 __all__ = [
+    "READER_OID",
     "Credentials",
     "CredentialsError",
     "Identity",
@@ -32,6 +36,7 @@ __all__ = [
     "expiry_of",
     "identity_in",
     "is_final",
+    "is_for_nodes_only",
     "load_certificate",
     "load_certificates",
     "peer_identity",
@@ -47,6 +52,10 @@ _TIME_CODES = (9, 10)
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 _OWNER_MARK = "#"
 OWNER_BITS = 24
+# The critical extension of readers' certificates, in the arc for experiments.
+READER_OID = "1.3.6.1.3.105.114.1"
+# OpenSSL's X509_V_FLAG_IGNORE_CRITICAL: accept critical extensions that it does not know.
+_IGNORE_CRITICAL = 0x10
 _OWNER = re.compile(r"[0-9a-f]{6}", re.ASCII)
 
 
@@ -136,6 +145,8 @@ class Credentials:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_STRICT
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.verify_flags |= ssl.VerifyFlags(_IGNORE_CRITICAL)
         context.load_verify_locations(cafile=self.ca)
         context.load_cert_chain(self.cert, self.key)
         return context
@@ -216,6 +227,15 @@ def peer_identity(connection: _Peer) -> Identity | None:
 def identity_in(path: str) -> Identity | None:
     """Return the identity in a certificate's file. None: it has no role. Raises CredentialsError."""
     return _identity_of(load_certificate(path))
+
+
+def is_for_nodes_only(path: str) -> bool:
+    """Return whether etcd refuses the certificate in a file, as it should a reader's. Raises
+    CredentialsError."""
+    return any(
+        extension.critical and extension.oid.dotted_string == READER_OID
+        for extension in load_certificate(path).extensions
+    )
 
 
 def expiry_of(path: str) -> int:

@@ -233,8 +233,8 @@ def init(
     if prepare:
         if etcd_hosts:
             say(
-                f"start etcd on {', '.join(etcd_hosts)} with ca.pem, etcd.pem and etcd.key of {directory}; "
-                f"besides its usual arguments:\n  {' '.join(etcd_arguments(directory))}"
+                f"start etcd on {', '.join(etcd_hosts)} with ca.pem, revoked.crl, etcd.pem and etcd.key of "
+                f"{directory}; besides its usual arguments:\n  {' '.join(etcd_arguments(directory))}"
             )
         say("then give the same command again, without --prepare")
         return

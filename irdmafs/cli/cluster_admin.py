@@ -16,7 +16,7 @@ from ..backend.cluster.config_sections import ETCD_PORT
 from ..backend.cluster.config_values import ConfigError, split_host_port
 from ..backend.cluster.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
 from ..backend.kv import Conflict, Delete, Put
-from ..backend.trust.authority import issue, make_ca
+from ..backend.trust.authority import REVOKED_FILE, issue, list_revoked, make_ca
 from ..backend.trust.security import Role
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def made_files(directory: str, plan: Plan) -> Iterator[str]:
         yield path
     except BaseException:
         for name in set(os.listdir(directory)) - there:
-            if name == "cluster.toml" or name.endswith((".pem", ".key")):
+            if name == "cluster.toml" or name.endswith((".pem", ".key", ".crl")):
                 os.unlink(os.path.join(directory, name))
         raise
 
@@ -85,6 +85,7 @@ def _write_files(directory: str, plan: Plan, text: str) -> None:
     try:
         if plan.tls:
             make_ca(directory, plan.name)
+            list_revoked(directory, ())
             roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
             for role in roles:
                 issue(directory, role, role)
@@ -124,15 +125,18 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 
 def etcd_arguments(directory: str) -> list[str]:
-    """Return the arguments with which etcd shows its certificate, and lets only members of the cluster
-    in."""
+    """Return the arguments with which etcd shows its certificate, lets only members of the cluster in, none
+    of them revoked, and forgets its history, which newer versions let no store node do."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
         f"--key-file={key}",
         f"--trusted-ca-file={ca}",
         "--client-cert-auth",
+        f"--client-crl-file={os.path.join(directory, REVOKED_FILE)}",
         "--enable-grpc-gateway=false",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=15m",
         f"--peer-cert-file={cert}",
         f"--peer-key-file={key}",
         f"--peer-trusted-ca-file={ca}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "Member",
     "Use",
     "list_members",
+    "node_addresses",
     "owner_of",
     "protect",
     "register_all",
@@ -41,7 +43,9 @@ __all__ = [
     "uses_of",
 ]
 
-_SHARED_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
+# The roles of processes that have keys of their own, and of those which etcd knows.
+_KEEPING_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
+_SHARED_ROLES: tuple[Role, ...] = ("mount", "node")
 _CHANGE_RETRIES = 10
 
 
@@ -105,14 +109,14 @@ async def owner_of(engine: EtcdEngine, name: str, role: Role) -> int:
 async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
     """Record certificates in etcd, and the rights of each if etcd authenticates its users. Records that
     exist stay. Raises ConfigError when one of the certificates is revoked."""
+    identities = {path: identity_in(path) for path in paths}
     if engine.admin.secure:
-        await _set_shared_roles(engine)
+        await _set_shared_roles(engine, filter(None, identities.values()))
     known = {member.serial: member.record for member in await list_members(engine)}
     owners: dict[int, list[CertificateRecord]] = {}
     for record in known.values():
         owners.setdefault(record.owner, []).append(record)
-    for path in paths:
-        identity = identity_in(path)
+    for path, identity in identities.items():
         if identity is None or identity.role == "etcd":
             continue
         others = owners.setdefault(identity.owner, [])
@@ -170,10 +174,17 @@ async def protect(engine: EtcdEngine) -> None:
         await auth.enable()
 
 
-async def _set_shared_roles(engine: EtcdEngine) -> None:
+async def _set_shared_roles(engine: EtcdEngine, more: Iterable[Identity] = ()) -> None:
+    """Set the rights of nodes and of mounts. `more` are members who are not recorded yet."""
     everything = engine.prefix, _after(engine.prefix)
+    records = [member.record for member in await list_members(engine)]
+    readers = {one.owner for one in records if one.role == "reader" and not one.revoked_s}
+    readers |= {identity.owner for identity in more if identity.role == "reader"}
+    of_readers = [keys for owner in readers for keys in own_ranges("reader", owner)]
     for role in _SHARED_ROLES:
         ranges = [_absolute(engine, one) for one in shared_ranges(role)]
+        if role == "node":
+            ranges += [_absolute(engine, one) for one in of_readers]
         await engine.admin.auth.set_role(_shared_name(engine, role), [everything], ranges)
 
 
@@ -182,10 +193,20 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
     if record.role == "admin":
         await auth.add_user(user, [ROOT])
         return
+    if record.role == "reader":
+        # One that was issued before readers were kept from etcd may have a user there.
+        await _remove_user(engine, record)
+        return
     role = _as_role(record.role)
     ranges = [_absolute(engine, one) for one in own_ranges(role, record.owner)]
     await auth.set_role(_own_name(engine, user), [], ranges)
     await auth.add_user(user, [_shared_name(engine, role), _own_name(engine, user)])
+
+
+async def _remove_user(engine: EtcdEngine, record: CertificateRecord) -> None:
+    user = _user_of(record)
+    await engine.admin.auth.delete_user(user)
+    await engine.admin.auth.delete_role(_own_name(engine, user))
 
 
 async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
@@ -201,6 +222,17 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
             what, said = _describe(pair.key, pair.value)
             if said == name or lease >> LEASE_BITS in owners:
                 found.append(Use(what, pair.key, lease))
+    return found
+
+
+async def node_addresses(engine: EtcdEngine) -> list[str]:
+    """Return the addresses of the store nodes that are up, HOST:PORT."""
+    found = []
+    for pair in await engine.range(NODE, _after(NODE)):
+        with suppress(msgspec.DecodeError):
+            node = decode(pair.value, NodeAddress)
+            host = f"[{node.address}]" if ":" in node.address else node.address
+            found.append(f"{host}:{node.control_port}")
     return found
 
 
@@ -239,6 +271,8 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
         ) from None
     # Nodes and mounts have cut these processes off.
     await _shut_out(engine, name, members)
+    if engine.admin.secure:
+        await _set_shared_roles(engine)
     return revoked
 
 
@@ -247,9 +281,7 @@ async def _shut_out(engine: EtcdEngine, name: str, members: Sequence[Member]) ->
     their keys. Needs no room in etcd."""
     for member in members:
         if engine.admin.secure:
-            user = _user_of(member.record)
-            await engine.admin.auth.delete_user(user)
-            await engine.admin.auth.delete_role(_own_name(engine, user))
+            await _remove_user(engine, member.record)
     for use in await uses_of(engine, name):
         if use.lease:
             await engine.leases.revoke(use.lease)
@@ -257,7 +289,7 @@ async def _shut_out(engine: EtcdEngine, name: str, members: Sequence[Member]) ->
             await engine.admin.remove(use.key, use.key + b"\0")
     for member in members:
         # Some of its keys may have no lease, or one that is kept alive.
-        if member.record.owner and member.record.role in _SHARED_ROLES:
+        if member.record.owner and member.record.role in _KEEPING_ROLES:
             for start, end in own_ranges(_as_role(member.record.role), member.record.owner):
                 await engine.admin.remove(start, end)
 

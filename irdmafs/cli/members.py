@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def cert(
     It is registered in etcd, with its rights, and so that it can be revoked.
     """
     from ..backend.trust.authority import issue
-    from .cluster_members import owner_of, register_all
+    from .cluster_members import node_addresses, owner_of, register_all
 
     config = _with_ca(config_path)
     with one_line_errors():
@@ -83,6 +84,9 @@ def cert(
                 os.replace(path, os.path.join(target, os.path.basename(path)))
     names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
     say(f"made {names[0]} and {names[1]}")
+    if role == "reader":
+        nodes = json.dumps(with_etcd(config, node_addresses))
+        say(f"its cluster.toml has to name store nodes: nodes = {nodes} in [cluster]")
 
 
 @contextmanager
@@ -145,7 +149,25 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
         raise MountError(f"all certificates of {name!r} were revoked already")
     for member in revoked:
         say(f"the certificate of {member.record.role} {name!r} is revoked ({_short(member)})")
+    _tell_etcd(config)
     say(f"to let it in again: irdmafs cluster cert {name} --role {revoked[0].record.role}")
+
+
+def _tell_etcd(config: ClusterConfig) -> None:
+    """Write the list of revoked certificates that etcd reads."""
+    from ..backend.trust.authority import list_revoked
+    from ..backend.trust.security import CredentialsError
+    from .cluster_members import list_members
+
+    assert config.cluster.ca is not None
+    found = with_etcd(config, list_members)
+    revoked = [int(member.serial, 16) for member in found if member.record.revoked_s]
+    try:
+        path = list_revoked(os.path.dirname(config.cluster.ca), revoked)
+    except CredentialsError as error:
+        say(f"WARNING: etcd's list of revoked certificates stays as it is: {error}", err=True)
+        return
+    say(f"copy {path} to the hosts of etcd, which reads it at each connection")
 
 
 def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
@@ -213,6 +235,7 @@ def protect_command(config_path: str | None) -> None:
         await protect(engine)
 
     with_etcd(config, work)
+    _tell_etcd(config)
     say("etcd checks what each certificate may change")
 
 

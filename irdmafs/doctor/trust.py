@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, get_args
 
 import trio
 
 from ..backend.cluster.config import ClusterConfig
 from ..backend.cluster.config_values import ConfigError
-from ..backend.trust.security import Credentials, CredentialsError, Role
+from ..backend.trust.security import Credentials, CredentialsError, Role, identity_in
 from .check import Check
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ def check_trust(config: ClusterConfig) -> list[Check]:
     if not lines:
         remedy = "copy those of this host's role here, or: irdmafs cluster cert NAME --role ROLE"
         return [Check("certificate", "fail", f"none is at {section.cert}", remedy)]
-    return [*lines, _check_etcd(section, roles[0])]
+    shown = None
+    with suppress(CredentialsError):
+        shown = identity_in(section.cert.replace("{role}", roles[0]))
+    return [*lines, _check_etcd(section, roles[0] if shown is None else shown.role)]
 
 
 def _check_certificate(credentials: Credentials) -> Check:
@@ -72,4 +76,6 @@ def _check_etcd(section: ClusterSection, role: Role) -> Check:
         return Check("etcd", "fail", text or str(error), "see docs/security.md, Setting etcd up")
     if weaknesses:
         return Check("etcd", "warn", "; ".join(weaknesses), "docs/security.md, Setting etcd up")
+    if role == "reader":
+        return Check("etcd", "ok", "is reached through store nodes, as a reader should")
     return Check("etcd", "ok", "speaks TLS, and checks what each certificate may change")

@@ -97,6 +97,8 @@ class Cluster:
                 part.start()
             self._timed("nodes", self.wait_healthy)
             self._timed("mounts", self._wait_mounted)
+            if self.plan.tls:
+                self._name_nodes()
         except BaseException:
             self.close()
             raise
@@ -120,6 +122,15 @@ class Cluster:
         if done.returncode != 0:
             raise CommandFailed(f"irdmafs cluster init: {done.stdout}{done.stderr}")
 
+    def _addresses(self) -> list[str]:
+        """Where the nodes listen that run now."""
+        return [f"{node.address}:{node.control_port}" for node in self.live_nodes().values()]
+
+    def _name_nodes(self) -> None:
+        """Have the file of the cluster serve readers, too."""
+        line = f"[cluster]\nnodes = {json.dumps(self._addresses())}"
+        self.config.write_text(self.config.read_text().replace("[cluster]", line))
+
     def _wait_mounted(self) -> None:
         for mount in self.mounts:
             mount.wait_ready()
@@ -134,6 +145,8 @@ class Cluster:
                 own = base["cluster"][key].replace("{role}", certificate or "{role}")
                 base["cluster"][key] = str(self.config_directory / own)
         base["cluster"]["insecure"] = not self.plan.tls
+        if certificate.startswith("reader"):
+            base["cluster"]["nodes"] = self._addresses()
         write_toml(path, base | {section: base.get(section, {}) | dict(values)})
 
     def _make_node(self, host: Host) -> StoreNode:
@@ -172,6 +185,12 @@ class Cluster:
         mount.start()
         mount.wait_ready()
         return mount
+
+    def config_of(self, certificate: str) -> Path:
+        """A configuration file for who has the certificate of this name, at the nodes that run now."""
+        path = self.directory / f"{certificate}.toml"
+        self._write_config(path, "mount", self.plan.mount_config, certificate)
+        return path
 
     # -- what etcd and the command say ---------------------------------------------------------
 

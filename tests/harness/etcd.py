@@ -101,6 +101,7 @@ class Etcd:
         alone = len(self._ports) == 1
         command = [
             "etcd",
+            *(etcd_arguments(str(self._credentials)) if self._credentials else ()),
             f"--name={host.name}",
             f"--data-dir={self.directory / host.name}",
             f"--listen-client-urls={client}",
@@ -116,7 +117,6 @@ class Etcd:
             "--logger=zap",
             "--log-level=warn",
             *self._arguments,
-            *(etcd_arguments(str(self._credentials)) if self._credentials else ()),
         ]
         return Daemon(host.name, host, command, self.directory / f"{host.name}.log")
 

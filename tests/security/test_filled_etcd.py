@@ -1,4 +1,4 @@
-"""A reader fills etcd, which stops all writes, and is shut out (real etcd with TLS, users and roles)."""
+"""A mount fills etcd, which stops all writes, and is shut out (real etcd with TLS, users and roles)."""
 
 import secrets
 from pathlib import Path
@@ -23,13 +23,13 @@ async def fill(engine: EtcdEngine) -> None:
 
 
 @in_trio
-async def test_a_reader_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Path) -> None:
+async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Path) -> None:
     with SecureCluster(tmp_path, QUOTA_BYTES) as made:
-        made.cert("greedy", "reader")
+        made.cert("greedy", "mount")
         async with made.engine("mount", "mount") as engine:
-            async with made.engine("greedy", "reader") as reader:
+            async with made.engine("greedy", "mount") as greedy:
                 with pytest.raises(NoSpace):
-                    await fill(reader)
+                    await fill(greedy)
                 with pytest.raises(NoSpace, match="repair-etcd"):
                     await engine.transact((), [Put(b"d", b"")])
                 shown = made.irdmafs("status")
@@ -46,7 +46,7 @@ async def test_a_reader_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: P
                 assert repaired.returncode == 0, repaired
                 await engine.transact((), [Put(b"d", b"")])
                 with pytest.raises(PermissionError):
-                    await fill(reader)
+                    await fill(greedy)
             revoked = made.irdmafs("revoke", "greedy")
             assert revoked.returncode == 0, revoked
             assert "ALARM" not in made.irdmafs("status").stdout

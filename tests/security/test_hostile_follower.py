@@ -20,7 +20,7 @@ def test_a_reader_that_never_answers_does_not_stop_writers() -> None:
         [mount] = made.mounts
 
         async def harm() -> None:
-            section = ClusterConfig.load(str(made.config)).cluster
+            section = ClusterConfig.load(str(made.config_of("reader"))).cluster
             record = MountRecord("elsewhere", "/hostile", 1, "0", "reader", "reader")
             async with section.engine("reader") as engine, trio.open_nursery() as nursery:
                 session = Session(engine, MOUNT, record, plan.lease_ttl_s)

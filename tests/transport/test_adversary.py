@@ -389,6 +389,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         messages.Map(1, "", EXTENT),
         messages.Share(1, "", EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
         messages.Scrub(1, ""),
+        messages.AskEtcd(1, "", "/etcdserverpb.KV/Range", b""),
         verbs.Attach(1, "", END, 0, "rxe0", bytes(16)),
         verbs.Expose(1, "", EXTENT, 0, 10, 0),
         verbs.Reserve(1, "", EXTENT, TARGET, 10, 10, 2, 0),

@@ -52,6 +52,10 @@ class Coordination:
         self.groups = Groups()
         credentials = self.credentials = config.cluster.credentials(self.role)
         self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        engine.heed(
+            self.certificates.is_revoked,
+            lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],
+        )
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)

@@ -1,0 +1,417 @@
+"""What a reader may ask a store node about etcd: the node checks and limits it, whatever program asks."""
+
+import errno
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import trio
+import trio.testing
+from etcd_server import EtcdServer
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from secure_cluster import in_trio
+
+from irdmafs.backend.cluster.records import pin_key
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.client import (
+    ALARM,
+    AUTHENTICATE,
+    COMPACT,
+    DEFRAGMENT,
+    DELETE,
+    GRANT,
+    HASH_KV,
+    KEEP_ALIVE,
+    MEMBERS,
+    RANGE,
+    REVOKE,
+    STATUS,
+    TXN,
+    WATCH,
+    DirectClient,
+    Message,
+    Method,
+)
+from irdmafs.backend.kv import Event, KeyValue, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_leases import LEASE_BITS
+from irdmafs.backend.node import readers as limits
+from irdmafs.backend.node.feed import Feed
+from irdmafs.backend.node.reader_requests import PAGE_KEYS, checked
+from irdmafs.backend.node.readers import Kept, Readers
+from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
+from irdmafs.backend.transport.rights import Peer
+from irdmafs.backend.trust.rights import own_ranges
+
+OWNER, OTHER = 0xABCDEF, 0xABCDF0
+LEASE, FOREIGN = OWNER << LEASE_BITS | 7, OTHER << LEASE_BITS | 7
+PREFIX = b"/irdmafs/default/"
+OWN, THEIRS = PREFIX + pin_key(1, LEASE), PREFIX + pin_key(1, FOREIGN)
+
+
+def put(key: bytes = OWN, value: bytes = b"", lease: int = LEASE, **more: Any) -> pb.RequestOp:
+    return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease, **more))
+
+
+def delete(key: bytes = OWN, range_end: bytes = b"") -> pb.RequestOp:
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=range_end))
+
+
+def read(key: bytes, range_end: bytes = b"") -> pb.RequestOp:
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key, range_end=range_end))
+
+
+def success(*operations: pb.RequestOp) -> pb.TxnRequest:
+    return pb.TxnRequest(success=operations)
+
+
+def nested(inner: pb.TxnRequest) -> pb.TxnRequest:
+    """A transaction within a transaction, which etcd before 3.6.11 does not check."""
+    body = inner.SerializeToString()
+    operation = pb.RequestOp.FromString(b"\x22" + bytes([len(body)]) + body)
+    return success(operation)
+
+
+DENIED: dict[str, tuple[Method[Any], Message]] = {
+    "an alarm": (ALARM, pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, alarm=pb.NOSPACE)),
+    "compaction": (COMPACT, pb.CompactionRequest(revision=1)),
+    "defragmentation": (DEFRAGMENT, pb.DefragmentRequest()),
+    "status": (STATUS, pb.StatusRequest()),
+    "hashes": (HASH_KV, pb.HashKVRequest()),
+    "members": (MEMBERS, pb.MemberListRequest()),
+    "a password": (AUTHENTICATE, pb.AuthenticateRequest(name="root", password="-")),
+    "a delete": (DELETE, pb.DeleteRangeRequest(key=OWN)),
+    "a lease of another": (GRANT, pb.LeaseGrantRequest(ID=FOREIGN, TTL=5)),
+    "a lease of nobody": (GRANT, pb.LeaseGrantRequest(ID=7, TTL=5)),
+    "a lease without a number": (GRANT, pb.LeaseGrantRequest(TTL=5)),
+    "a negative lease": (GRANT, pb.LeaseGrantRequest(ID=-1, TTL=5)),
+    "a lease for ever": (GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=1 << 40)),
+    "to keep another alive": (KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=FOREIGN)),
+    "to end another": (REVOKE, pb.LeaseRevokeRequest(ID=FOREIGN)),
+    "everybody's keys": (RANGE, pb.RangeRequest(key=b"\0", range_end=b"\0")),
+    "keys beyond the cluster's": (RANGE, pb.RangeRequest(key=PREFIX, range_end=b"/j")),
+    "keys to the end": (RANGE, pb.RangeRequest(key=PREFIX, range_end=b"\0")),
+    "an endless key": (RANGE, pb.RangeRequest(key=PREFIX + b"d" * 2000)),
+    "to watch everybody's": (
+        WATCH,
+        pb.WatchRequest(
+            create_request=pb.WatchCreateRequest(key=b"\0", range_end=b"\0", start_revision=1)
+        ),
+    ),
+    "to watch from now": (
+        WATCH,
+        pb.WatchRequest(create_request=pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + b"z")),
+    ),
+    "another's key": (TXN, success(put(THEIRS))),
+    "a name": (TXN, success(put(PREFIX + b"d" + bytes(8) + b"x"))),
+    "the last transaction": (TXN, success(put(PREFIX + b"s"))),
+    "a long key": (TXN, success(put(OWN + bytes(60)))),
+    "a long value": (TXN, success(put(value=bytes(10_000)))),
+    "a key for ever": (TXN, success(put(lease=0))),
+    "a key that ends with another": (TXN, success(put(lease=FOREIGN))),
+    "a value as it is": (TXN, success(put(ignore_value=True))),
+    "a lease as it is": (TXN, success(put(ignore_lease=True))),
+    "to delete a range": (TXN, success(delete(range_end=PREFIX + b"q"))),
+    "to delete another's key": (TXN, success(delete(THEIRS))),
+    "to read outside": (TXN, success(read(b"\0", b"\0"))),
+    "a put where a compare fails": (TXN, pb.TxnRequest(failure=[put()])),
+    "a transaction in a transaction": (TXN, nested(success(put(THEIRS)))),
+    "too many puts": (TXN, success(*(put(OWN + bytes([one])) for one in range(129)))),
+    "a compare outside": (
+        TXN,
+        pb.TxnRequest(compare=[pb.Compare(key=b"/other", target=pb.Compare.MOD)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DENIED)
+def test_a_reader_may_not_ask_for(what: str) -> None:
+    method, request = DENIED[what]
+    with pytest.raises(PermissionError):
+        checked(method.path, request.SerializeToString(), PREFIX, OWNER)
+
+
+KEYS = st.sampled_from([OWN, THEIRS, PREFIX + b"s", PREFIX, b"\0", b"", OWN[:-1], OWN + b"x"])
+LEASES = st.sampled_from([LEASE, FOREIGN, 0, -1, LEASE + 1])
+OPERATIONS = st.lists(
+    st.one_of(
+        st.builds(put, KEYS, st.binary(max_size=9), LEASES),
+        st.builds(delete, KEYS, KEYS),
+        st.builds(read, KEYS, KEYS),
+        st.binary(max_size=40).map(lambda data: pb.RequestOp(request_put=_parsed(data))),
+    ),
+    max_size=4,
+)
+
+
+def _parsed(data: bytes) -> pb.PutRequest:
+    request = pb.PutRequest()
+    with suppress(DecodeError):
+        request.ParseFromString(data)
+    return request
+
+
+@given(made=OPERATIONS, rest=st.binary(max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_whatever_it_sends_only_its_own_keys_are_changed(
+    made: list[pb.RequestOp], rest: bytes
+) -> None:
+    try:
+        found = checked(TXN.path, success(*made).SerializeToString() + rest, PREFIX, OWNER)
+    except PermissionError:
+        return
+    for operation in found.message.success:
+        if operation.HasField("request_put"):
+            assert operation.request_put.lease >> LEASE_BITS == OWNER
+            _check_own(operation.request_put.key)
+        elif operation.HasField("request_delete_range"):
+            assert not operation.request_delete_range.range_end
+            _check_own(operation.request_delete_range.key)
+        else:
+            assert operation.HasField("request_range")
+
+
+def _check_own(key: bytes) -> None:
+    assert any(start <= key[len(PREFIX) :] < end for start, end in own_ranges("reader", OWNER))
+
+
+def test_what_is_not_known_here_is_not_forwarded() -> None:
+    hidden = success(put()).SerializeToString() + b"\x22\x02\x08\x01"
+    found = checked(TXN.path, hidden, PREFIX, OWNER)
+    assert found.message.SerializeToString() == success(put()).SerializeToString()
+    everything = pb.RangeRequest(key=PREFIX, range_end=PREFIX + b"z", limit=1 << 40)
+    found = checked(RANGE.path, everything.SerializeToString(), PREFIX, OWNER)
+    assert found.message.limit == PAGE_KEYS
+
+
+# -- with a real etcd ------------------------------------------------------------------------------
+
+
+class Asking:
+    """A reader as a store node sees it."""
+
+    def __init__(self, node: Readers, owner: int = OWNER) -> None:
+        self.node = node
+        self.peer = Peer("reader", "r", "127.0.0.1", 0, is_certified=True, owner=owner)
+
+    async def ask(self, method: Method[Any], request: Message) -> Any:
+        said = await self.said(method, request)
+        assert said.outcome == EtcdOutcome.ANSWERED, said
+        return method.parse(said.body)
+
+    async def said(self, method: Method[Any], request: Message) -> EtcdSaid:
+        asked = AskEtcd(1, "", method.path, request.SerializeToString())
+        return await self.node.ask(self.peer, asked)
+
+    async def changes(self, after: int, end: bytes = b"z") -> pb.WatchResponse:
+        create = pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + end, start_revision=after + 1)
+        found: pb.WatchResponse = await self.ask(WATCH, pb.WatchRequest(create_request=create))
+        return found
+
+
+@asynccontextmanager
+async def answering(
+    server: EtcdServer, **options: Any
+) -> AsyncIterator[tuple[Readers, EtcdEngine]]:
+    kept, feed = Kept(), Feed(PREFIX, **options)
+    with closing(DirectClient(server.endpoints)) as client:
+        async with EtcdEngine(server.endpoints, PREFIX) as engine, trio.open_nursery() as nursery:
+            await engine.transact((), [Put(b"c", b"")])
+            await Replica(engine, (kept, feed)).start(nursery)
+            yield Readers(client, PREFIX, kept, feed), engine
+            nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with EtcdServer() as own:
+        yield own
+
+
+async def fill(reader: Asking) -> None:
+    for number in range(100):
+        await reader.ask(TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
+
+
+@in_trio
+async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
+    server: EtcdServer,
+) -> None:
+    with patch.object(limits, "_KEPT_BYTES_MAX", 100_000):
+        async with answering(server) as (node, engine):
+            greedy, other = Asking(node), Asking(node, OTHER)
+            for one, lease in ((greedy, LEASE), (other, FOREIGN)):
+                await one.ask(GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
+            with pytest.raises(OSError) as refused:
+                await fill(greedy)
+            assert refused.value.errno == errno.EDQUOT
+            kept = await engine.range(b"p", b"q")
+            assert 10 <= len(kept) <= 12
+            await other.ask(TXN, success(put(THEIRS, lease=FOREIGN)))
+            # What it gives up it may use again.
+            await greedy.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
+            await greedy.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
+            while node._kept.bytes[OWNER]:
+                await trio.sleep(0.01)
+            await greedy.ask(TXN, success(put()))
+            for one, lease in ((greedy, LEASE), (other, FOREIGN)):
+                await one.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+
+
+@in_trio
+async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> None:
+    with patch.object(limits, "_LEASES_MAX", 3):
+        async with answering(server) as (node, _):
+            reader = Asking(node)
+            leases = [OWNER << LEASE_BITS | 100 + number for number in range(4)]
+            for lease in leases[:3]:
+                await reader.ask(GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
+            with pytest.raises(OSError, match="3 leases"):
+                await reader.ask(GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
+            await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=leases[0]))
+            await reader.ask(GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
+            for lease in leases:
+                await reader.said(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+
+
+@in_trio
+async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
+    async with answering(server) as (node, _):
+        reader = Asking(node)
+        await reader.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
+        account = node._accounts[OWNER]
+        account._credit = 1000.0
+        began = trio.current_time()
+        with patch.object(limits, "_BYTES_PER_S", 20_000):
+            await reader.ask(TXN, success(put(value=bytes(8000))))
+        assert trio.current_time() > began + 0.2
+        await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
+
+
+@in_trio
+async def test_thousands_of_watches_of_one_connection_are_refused(server: EtcdServer) -> None:
+    async with answering(server) as (node, engine), trio.open_nursery() as nursery:
+        reader, refused = Asking(node), 0
+        newest = await engine.barrier()
+
+        async def watch() -> None:
+            nonlocal refused
+            try:
+                await reader.changes(newest)
+            except OSError:
+                refused += 1
+
+        for _ in range(1000):
+            nursery.start_soon(watch)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (refused, reader.peer.watches) == (1000 - limits._WATCHES_MAX, limits._WATCHES_MAX)
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_changes_come_in_order_from_any_revision(server: EtcdServer) -> None:
+    """Also those that are not kept here any more, which etcd still has."""
+    async with answering(server, kept_bytes=1000) as (node, engine):
+        reader = Asking(node)
+        before = await engine.barrier()
+        revisions = [
+            await engine.transact((), [Put(b"i" + bytes([n]), b"v" * 200)]) for n in range(20)
+        ]
+        while node._feed.revision < revisions[-1]:
+            await trio.sleep(0.01)
+        assert not node._feed.reaches(before)
+        found: list[int] = []
+        while len(found) < 20:
+            answer = await reader.changes(found[-1] if found else before, b"j")
+            found += [event.kv.mod_revision for event in answer.events]
+        assert found == revisions
+        # The next change wakes it, and nothing else.
+        async with trio.open_nursery() as nursery:
+            answers: list[pb.WatchResponse] = []
+
+            async def wait() -> None:
+                answers.append(await reader.changes(revisions[-1], b"j"))
+
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            await engine.transact((), [Put(b"l", b"")])
+            newest = await engine.transact((), [Put(b"i", b"")])
+        [event] = answers[0].events
+        assert (event.kv.key, event.kv.mod_revision) == (PREFIX + b"i", newest)
+
+
+@in_trio
+async def test_changes_that_etcd_has_forgotten_are_said_to_be(server: EtcdServer) -> None:
+    async with answering(server, kept_bytes=1) as (node, engine):
+        before = await engine.barrier()
+        for _ in range(5):
+            newest = await engine.transact((), [Put(b"i", b"v")])
+        server.compact()
+        while node._feed.revision < newest:
+            await trio.sleep(0.01)
+        answer = await Asking(node).changes(before)
+        assert answer.canceled
+        assert answer.compact_revision
+
+
+@in_trio
+async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -> None:
+    """A reader then turns to another node."""
+    with (
+        patch.object(limits, "_CATCH_UP_S", 0.05),
+        closing(DirectClient(server.endpoints)) as client,
+    ):
+        async with EtcdEngine(server.endpoints, PREFIX) as engine:
+            await engine.transact((), [Put(b"c", b"")])
+            deaf = Asking(Readers(client, PREFIX, Kept(), Feed(PREFIX)))
+            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"s"))
+            assert said.outcome == EtcdOutcome.UNSENT
+            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"c"))
+            assert said.outcome == EtcdOutcome.ANSWERED
+
+
+@in_trio
+async def test_a_long_answer_comes_in_parts(server: EtcdServer) -> None:
+    with patch.object(limits, "_ANSWER_BYTES", 10_000):
+        async with answering(server) as (node, engine):
+            await engine.transact((), [Put(b"t" + bytes([n]), b"v" * 3000) for n in range(9)])
+            request = pb.RangeRequest(key=PREFIX + b"t", range_end=PREFIX + b"u")
+            answer = await Asking(node).ask(RANGE, request)
+            assert answer.more
+            assert len(answer.kvs) == 3
+
+
+Who = Callable[[], Peer]
+NOBODIES: Sequence[Who] = (
+    lambda: Peer("reader", "r", "127.0.0.1", 0),
+    lambda: Peer("reader", "r", "127.0.0.1", 0, owner=OWNER),
+    lambda: Peer("reader", "r", "127.0.0.1", 0, is_certified=True),
+)
+
+
+@pytest.mark.parametrize("who", NOBODIES)
+@in_trio
+async def test_who_has_no_certificate_is_no_reader(server: EtcdServer, who: Who) -> None:
+    async with answering(server) as (node, _):
+        asked = AskEtcd(1, "", RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
+        with pytest.raises(PermissionError):
+            await node.ask(who(), asked)
+
+
+def test_keys_are_counted_for_their_certificate() -> None:
+    kept = Kept()
+    first = KeyValue(pin_key(1, LEASE), b"", 1)
+    kept.load([first, KeyValue(pin_key(2, FOREIGN), b"", 1)], 1)
+    one = kept.bytes[OWNER]
+    assert one == kept.bytes[OTHER] > 0
+    fence = b"x" + OWNER.to_bytes(3, "big") + bytes(8)
+    kept.apply(2, [Event(2, fence, b"1234"), Event(2, first.key, b"")])
+    assert kept.bytes[OWNER] > one
+    kept.apply(3, [Event(3, fence, None), Event(3, first.key, None)])
+    assert kept.bytes[OWNER] == 0
+    assert kept.bytes[OTHER] == one

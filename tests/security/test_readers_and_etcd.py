@@ -1,0 +1,213 @@
+"""A reader's certificate opens store nodes, and not etcd: a node asks etcd for it, within limits."""
+
+import errno
+from collections.abc import Awaitable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trio
+from cluster import Cluster, Plan, counters
+from mountpoint import eventually
+from secure_cluster import in_trio
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.config_sections import ClusterSection
+from irdmafs.backend.cluster.config_values import ConfigError
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.membership import followed_key, seen_key
+from irdmafs.backend.cluster.records import (
+    NEXT_INO_KEY,
+    SETTINGS_KEY,
+    MountRecord,
+    certificate_key,
+    group_key,
+    key_of,
+    pin_key,
+)
+from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.client import (
+    ALARM,
+    COMPACT,
+    GRANT,
+    STATUS,
+    DirectClient,
+    RpcError,
+    Unsent,
+)
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.trust import authority
+from irdmafs.backend.trust.security import Credentials
+
+FOREIGN = {
+    "a name": b"d" + bytes(8) + b"file",
+    "an inode": key_of(b"i", 9),
+    "the next inode number": NEXT_INO_KEY,
+    "the last transaction": b"s",
+    "a node's address": key_of(b"n", 7),
+    "a group's configuration": group_key(1),
+    "the settings": SETTINGS_KEY,
+    "a certificate's record": certificate_key("12ab"),
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Cluster]:
+    """Without namespaces, so that this process can talk to nodes and etcd itself."""
+    plan = Plan(nodes=2, mounts=1, replicas=2, buckets=4, tls=True, namespaces=False)
+    with Cluster(plan) as cluster:
+        yield cluster
+
+
+def section_of(made: Cluster, certificate: str = "reader") -> ClusterSection:
+    return ClusterConfig.load(str(made.config_of(certificate))).cluster
+
+
+async def is_accepted(made: Cluster, certificate: str) -> bool:
+    """Return whether etcd grants a lease to who has this certificate."""
+    ca, cert, key = (
+        str(made.config_directory / name)
+        for name in ("ca.pem", f"{certificate}.pem", f"{certificate}.key")
+    )
+    with closing(DirectClient(made.etcd.endpoints, ca=ca, cert=cert, key=key)) as client:
+        try:
+            await client.attempt(GRANT, pb.LeaseGrantRequest(TTL=5), 5.0)
+        except Unsent:
+            return False
+        return True
+
+
+async def refused(doing: Awaitable[object]) -> bool:
+    try:
+        await doing
+    except (RpcError, OSError) as error:
+        return getattr(error, "errno", errno.EACCES) == errno.EACCES
+    return False
+
+
+async def shut_out(doing: Awaitable[object]) -> bool:
+    try:
+        await doing
+    except OSError as error:
+        return "its certificate was revoked" in str(error)
+    return False
+
+
+@in_trio
+async def test_etcd_does_not_accept_a_reader_s_certificate(made: Cluster) -> None:
+    assert not await is_accepted(made, "reader")
+    assert "unhandled critical extension" in made.etcd.log_tail()
+
+
+@in_trio
+async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) -> None:
+    said = made.irdmafs(
+        "cluster", "cert", "bystander", "--role", "reader", "--cluster", made.config
+    )
+    assert all(f":{node.control_port}" in said for node in made.live_nodes().values())
+    async with (
+        section_of(made).engine("reader") as engine,
+        section_of(made, "reader-bystander").engine("reader") as victim,
+        trio.open_nursery() as nursery,
+    ):
+        ours, theirs = (
+            Session(one, MOUNT, MountRecord("host", "/m", 1, "0"), 5) for one in (engine, victim)
+        )
+        await nursery.start(ours.run)
+        await nursery.start(theirs.run)
+
+        def of(lease: int) -> dict[str, bytes]:
+            return {
+                "a pin": pin_key(5, lease),
+                "a followed directory": followed_key(1, lease),
+                "what was seen": seen_key(lease),
+            }
+
+        await victim.transact((), [Put(pin_key(5, theirs.lease), b"", theirs.lease)])
+        foreign = FOREIGN | of(theirs.lease) | {"the session": key_of(MOUNT, theirs.lease)}
+        for key in foreign.values():
+            assert await refused(engine.transact((), [Put(key, b"forged", ours.lease)]))
+            assert await refused(engine.transact((), [Delete(key)]))
+        for key in of(ours.lease).values():
+            assert await refused(engine.transact((), [Put(key, b"for ever")]))
+            await engine.transact((), [Put(key, b"", ours.lease)])
+            await engine.transact((), [Delete(key)])
+        assert await refused(engine.leases.revoke(theirs.lease))
+        calls = engine._calls
+        alarm = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, alarm=pb.NOSPACE)
+        assert await refused(calls.call(ALARM, alarm))
+        assert await refused(calls.call(COMPACT, pb.CompactionRequest(revision=1)))
+        assert await refused(calls.call(STATUS, pb.StatusRequest()))
+        assert await refused(engine.admin.auth.add_user("thief", ["root"]))
+        assert await refused(engine.admin.has_others())
+        assert theirs.valid()
+        assert ours.valid()
+        nursery.cancel_scope.cancel()
+    assert "alarm" not in made.etcd.ctl("alarm", "list")
+
+
+@in_trio
+async def test_a_revoked_reader_can_do_nothing(made: Cluster) -> None:
+    made.irdmafs("cluster", "cert", "r1", "--role", "reader", "--cluster", made.config)
+    async with section_of(made, "reader-r1").engine("reader", 1.0) as engine:
+        lease = await engine.leases.grant(60)
+        await engine.transact((), [Put(pin_key(5, lease), b"", lease)])
+        await trio.to_thread.run_sync(
+            lambda: made.irdmafs("cluster", "revoke", "r1", "--yes", "--cluster", made.config)
+        )
+        assert await shut_out(engine.get(SETTINGS_KEY))
+        assert await shut_out(engine.leases.grant(60))
+        assert await shut_out(engine.transact((), [Put(pin_key(5, lease), b"", lease)]))
+    assert pin_key(5, lease)[1:] not in made.pins()
+
+
+@in_trio
+async def test_with_a_revoked_certificate_etcd_cannot_be_reached(made: Cluster) -> None:
+    made.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", made.config)
+    made.irdmafs("cluster", "revoke", "w1", "--cluster", made.config)
+    assert await is_accepted(made, "mount")
+    assert not await is_accepted(made, "mount-w1")
+
+
+def test_a_certificate_of_before_is_refused_with_the_remedy(
+    made: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(made.config_directory)
+    with monkeypatch.context() as patched:
+        patched.setattr(authority, "READER_OID", "1.3.6.1.3.1")
+        authority.issue(str(tmp_path), "former", "reader", ca_directory=directory)
+    assert Credentials(
+        f"{directory}/ca.pem",
+        str(tmp_path / "reader-former.pem"),
+        str(tmp_path / "reader-former.key"),
+    ).check()
+    text = made.config_of("reader").read_text()
+    config = tmp_path / "cluster.toml"
+    config.write_text(text.replace(f"{directory}/reader.", f"{tmp_path}/reader-former."))
+    with pytest.raises(ConfigError, match="irdmafs cluster cert former --role reader"):
+        ClusterConfig.load(str(config)).cluster.engine("reader")
+    config.write_text(text.replace("nodes = ", "# nodes = "))
+    with pytest.raises(ConfigError, match="a reader reaches the cluster by its store nodes"):
+        ClusterConfig.load(str(config)).cluster.engine("reader")
+
+
+def test_a_reader_goes_on_with_its_session_when_its_node_ends(made: Cluster) -> None:
+    """At a node that its configuration does not name."""
+    writer = made.mounts[0].path
+    (writer / "before").write_bytes(b"b" * 300_000)
+    reader = made._make_mount(None, certificate="reader")
+    text = reader.config.read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("nodes = ")]
+    used = made.nodes[0]
+    address = made.live_nodes()[used.node_id]
+    only = f'nodes = ["{address.address}:{address.control_port}"]'
+    reader.config.write_text(text.replace(line, only))
+    reader.start()
+    reader.wait_ready()
+    assert (reader.path / "before").read_bytes() == b"b" * 300_000
+    session = counters(reader)["session"]
+    used.kill9()
+    (writer / "after").write_bytes(b"a")
+    eventually((reader.path / "after").exists, "it sees the change", 30)
+    assert (reader.path / "before").read_bytes() == b"b" * 300_000
+    assert counters(reader)["session"] == session
