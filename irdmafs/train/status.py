@@ -30,8 +30,9 @@ __all__ = [
 
 # A change is shown after so long at the latest.
 _PERIOD_S = 0.5
-# Workers that are listed: whoever may push may do so under any number of names.
-_WORKERS_MAX = 1000
+# Of those who take no part and of whom nothing has counted so many are listed: whoever may push may do so
+# under any number of names.
+_STRANGERS_MAX = 20
 
 
 # The beginnings of lines that only the coordinator can write.
@@ -121,7 +122,8 @@ class Progress:
 
     def text(self, figures: Sequence[str], refused: Sequence[Refusal]) -> str:
         """Return what `cat status` prints. `figures`: lines with more about the version."""
-        workers = sorted({*self.clocks, *self.members, *self.waiting})
+        workers = sorted({*self.clocks, *self.members})
+        strangers = sorted(self.waiting.keys() - {*workers})
         ahead = max(self.clocks.values(), default=0)
         lines = [
             f"version   {self.version}",
@@ -131,7 +133,7 @@ class Progress:
             "",
             "worker                         clock  behind  pushed  stale  takes part",
         ]
-        for name in workers[:_WORKERS_MAX]:
+        for name in (*workers, *strangers[:_STRANGERS_MAX]):
             clock = self.clocks.get(name, 0)
             pushed = self.waiting.get(name, "-")
             stale = self.staleness.get(name, "-")
@@ -139,8 +141,8 @@ class Progress:
             lines.append(
                 f"{name:30} {clock:5}  {ahead - clock:6}  {pushed!s:>6}  {stale!s:>5}  {part}"
             )
-        if len(workers) > _WORKERS_MAX:
-            lines.append(f"and {len(workers) - _WORKERS_MAX} more")
+        if len(strangers) > _STRANGERS_MAX:
+            lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
         if refused:
             lines += ["", "refused:"]
             for one in refused:
@@ -200,8 +202,9 @@ def report(train: TrainDirectory) -> str:
     progress, _ = current(train)
     figures = [f"reducers  {_holders(train)}"]
     if is_reduced(train):
-        said = read_small(train.status).decode(errors="replace").splitlines()
-        figures += [line for line in said if line.startswith(_FIGURES)]
+        with contextlib.suppress(OSError, TrainError):
+            said = read_small(train.status).decode(errors="replace").splitlines()
+            figures += [line for line in said if line.startswith(_FIGURES)]
     return progress.text(figures, refusals.read(train))
 
 

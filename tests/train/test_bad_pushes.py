@@ -18,6 +18,7 @@ from training_runs import check, newest, ones, parameters, reduce, reduce_until,
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
+from irdmafs.train.status import report
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -216,6 +217,9 @@ def test_many_files_of_one_who_pushes_hold_up_nobody(run: Path) -> None:
             assert reducer._coordinator is not None
             looked = len(reducer._coordinator._looks)
         assert looked < 2000, "its push was looked at before all of the others"
+        lines = report(TrainDirectory(run)).splitlines()
+        assert len(lines) < 50
+        assert any(line.startswith("z ") for line in lines)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)])
