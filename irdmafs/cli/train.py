@@ -152,7 +152,7 @@ def _say(text: str) -> None:
     click.echo(f"irdmafs: {text}", err=True)
 
 
-@train.command(context_settings={"ignore_unknown_options": True})
+@train.command()
 @_directory
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
               help="Processes that run COMMAND.")  # fmt: skip

@@ -92,8 +92,10 @@ class Coordinator:
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
         self._tidied = -1
-        # In empty/: the directories of the next plan. In aside/: what is to be removed; None: not known.
+        # In empty/: the directories of the next plan. In files/: what each version has. In aside/: what is
+        # to be removed; None: not known.
         self._empty: Path | None = None
+        self._kept: list[str] | None = None
         self._litter: list[str] | None = None
 
     def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
@@ -142,7 +144,9 @@ class Coordinator:
         path = self._train.empty / secrets.token_hex(8)
         for name in ("", NORMS):
             (path / name).mkdir()
-        add_kept_files(self._train, path)
+        if self._kept is None:
+            self._kept = os.listdir(self._train.kept_files)
+        add_kept_files(self._train, self._kept, path)
         return path
 
     def _try_again(self, target: Path, plan: Plan) -> bool:

@@ -113,7 +113,6 @@ def _make(
     names, parts = shard_names(train.path, shards, size)
     layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
-    keep_files(train, layout)
     _first_version(
         train, rule, layout, config, {name: value for name, (_, value) in values.items()}
     )
@@ -168,7 +167,7 @@ def _first_version(
 ) -> None:
     target = train.next / "0"
     target.mkdir()
-    add_kept_files(train, target)
+    add_kept_files(train, keep_files(train, layout), target)
     for part in layout.parts:
         make_part(target / part)
     for shard in layout.shards():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def _read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def keep_files(train: TrainDirectory, layout: ModelLayout) -> None:
-    """Copy the other files of the models' directory: they are in each version. Raises OSError."""
+def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
+    """Copy the other files of the models' directory: they are in each version. Return their names. Raises
+    OSError."""
     ours = {PLAN, NORMS, *layout.parts, *map(shown, layout.indices)}
     kept = [
         path
@@ -93,9 +95,12 @@ def keep_files(train: TrainDirectory, layout: ModelLayout) -> None:
     kept.sort(key=lambda path: path.name not in layout.indices)
     for path in kept[:_KEPT_MAX]:
         shutil.copy(path, train.kept_files / path.name)
+    return [path.name for path in kept[:_KEPT_MAX]]
 
 
-def add_kept_files(train: TrainDirectory, version: Path) -> None:
-    """Give a version that is begun the files that were kept. Raises OSError."""
-    for name in os.listdir(train.kept_files):
-        os.link(train.kept_files / name, version / name)
+def add_kept_files(train: TrainDirectory, names: Iterable[str], version: Path) -> None:
+    """Give a version that is begun files that were kept. Raises OSError."""
+    for name in names:
+        # Somebody may have removed it.
+        with contextlib.suppress(FileNotFoundError):
+            os.link(train.kept_files / name, version / name)
