@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 # For so long at a time what is old is removed, which nobody waits for.
 _TIDY_S = 0.05
-# There is no more of it than that, which lasts as long as it takes.
-_LITTER_MAX = 8
+# So much of it is removed in any case, more than a version leaves: it never piles up on a slow host.
+_TIDY_LEAST = 8
 # For so long at a time pushes are read: others wait for the next plan.
 _READ_S = 0.2
 # A file that is written aside has its name sooner than that, unless its process was killed.
@@ -378,7 +378,7 @@ class Coordinator:
 
     def tidy_up(self) -> bool:
         """Do for a little while what nobody waits for: make directories for the next plan, and remove what
-        was put aside, but for a little. Return whether there was something to do. Raises OSError."""
+        was put aside. Return whether there was something to do. Raises OSError."""
         aside = self._train.aside
         did = False
         if self._empty is None:
@@ -386,8 +386,10 @@ class Coordinator:
         if self._litter is None:
             self._litter = os.listdir(aside)
         until_s = time.monotonic() + _TIDY_S
-        while self._litter and (time.monotonic() < until_s or len(self._litter) > _LITTER_MAX):
+        removed = 0
+        while self._litter and (time.monotonic() < until_s or removed < _TIDY_LEAST):
             remove_aside(aside / self._litter.pop())
+            removed += 1
             did = True
         return did
 
