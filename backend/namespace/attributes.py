@@ -34,6 +34,8 @@ TRAIN = b"user.irdmafs.train"
 SINCE = b"since"
 SINCE_TIMEOUT = b"user.irdmafs.since_timeout"
 
+# Directories of earlier training runs have it; it means nothing.
+_PUSH = b"push"
 _STRIPE_MIN_BYTES = 1 << 20
 _SINCE_TIMEOUT_S = 600.0
 
@@ -50,7 +52,7 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name in (ISOLATION, FOLLOW) and value not in (b"on", b"off"):
         raise ValueError(f"{_text(name)} is on or off, not {_text(value)!r}")
-    elif name == TRAIN and value != SINCE:
+    elif name == TRAIN and value not in (SINCE, _PUSH):
         raise ValueError(f"user.irdmafs.train is since, not {_text(value)!r}")
     elif name == SINCE_TIMEOUT:
         since_timeout_s(value)

@@ -219,13 +219,15 @@ def test_links_cannot_be_changed(since: Path) -> None:
 def test_only_a_directory_is_marked_and_only_so(folder: Path) -> None:
     (folder / "file").touch()
     refused = [
-        (folder / "file", TRAIN, b"since"), (folder, TRAIN, b"push"),
+        (folder / "file", TRAIN, b"since"), (folder, TRAIN, b"often"),
         (folder, TIMEOUT, b"soon"), (folder, TIMEOUT, b"-1"), (folder, TIMEOUT, b"nan"),
     ]  # fmt: skip
     for path, name, value in refused:
         with pytest.raises(OSError) as told:
             os.setxattr(path, name, value)
         assert told.value.errno == errno.EINVAL
+    os.setxattr(folder, TRAIN, b"push")
+    assert os.getxattr(folder, TRAIN) == b"push"
     assert not os.path.lexists(folder / "1")
 
 
