@@ -111,7 +111,9 @@ class _Signals:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Take signals as long as the block runs, in the main thread."""
-        before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        # nohup has SIGHUP ignored, and a shell SIGINT for what it starts in the background.
+        taken = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._take) for number in taken}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         self._wakeup.setblocking(False)
         wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
