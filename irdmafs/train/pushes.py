@@ -277,7 +277,9 @@ def inspect(
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        raise Refused(errno.EACCES, f"the reducer may not read {error.filename}") from None
+        raise Refused(
+            errno.EACCES, f"the reducer may not read {train.shown(str(error.filename))}"
+        ) from None
     return identity
 
 

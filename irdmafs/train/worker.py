@@ -72,7 +72,8 @@ class Worker:
             )
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
-            raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
+            path = self.train.shown(str(self.train.config_path))
+            raise TrainError(f"{self.name!r} is not one of the workers of {path}")
         self._shards = self.layout.shards()
         self.version = -1
         self._weight = 1.0

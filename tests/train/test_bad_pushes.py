@@ -169,6 +169,21 @@ def test_name_that_makes_no_sense_is_told_with_what_is_allowed(
     assert reason in line
 
 
+def test_reasons_name_files_by_their_paths_in_the_run(run: Path) -> None:
+    """Reducers and workers keep its directories open, and go by descriptors."""
+    start(run, workers=("v", "w"), shards=3)
+    train = TrainDirectory(run)
+    with pytest.raises(TrainError, match=re.escape(str(run / ".train" / "config.toml"))):
+        Worker(run, "x")
+    (train.push / "v@1").mkdir()
+    for name in train.layout().shard_names:
+        (train.push / "v@1" / name).write_bytes(b"neither header nor data")
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        reduce_until(reducer, lambda: "v@1" in train.status.read_text(), "it is refused")
+    assert "/proc/" not in train.status.read_text()
+
+
 def test_push_that_the_coordinator_refuses_is_raised_and_its_step_is_free(run: Path) -> None:
     start(run, workers=("v", "w"))
     train = TrainDirectory(run)
