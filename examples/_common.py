@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,33 @@ syncs_option = click.option(
     help="One or more.",
 )  # fmt: skip
 out_option = click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False),
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("plots"), show_default=True,
     help="Where curves are saved, as CSV, and as PNG if matplotlib is installed.",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def place(directory: Path | None) -> Iterator[Path]:
-    """Yield a directory to train in: the one that is given, or a mount that ends with the block."""
+    """Yield a directory to train in: the one that is given, or a mount that ends with the block, also when
+    that ends by Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, _end)
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         yield directory
         return
     made = tempfile.mkdtemp(prefix="irdmafs-example-")
-    _irdmafs("mount", made)
     try:
+        _irdmafs("mount", made)
         yield Path(made)
     finally:
-        _irdmafs("umount", "--discard", made)
+        if os.path.ismount(made):
+            _irdmafs("umount", "--discard", made)
         os.rmdir(made)
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _irdmafs(*arguments: str) -> None:
@@ -115,23 +124,30 @@ def in_processes(work: Callable[..., Any], count: int, *arguments: Sequence[Any]
             processes.submit(work, number, *(one[number] for one in arguments))
             for number in range(count)
         ]
-        return [call.result() for call in calls]
+        try:
+            return [call.result() for call in calls]
+        except BaseException:
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 def save_curves(
-    out: Path | None, name: str, x: str, y: str, curves: Curves, *, logarithmic: bool = False
+    out: Path, name: str, x: str, y: str, curves: Curves, *, logarithmic: bool = False
 ) -> None:
-    """Save curves as NAME.csv, and as NAME.png where matplotlib is installed; nothing without `out`."""
-    if out is None:
-        return
+    """Save curves as NAME.csv, and as NAME.png where matplotlib is installed, and say where."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.csv").open("w", newline="") as file:
+    table, plot = out / f"{name}.csv", out / f"{name}.png"
+    with table.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("curve", x, y))
         rows.writerows((label, *point) for label, points in curves.items() for point in points)
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        click.echo(
+            f"curves: {table}; a plot of them needs matplotlib: pip install irdmafs[examples]"
+        )
         return
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -142,4 +158,5 @@ def save_curves(
         axes.loglog()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out / f"{name}.png", dpi=120)
+    figure.savefig(plot, dpi=120)
+    click.echo(f"curves: {table}, {plot}")

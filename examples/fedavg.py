@@ -64,7 +64,7 @@ def client(
 @click.option("--alpha", default=0.3, show_default=True, help="Of the Dirichlet distribution.")
 @_common.out_option
 def main(
-    directory: Path | None, workers: int, steps: int, epochs: int, alpha: float, out: Path | None
+    directory: Path | None, workers: int, steps: int, epochs: int, alpha: float, out: Path
 ) -> None:
     rng = np.random.default_rng(1)
     (images, labels), (test_images, test_labels) = _network.digits(rng)

@@ -107,7 +107,7 @@ def score(network: Any, images: Any, labels: Any) -> tuple[float, float]:
 @_common.out_option
 def main(
     directory: Path | None, workers: int, steps: int, lr: float, syncs: tuple[str, ...],
-    out: Path | None,
+    out: Path,
 ) -> None:  # fmt: skip
     _, test = digits()
     first = {name: tensor.detach().numpy() for name, tensor in make_network().named_parameters()}

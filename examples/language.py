@@ -139,7 +139,7 @@ def _optimizer(model: Any, directory: Path, name: str, every: int) -> Any:
 @click.option("--rounds", default=10, show_default=True, help="Pushes of DiLoCo.")
 @_common.out_option
 def main(
-    directory: Path | None, workers: int, steps: int, every: int, rounds: int, out: Path | None
+    directory: Path | None, workers: int, steps: int, every: int, rounds: int, out: Path
 ) -> None:
     first = {
         name: tensor.detach().numpy()

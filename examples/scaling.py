@@ -37,7 +37,7 @@ WIRE_BYTES, STATE_BYTES = 2, 12
 @_common.out_option
 def main(
     compute_s: float, parameters: float, link_gbit: float, latency_ms: float, plan_us: float,
-    replicas: int, out: Path | None,
+    replicas: int, out: Path,
 ) -> None:  # fmt: skip
     size_bytes = WIRE_BYTES * parameters
     work = Work(compute_s, size_bytes, size_bytes, STATE_BYTES * parameters)

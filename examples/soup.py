@@ -49,7 +49,7 @@ def finetune(
 @click.option("--noise", default=0.15, show_default=True, help="Part of the labels that are wrong.")
 @_common.out_option
 def main(
-    directory: Path | None, workers: int, steps: int, decay: float, noise: float, out: Path | None
+    directory: Path | None, workers: int, steps: int, decay: float, noise: float, out: Path
 ) -> None:
     rng = np.random.default_rng(2)
     (images, labels), test = _network.digits(rng)

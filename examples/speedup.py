@@ -128,7 +128,7 @@ def pushes_in(steps: float, sync: str, workers: int, slow: float) -> float:
 @_common.out_option
 def main(
     directory: Path | None, counts: tuple[int, ...], slow: float | None, syncs: tuple[str, ...],
-    sample_ms: float, batch: int, accuracy: float, out: Path | None,
+    sample_ms: float, batch: int, accuracy: float, out: Path,
 ) -> None:  # fmt: skip
     samples, test = _network.digits(np.random.default_rng(1))
     first = _network.first_parameters(np.random.default_rng(2))

@@ -282,7 +282,7 @@ def samples_of(name: str) -> tuple[Array, Array]:
 @_common.out_option
 def main(
     directory: Path | None, workers: int, data: str, candidates: int, bound: float,
-    strategies: tuple[str, ...], out: Path | None,
+    strategies: tuple[str, ...], out: Path,
 ) -> None:  # fmt: skip
     from sklearn.svm import SVC
 

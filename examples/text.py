@@ -131,7 +131,7 @@ def main(
     steps: int,
     lr: float,
     syncs: tuple[str, ...],
-    out: Path | None,
+    out: Path,
 ) -> None:
     train, test = django_texts()
     click.echo(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 def run(name: str, *arguments: object) -> str:
     """Run an example, and return what it prints."""
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

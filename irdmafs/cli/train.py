@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,47 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
         reducer.run(lambda: ended)
 
 
+def _say(text: str) -> None:
+    click.echo(f"irdmafs: {text}", err=True)
+
+
+@train.command()
+@_directory
+@click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
+              help="Processes that run COMMAND.")  # fmt: skip
+@click.option("--reducers", default="auto", show_default=True, metavar="N",
+              help="Reducers on this host; auto: one if shards are here, or none is at work.")  # fmt: skip
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    ctx: click.Context, directory: str, workers: int, reducers: str, command: tuple[str, ...]
+) -> None:
+    """Train in DIR on this host: irdmafs train run DIR --workers 4 -- python worker.py
+
+    Starts reducers where shards are and COMMAND as many times as there are workers (IRDMAFS_WORKER is the
+    number of each, from 0 on, IRDMAFS_WORKERS how many there are), and ends all of them together. The exit
+    code is that of the first worker that failed.
+    """
+    from ..train.directory import TrainDirectory
+    from ..train.together import reducers_here, run_together
+
+    if reducers != "auto" and not reducers.isdecimal():
+        raise MountError(f"--reducers is auto or a number, not {reducers!r}")
+    with _one_line_errors(directory):
+        found = TrainDirectory(directory)
+        found.config()
+        wanted = reducers_here(found)
+        count = wanted.here if reducers == "auto" else int(reducers)
+        again = shlex.join([directory, "--workers", str(workers), "--", *command])
+        _say(f"on this host: reducers {count}, workers {workers}")
+        _say(f"for more workers, on another host that mounts it: irdmafs train run {again}")
+        if wanted.elsewhere:
+            hosts, what = ", ".join(wanted.elsewhere), shlex.quote(directory)
+            _say(f"for fewer bytes on links, on {hosts}, too: irdmafs train reduce {what}")
+        code = run_together(found, command, workers=workers, reducers=count, say=_say)
+    ctx.exit(code)
+
+
 @train.command("status")
 @_directory
 @click.pass_context
@@ -156,15 +198,13 @@ def status_command(ctx: click.Context, directory: str) -> None:
     The exit code is 1 if no reducer is at work.
     """
     from ..train.directory import TrainDirectory
-    from ..train.locks import is_locked
-    from ..train.status import how_to_reduce
+    from ..train.status import is_reduced, no_reducer, report
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)
-        found.config()
-        click.echo(found.status.read_text(), nl=False)
-        if not is_locked(found.reducers / "coordinator"):
-            click.echo(f"irdmafs: no reducer is at work: {how_to_reduce(found)}", err=True)
+        click.echo(report(found), nl=False)
+        if not is_reduced(found):
+            click.echo(f"irdmafs: {no_reducer(found)}", err=True)
             ctx.exit(1)
 
 

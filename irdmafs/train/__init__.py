@@ -8,7 +8,8 @@
 ...         worker.push(gradients, weight=len(batch))     # counts once when this returns
 ...         parameters = worker.pull()                    # the next version
 
-``irdmafs train init DIR`` begins to train in a directory, ``irdmafs train reduce DIR`` is the reducer.
+``irdmafs train init DIR`` begins to train in a directory. Somebody has to run ``irdmafs train reduce DIR``,
+the reducer; ``irdmafs train run DIR --workers N -- COMMAND`` runs reducers and workers of a host.
 """
 
 from .config import TrainConfig

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..client import _files
-from ..client._safetensors import encode
 from . import pushes, refusals
 from .config import TrainConfig
 from .directory import (
+    COMPLAINT,
     LOOK_S,
+    NORMS,
     PLAN,
     TrainDirectory,
     discard,
@@ -29,7 +29,6 @@ from .directory import (
     lead_to_newest,
     move,
     owner_of,
-    params_of,
     put_aside,
     read_small,
     remove,
@@ -43,17 +42,19 @@ from .layout import ModelLayout
 from .locks import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
-from .shard_files import ShardFile, gather
 from .staging import without_worker
 from .status import Progress, write_status
 from .trees import Folder, Trees
+from .whole import add_kept_files, assemble
 
-__all__ = ["Coordinator", "assemble"]
+__all__ = ["Coordinator"]
 
 log = logging.getLogger(__name__)
 
 # For so long at a time what is old is removed, which nobody waits for.
 _TIDY_S = 0.05
+# So much of it is removed in any case, more than a version leaves: it never piles up on a slow host.
+_TIDY_LEAST = 8
 # For so long at a time pushes are read: others wait for the next plan.
 _READ_S = 0.2
 # A file that is written aside has its name sooner than that, unless its process was killed.
@@ -91,8 +92,10 @@ class Coordinator:
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
         self._tidied = -1
-        # In empty/: the directories of the next plan. In aside/: what is to be removed; None: not known.
+        # In empty/: the directories of the next plan. In files/: what each version has. In aside/: what is
+        # to be removed; None: not known.
         self._empty: Path | None = None
+        self._kept: list[str] | None = None
         self._litter: list[str] | None = None
 
     def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
@@ -139,8 +142,11 @@ class Coordinator:
     def _make_empty(self) -> Path:
         """Make the directories of a version, which get their name with a plan."""
         path = self._train.empty / secrets.token_hex(8)
-        for name in ("", "norm"):
+        for name in ("", NORMS):
             (path / name).mkdir()
+        if self._kept is None:
+            self._kept = os.listdir(self._train.kept_files)
+        add_kept_files(self._train, self._kept, path)
         return path
 
     def _try_again(self, target: Path, plan: Plan) -> bool:
@@ -321,7 +327,7 @@ class Coordinator:
             return False
         self._progress.reduced()
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._layout, plan.version, target)
+            assemble(self._train, self._layout, plan.version, target)
         try:
             move(target, self._train.version(plan.version))
         except OSError as error:
@@ -356,9 +362,8 @@ class Coordinator:
             if made.isdecimal() and int(made) <= newest.version:
                 put_aside(train, train.next / name)
         version = train.version(newest.version)
-        lasting = {PLAN, *self._layout.parts, *self._layout.files}
         for name in os.listdir(version):
-            if name not in lasting:
+            if name == NORMS or name.startswith((".", COMPLAINT)):
                 put_aside(train, version / name)
         self._litter = None
 
@@ -381,8 +386,10 @@ class Coordinator:
         if self._litter is None:
             self._litter = os.listdir(aside)
         until_s = time.monotonic() + _TIDY_S
-        while self._litter and time.monotonic() < until_s:
+        removed = 0
+        while self._litter and (time.monotonic() < until_s or removed < _TIDY_LEAST):
             remove_aside(aside / self._litter.pop())
+            removed += 1
             did = True
         return did
 
@@ -420,21 +427,3 @@ def _is_old(path: Path) -> bool:
         return time.time() > path.lstat().st_mtime + _LEFT_S
     except FileNotFoundError:
         return False
-
-
-def assemble(layout: ModelLayout, number: int, version: Path) -> None:
-    """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
-    files = layout.files
-    shards = layout.shards()
-    if len(files) == len(shards) == 1:
-        with contextlib.suppress(FileExistsError):
-            os.link(params_of(version, shards[0]), version / files[0])
-        return
-    values = gather(layout, lambda shard: ShardFile(params_of(version, shard), version=number))
-    for file in files:
-        parameters = [one.name for one in layout.parameters if one.file == file]
-        _files.replace_file(
-            os.fspath(version / file),
-            encode({name: values[name] for name in parameters}, {"format": "pt"}),
-            versioned=_files.lies_on_irdmafs(version),
-        )

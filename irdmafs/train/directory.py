@@ -30,13 +30,16 @@ T = TypeVar("T")
 # The directories of .train.
 FOLDERS = (
     "push", "staging", "since", "versions", "next", "ahead", "empty", "aside", "workers",
-    "reducers", "refused",
+    "reducers", "refused", "files",
 )  # fmt: skip
 
 # The lock of the reducer that plans.
 COORDINATOR = "coordinator"
-# The plan of a version lies in its directory from the beginning.
+# The plan of a version lies in its directory from the beginning; the norms of its parts until it is made.
 PLAN = "version.json"
+NORMS = "norm"
+# A complaint of a reducer about a plan begins so.
+COMPLAINT = "bad."
 # In the metadata of a file with parameters or state: the number of the version that it is of.
 VERSION = "version"
 # The directories of a part of a version, which have a file for each shard.
@@ -68,7 +71,6 @@ class TrainDirectory:
         self.path = self.models / name
         self._keeps_open = keeps_open
         self._read: dict[Path, tuple[Seen, Any]] = {}
-        self._known: tuple[TrainConfig, ModelLayout] | None = None
         # The counter of changes below versions/, and the plan that was the newest then.
         self._newest: tuple[str | None, Plan] | None = None
         self.reopen()
@@ -92,6 +94,7 @@ class TrainDirectory:
         self.workers = self._folder("workers")
         self.reducers = self._folder("reducers")
         self.refused = self._folder("refused")
+        self.kept_files = self._folder("files")
         self._files = self._folder(".")
         self.config_path = self._files / "config.toml"
         self.layout_path = self._files / "layout.json"
@@ -153,14 +156,6 @@ class TrainDirectory:
         except msgspec.MsgspecError as error:
             raise TrainError(f"{path}: {error}") from None
         return layout
-
-    def config_and_layout(self) -> tuple[TrainConfig, ModelLayout]:
-        """Read both. The layout of a training is that of its beginning: it is not looked at again while its
-        configuration is the same. Raises TrainError."""
-        config = self.config()
-        if self._known is None or self._known[0] is not config:
-            self._known = (config, self.layout())
-        return self._known
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""

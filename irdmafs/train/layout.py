@@ -85,11 +85,13 @@ class Shard(NamedTuple):
 
 class ModelLayout(msgspec.Struct, frozen=True, dict=True):
     """The contents of layout.json: the parameters in canonical order, the names of the shards, and the
-    number of parts: every so many shards are of the same part. What follows from them is computed once."""
+    number of parts: every so many shards are of the same part; `indices`: names of files that say which
+    parameter is in which file. What follows from them is computed once."""
 
     parameters: tuple[Parameter, ...]
     shard_names: tuple[str, ...]
     part_count: int
+    indices: tuple[str, ...] = ()
 
     @cached_property
     def files(self) -> tuple[str, ...]:

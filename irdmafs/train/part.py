@@ -17,6 +17,7 @@ from .ahead import Foreseen, Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
+    NORMS,
     PARAMS,
     SPARE,
     STATE,
@@ -138,7 +139,7 @@ class Part:
         reductions = self._reductions(config, missing, target, plan)
         norms: list[float] = []
         if plan.clip_norm:
-            own = target / "norm" / self._name
+            own = target / NORMS / self._name
             if not is_published(own):
                 lines = [reductions[shard.name].square_norms() for shard in self._shards]
                 text = "\n".join(" ".join(map(float.hex, line)) for line in lines)
@@ -199,7 +200,7 @@ class Part:
         found: dict[str, list[float]] = {}
         for name, shards in self._layout.parts.items():
             try:
-                lines = read_small(target / "norm" / name).decode().split("\n")
+                lines = read_small(target / NORMS / name).decode().split("\n")
                 found |= {
                     shard.name: [*map(float.fromhex, line.split())]
                     for shard, line in zip(shards, lines, strict=True)

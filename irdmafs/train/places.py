@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["choose", "is_here", "shard_names"]
+__all__ = ["choose", "host_of", "is_here", "shard_names"]
 
 _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
@@ -70,6 +70,12 @@ def is_here(path: Path) -> bool | None:
     """Return whether the primary of a file's first stripe is on this host; None if that is not known."""
     nodes = _nodes_of(path)
     return bool(nodes[0]["here"]) if nodes else None
+
+
+def host_of(path: Path) -> str:
+    """Return the address of the host with the primary of a file's first stripe; "" if it is not known."""
+    nodes = _nodes_of(path)
+    return str(nodes[0]["host"]) if nodes else ""
 
 
 def _made(path: Path) -> Path:

@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,10 +44,25 @@ __all__ = [
 
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
-_NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
+_NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
+# Of a file, without its suffix; both are said in errors.
+_FILE_NAME = re.compile(r"([^@]+)@(\d{1,18})", re.ASCII)
+_NAME_OF_FILE = (
+    "WORKER.safetensors or WORKER@STEP.safetensors, with letters, digits and _ . - in WORKER"
+)
+_NAME_OF_DIRECTORY = "WORKER@STEP or WORKER@STEP;weight=2.0;base=16;lr=0.001"
 # In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
 # plan.
 STEP = "step"
+# What a push says of itself in numbers.
+_NUMBERS = {
+    STEP: (int, "a whole number"),
+    "weight": (float, "a number"),
+    "base": (int, "a whole number"),
+    "lr": (float, "a number"),
+}
+# So much of a text that others chose is in an error.
+_SHOWN_MAX = 100
 # Bytes that are looked at at once for NaN and infinity.
 _BLOCK_BYTES = 16 << 20
 
@@ -96,6 +111,25 @@ def identity_of_directory(name: str) -> Identity | None:
     return _identity(found[1], {STEP: found[2], **said})
 
 
+def _identity_in_shards(name: str) -> Identity:
+    """Raises Refused."""
+    identity = identity_of_directory(name)
+    if identity is None:
+        raise Refused(
+            errno.EINVAL,
+            f"{name!r} is not the name of a push in shards, which is {_NAME_OF_DIRECTORY}",
+        )
+    return identity
+
+
+def identity_of_name(name: str) -> Identity | None:
+    """Return what a name in push/ says, step 0: the worker's next; None if it is not that of a push."""
+    try:
+        return identity_of_directory(name) or _identity_of_file(name, {})
+    except Refused:
+        return None
+
+
 def worker_of(name: str) -> str:
     """Return the worker that a name in push/ says, of a push or of anything else."""
     worker, at, _ = name.partition("@")
@@ -104,18 +138,21 @@ def worker_of(name: str) -> str:
 
 def _identity(worker: str, said: Mapping[str, str]) -> Identity:
     """Raises Refused."""
-    try:
-        identity = Identity(
-            said.get("worker", worker),
-            int(said.get(STEP, "0")),
-            float(said.get("weight", "1")),
-            int(said.get("base", "-1")),
-            float(said["lr"]) if "lr" in said else None,
-        )
-    except ValueError as error:
-        raise Refused(errno.EINVAL, f"its metadata is not understood: {error}") from None
+    numbers: dict[str, Any] = {STEP: 0}
+    for key, (kind, allowed) in _NUMBERS.items():
+        if key in said:
+            try:
+                numbers[key] = kind(said[key])
+            except ValueError:
+                value = said[key][:_SHOWN_MAX]
+                raise Refused(errno.EINVAL, f"its {key} is {value!r}, not {allowed}") from None
+    identity = Identity(said.get("worker", worker), **numbers)
     if not is_worker_name(identity.worker):
-        raise Refused(errno.EINVAL, f"{identity.worker!r} cannot be the name of a worker")
+        shown = identity.worker[:_SHOWN_MAX]
+        raise Refused(
+            errno.EINVAL,
+            f"{shown!r} cannot be the name of a worker: letters, digits and _ . -, 100 at most",
+        )
     if identity.step < 0:
         raise Refused(errno.EINVAL, f"step {identity.step} is not a step")
     _check_numbers(identity)
@@ -152,7 +189,7 @@ def _read(layout: ModelLayout, name: str, fd: int) -> _File:
     try:
         header = header_of(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
-        raise Refused(errno.EINVAL, str(error)) from None
+        raise Refused(errno.EINVAL, error.defect) from None
     scales_of(header)
     return _File(header.tensors, _identity_of_file(name, header.metadata))
 
@@ -163,9 +200,12 @@ def _identity_of_file(name: str, metadata: Mapping[str, str]) -> Identity:
         raise Refused(errno.EINVAL, "its name is not printable text")
     stem, suffix = os.path.splitext(name)
     who = stem.rpartition(":")[0] or stem if suffix == _NPY else stem
-    worker, at, step = who.partition("@")
-    if not at:
-        return _identity(worker, metadata)
+    if "@" not in who:
+        return _identity(who, metadata)
+    found = _FILE_NAME.fullmatch(who)
+    if found is None:
+        raise Refused(errno.EINVAL, f"{name!r} is not the name of a push, which is {_NAME_OF_FILE}")
+    worker, step = found.groups()
     identity = _identity(worker, {"worker": worker, STEP: step, **metadata})
     if (identity.worker, str(identity.step)) != (worker, step):
         # Another push may be about to get this name.
@@ -220,15 +260,12 @@ def inspect(
         return None
     if folder is not None and train.is_on_irdmafs and folder.files.keys() >= {*layout.shard_names}:
         # Reducers check its files.
-        identity = identity_of_directory(name)
         size = sum(folder.files[shard].size for shard in layout.shard_names)
-        return identity and identity._replace(size=size)
+        return _identity_in_shards(name)._replace(size=size)
     path = train.push / name
     try:
         if stat.S_ISDIR(_check_kind(path).st_mode):
-            identity = identity_of_directory(name)
-            if identity is None:
-                return None
+            identity = _identity_in_shards(name)
             size = _size_if_whole(layout, path)
             if size and not train.is_on_irdmafs:
                 _check_headers(layout, path)
@@ -240,7 +277,9 @@ def inspect(
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        raise Refused(errno.EACCES, f"the reducer may not read {error.filename}") from None
+        raise Refused(
+            errno.EACCES, f"the reducer may not read {train.shown(str(error.filename))}"
+        ) from None
     return identity
 
 

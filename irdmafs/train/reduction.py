@@ -138,7 +138,7 @@ class Reduction:
             try:
                 file, cut = self._open(counted)
             except (FormatError, Refused) as error:
-                raise BadPush(counted.path, str(error)) from None
+                raise BadPush(counted.path, self._train.shown(str(error))) from None
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 

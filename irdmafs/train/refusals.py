@@ -10,12 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from .directory import TrainDirectory, read_small, replace
+from .directory import COMPLAINT, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 
 __all__ = ["NewRefusals", "Refusal", "complain", "complaints", "note", "one_line", "read"]
 
-_COMPLAINT = "bad."
 _KEPT = 32
 _SHOWN = 8
 _TEXT_MAX = 500
@@ -40,9 +39,10 @@ def note(
 
     Only files of refused/ itself are touched: somebody may have put a link there.
     """
-    code = refused.errno if isinstance(refused, Refused) else None
-    reason = one_line(str(refused))
-    refusal = Refusal(one_line(path), reason, time.time(), code or errno.EINVAL, counts)
+    code, reason = errno.EINVAL, str(refused)
+    if isinstance(refused, Refused):
+        code, reason = refused.errno or code, refused.strerror or reason
+    refusal = Refusal(one_line(path), one_line(reason), time.time(), code, counts)
     name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -112,14 +112,14 @@ class NewRefusals:
 def complain(target: Path, shard: str, bad: BadPush) -> None:
     """Tell the coordinator of a push of a plan that a reducer cannot sum. `target`: the directory of the
     version that is being made. Raises OSError."""
-    replace(target / f"{_COMPLAINT}{shard}", msgspec.json.encode({bad.path: bad.reason}))
+    replace(target / f"{COMPLAINT}{shard}", msgspec.json.encode({bad.path: bad.reason}))
 
 
 def complaints(target: Path) -> dict[str, str]:
     """Return the reasons of the complaints about a plan, by the names of the pushes. Raises OSError."""
     found: dict[str, str] = {}
     for name in os.listdir(target):
-        if name.startswith(_COMPLAINT):
+        if name.startswith(COMPLAINT):
             with contextlib.suppress(TrainError, msgspec.MsgspecError):
                 found |= msgspec.json.decode(read_small(target / name), type=dict[str, str])
     return found

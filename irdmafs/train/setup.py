@@ -13,7 +13,6 @@ import msgspec
 from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
-from .coordinator import assemble
 from .directory import FOLDERS, PLAN, TrainDirectory, lead_to_newest, make_part, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
@@ -23,6 +22,7 @@ from .reduction import first_state
 from .rules import Rule, make_rule
 from .shard_files import ShardFile
 from .status import how_to_reduce
+from .whole import add_kept_files, assemble, files_of_index, keep_files, shown
 
 __all__ = ["begin", "end"]
 
@@ -55,9 +55,10 @@ def begin(
     if not files:
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
     values = _read_models(files)
+    indexed = _read_indices(train.models, {file.name for file in files})
     made = TrainDirectory(directory, f".train.{os.uname().nodename}.{os.getpid()}")
     try:
-        layout = _make(made, rule, config, values, shards)
+        layout = _make(made, rule, config, values, tuple(indexed), shards)
         # Whole from the moment when it has its name, which fails if another has it.
         os.rename(made.path, train.path)
     except BaseException as error:
@@ -66,14 +67,25 @@ def begin(
             raise _begun(train) from None
         raise
     try:
+        for index in indexed:
+            _lead(train.models / index, shown(index))
+        in_index = {name for names in indexed.values() for name in names}
         for file in files:
-            link = file.with_name(f".{file.name}.{os.getpid()}")
-            link.symlink_to(f".train/since/0/{file.name}")
-            os.replace(link, file)
+            if file.name in in_index:
+                file.unlink()
+            else:
+                _lead(file, file.name)
     except BaseException:
         end(directory)
         raise
     return layout
+
+
+def _lead(path: Path, name: str) -> None:
+    """Make a file a link to one of the newest version. Raises OSError."""
+    link = path.with_name(f".{path.name}.{os.getpid()}")
+    link.symlink_to(f".train/since/0/{name}")
+    os.replace(link, path)
 
 
 def _begun(train: TrainDirectory) -> TrainError:
@@ -85,6 +97,7 @@ def _make(
     rule: Rule,
     config: TrainConfig,
     values: dict[str, tuple[Parameter, Value]],
+    indices: tuple[str, ...],
     shards: int | None,
 ) -> ModelLayout:
     """Make the files of a training and its first version. Raises OSError."""
@@ -98,7 +111,7 @@ def _make(
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
     names, parts = shard_names(train.path, shards, size)
-    layout = ModelLayout(parameters, tuple(names), parts)
+    layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
     _first_version(
         train, rule, layout, config, {name: value for name, (_, value) in values.items()}
@@ -135,6 +148,16 @@ def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Value]]:
     return found
 
 
+def _read_indices(models: Path, files: set[str]) -> dict[str, frozenset[str]]:
+    """Return the files that each index of a directory names. Raises TrainError."""
+    found = {}
+    for path in sorted(models.glob("*.safetensors.index.json")):
+        found[path.name] = names = files_of_index(path)
+        if missing := sorted(names - files):
+            raise TrainError(f"{path} names {missing[0]}, which is not in {models}")
+    return found
+
+
 def _first_version(
     train: TrainDirectory,
     rule: Rule,
@@ -144,6 +167,7 @@ def _first_version(
 ) -> None:
     target = train.next / "0"
     target.mkdir()
+    add_kept_files(train, keep_files(train, layout), target)
     for part in layout.parts:
         make_part(target / part)
     for shard in layout.shards():
@@ -151,7 +175,7 @@ def _first_version(
         first_state(directory, shard, values, rule, versioned=train.is_on_irdmafs)
     plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
-    assemble(layout, 0, target)
+    assemble(train, layout, 0, target)
     os.rename(target, train.version(0))
 
 
@@ -161,13 +185,14 @@ def end(directory: str | os.PathLike[str]) -> int:
     files again and something else of the training could not be removed."""
     train = TrainDirectory(directory)
     layout, newest = train.layout(), train.newest_plan().version
-    assemble(layout, newest, train.version(newest))
-    for file in layout.files:
-        path = train.models / file
-        kept = path.with_name(f".{file}.{os.getpid()}")
+    version = train.version(newest)
+    assemble(train, layout, newest, version)
+    for name in (*layout.files, *layout.indices):
+        path = train.models / name
+        kept = path.with_name(f".{name}.{os.getpid()}")
         # A beginning that was interrupted may have left it.
         kept.unlink(missing_ok=True)
-        os.link(train.version(newest) / file, kept)
+        os.link(version / name, kept)
         os.replace(kept, path)
     ended = train.path.with_name(f".train.{os.uname().nodename}.{os.getpid()}")
     os.rename(train.path, ended)

@@ -47,24 +47,29 @@ class Watch:
 
     def look(self) -> None:
         """Raise Refused if a push of the worker was refused, which is removed if the worker itself made it,
-        and TrainError if the last one was removed before it counted: nobody would go on. Log it if there
-        has been no reducer for some seconds."""
-        self._look_for_reducer()
+        and TrainError if the last one was removed before it counted: nobody would go on."""
         for refusal in self._refusals.read():
             if worker_of(refusal.path) == self._worker and not refusal.counts:
                 if self._last is not None and self._last.name == refusal.path:
+                    if self._has_counted():
+                        # It was refused by a configuration that was changed since.
+                        continue
                     last, self._last = self._last, None
                     discard(self._train, last)
                 raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
         if self._last is None or self._last.exists():
             return
         self._last = None
-        if self._train.newest_plan().clocks.get(self._worker, 0) < self._step:
+        if not self._has_counted():
             raise TrainError(
                 f"push {self._step} of {self._worker!r} was removed before it counted: push it again"
             )
 
-    def _look_for_reducer(self) -> None:
+    def _has_counted(self) -> bool:
+        return self._train.newest_plan().clocks.get(self._worker, 0) >= self._step
+
+    def look_for_reducer(self) -> None:
+        """Log it if there has been no reducer for some seconds of a wait."""
         now_s = time.monotonic()
         if is_reduced(self._train):
             self._reducer_s, self._told = now_s, False

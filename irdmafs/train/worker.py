@@ -72,7 +72,8 @@ class Worker:
             )
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
-            raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
+            path = self.train.shown(str(self.train.config_path))
+            raise TrainError(f"{self.name!r} is not one of the workers of {path}")
         self._shards = self.layout.shards()
         self.version = -1
         self._weight = 1.0
@@ -374,10 +375,16 @@ class Worker:
         self._watch.begin()
         while True:
             changes = Changes(self.train.versions)
+            now_s = time.monotonic()
+            looks = now_s >= self._looked_s + _LOOK_S
+            if looks:
+                self._looked_s = now_s
+                self._look_for_refusals()
             newest = self.train.newest_plan()
             if suffices(newest):
                 return newest
-            self._look_around()
+            if looks:
+                self._watch.look_for_reducer()
             left_s = _LOOK_S if deadline_s is None else deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(
@@ -392,12 +399,8 @@ class Worker:
             return no_reducer(self.train)
         return f"irdmafs train status {self.train.models} says who is waited for"
 
-    def _look_around(self) -> None:
-        """Look, now and then, whether this wait may be in vain. Raises Refused and TrainError."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + _LOOK_S:
-            return
-        self._looked_s = now_s
+    def _look_for_refusals(self) -> None:
+        """Raise Refused if a push of this worker was refused, and TrainError if its last is gone."""
         try:
             self._watch.look()
         except (Refused, TrainError):

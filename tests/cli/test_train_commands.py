@@ -255,3 +255,103 @@ def test_worker_of_a_directory_that_is_no_run_says_how_to_begin(models: Path) ->
     script = f"from irdmafs.train import Worker; Worker({str(models)!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/")
     assert done.returncode == 1
+
+
+# -- status and run --------------------------------------------------------------------------------
+
+WORKER = """
+import os, sys, time
+from irdmafs.train import Worker
+number = int(os.environ["IRDMAFS_WORKER"])
+with Worker(sys.argv[1], f"w{number}") as worker:
+    gradients = {one.name: worker.pull()[one.name] * 0 + 1 for one in worker.layout.parameters}
+    for _ in range(int(sys.argv[2])):
+        worker.push_pull(gradients, timeout_s=60)
+    if len(sys.argv) > 3:
+        sys.exit(int(sys.argv[3])) if number == 1 else time.sleep(1000)
+    worker.push(gradients)
+"""
+
+
+def running(
+    models: Path, *command: str, workers: int = 2, reducers: str = "auto"
+) -> subprocess.Popen[str]:
+    options = ["--workers", str(workers), "--reducers", reducers]
+    words = [*IRDMAFS, "train", "run", str(models), *options, "--", *command]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd="/")
+
+
+def is_idle(models: Path) -> bool:
+    """Return whether nobody takes part in a training, nor reduces."""
+    train = TrainDirectory(models)
+    locks = [*train.workers.iterdir(), *train.reducers.iterdir()]
+    return not any(is_locked(path) for path in locks)
+
+
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+def test_status_tells_what_is_true_now_and_not_what_was_written(models: Path) -> None:
+    begin(models, TrainConfig(rule="sum", workers=1))
+    program = f"import sys; sys.argv[1:] = [{str(models)!r}, '1000000']\n{WORKER}"
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "IRDMAFS_WORKER": "0"}
+    with reducing(models) as reducer, subprocess.Popen(command, env=environment) as worker:
+        eventually(lambda: newest(models) > 3, "versions come", 60)
+        said = irdmafs("train", "status", models).stdout
+        assert f"{os.uname().nodename} {reducer.pid}: coordinator, 0\n" in said
+        assert said.splitlines()[-1].endswith("yes")
+        for one in (reducer, worker):
+            one.kill()
+            one.wait()
+    done = irdmafs("train", "status", models)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"version   {newest(models)}\n")
+    assert "nobody: coordinator, 0\n" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("no")
+
+
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+def test_run_trains_with_all_that_it_needs_and_counts_the_last_pushes(models: Path) -> None:
+    begin(models, TrainConfig(rule="sum", workers=2))
+    with running(models, sys.executable, "-c", WORKER, str(models), "3") as run:
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 0, said
+    assert f"irdmafs train run {models} --workers 2 -- {sys.executable} -c" in said
+    assert newest(models) == 4
+    assert is_idle(models)
+
+
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+def test_run_ends_with_the_code_of_the_worker_that_fails(models: Path) -> None:
+    begin(models, TrainConfig(rule="sum", workers=2))
+    with running(models, sys.executable, "-c", WORKER, str(models), "1", "7") as run:
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 7
+    assert "worker 1 has failed with the exit code 7" in said
+    eventually(lambda: is_idle(models), "all others have ended")
+
+
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_run_ends_with_all_that_it_started(models: Path, number: int) -> None:
+    """A worker may be a shell that starts others, which ignore Ctrl-C as shells' children do."""
+    begin(models, TrainConfig())
+    script = 'touch "$0/$IRDMAFS_WORKER"; sleep 1000 & wait'
+    with running(models, "sh", "-c", script, str(models), reducers="2") as run:
+        lock = TrainDirectory(models).reducers / "coordinator"
+        eventually(lambda: is_locked(lock), "a reducer is at work", 60)
+        eventually(lambda: {"0", "1"} <= {*os.listdir(models)}, "workers are at work", 60)
+        run.send_signal(number)
+        # All have closed their end of the pipe.
+        run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert is_idle(models)
+
+
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+def test_run_of_a_program_that_is_not_there_ends_at_once(models: Path) -> None:
+    begin(models, TrainConfig())
+    with running(models, "/no/such/program") as run:
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "irdmafs: /no/such/program: No such file or directory\n" in said
+    assert is_idle(models)

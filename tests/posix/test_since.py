@@ -253,11 +253,14 @@ def test_a_wait_ends_after_its_time(since: Path) -> None:
         (since / "1" / "model").read_bytes()
 
 
-def test_a_signal_that_is_handled_ends_a_wait(since: Path, process: TakeProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGALRM, signal.SIGINT])
+def test_a_signal_that_is_handled_ends_a_wait(
+    since: Path, process: TakeProcess, number: signal.Signals
+) -> None:
     reader = process()
-    reader.do("def tick(*_): raise InterruptedError\nbefore = signal.signal(signal.SIGUSR1, tick)")
+    reader.do(f"def tick(*_): raise InterruptedError\nbefore = signal.signal({number:d}, tick)")
     start_reading(reader, since / "1" / "model")
-    reader.send_signal(signal.SIGUSR1)
+    reader.send_signal(number)
     with pytest.raises(InterruptedError):
         reader.result()
 

@@ -18,6 +18,7 @@ from training_runs import check, newest, ones, parameters, reduce, reduce_until,
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
+from irdmafs.train.status import report
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -131,6 +132,58 @@ def test_worker_that_waits_is_told_that_its_file_is_refused(run: Path) -> None:
         assert worker.pull_since(1, timeout_s=60)["norm"].tolist() == [1] * 3
 
 
+def test_worker_that_need_not_wait_is_told_that_its_file_is_refused(run: Path) -> None:
+    start(run, sync="async")
+    train = TrainDirectory(run)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        (train.push / "w@.safetensors").write_bytes(b"nonsense")
+        reduce_until(reducer, lambda: "w@.safetensors" in train.status.read_text(), "refused")
+        with pytest.raises(Refused, match=r"w@\.safetensors: "):
+            worker.pull(timeout_s=60)
+        assert worker.pull(timeout_s=60)["norm"].tolist() == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("w 0;x@.safetensors", "is WORKER.safetensors or WORKER@STEP.safetensors"),
+        ("w@1.5.safetensors", "is WORKER.safetensors or WORKER@STEP.safetensors"),
+        ("w 0.safetensors", "'w 0' cannot be the name of a worker: letters, digits and _ . -"),
+        ("w 0;x@/", "is WORKER@STEP or WORKER@STEP;weight=2.0;base=16;lr=0.001"),
+        ("w@1;weight=1e/", "its weight is '1e', not a number"),
+    ],
+)
+def test_name_that_makes_no_sense_is_told_with_what_is_allowed(
+    run: Path, name: str, reason: str
+) -> None:
+    start(run)
+    train = TrainDirectory(run)
+    if name.endswith("/"):
+        (train.push / name).mkdir()
+    else:
+        save_file(ones(), train.push / name)
+    with Reducer(run) as reducer, Worker(run, "v"):
+        shown = name.rstrip("/")
+        reduce_until(reducer, lambda: shown in train.status.read_text(), "it is refused")
+    [line] = [line for line in train.status.read_text().splitlines() if shown in line]
+    assert reason in line
+
+
+def test_reasons_name_files_by_their_paths_in_the_run(run: Path) -> None:
+    """Reducers and workers keep its directories open, and go by descriptors."""
+    start(run, workers=("v", "w"), shards=3)
+    train = TrainDirectory(run)
+    with pytest.raises(TrainError, match=re.escape(str(run / ".train" / "config.toml"))):
+        Worker(run, "x")
+    (train.push / "v@1").mkdir()
+    for name in train.layout().shard_names:
+        (train.push / "v@1" / name).write_bytes(b"neither header nor data")
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        reduce_until(reducer, lambda: "v@1" in train.status.read_text(), "it is refused")
+    assert "/proc/" not in train.status.read_text()
+
+
 def test_push_that_the_coordinator_refuses_is_raised_and_its_step_is_free(run: Path) -> None:
     start(run, workers=("v", "w"))
     train = TrainDirectory(run)
@@ -179,6 +232,9 @@ def test_many_files_of_one_who_pushes_hold_up_nobody(run: Path) -> None:
             assert reducer._coordinator is not None
             looked = len(reducer._coordinator._looks)
         assert looked < 2000, "its push was looked at before all of the others"
+        lines = report(TrainDirectory(run)).splitlines()
+        assert len(lines) < 50
+        assert any(line.startswith("z ") for line in lines)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)])
@@ -225,7 +281,7 @@ def test_reason_of_a_refusal_is_in_the_status(run: Path) -> None:
         ({"worker": "w", "step": "1"}, errno.ESTALE, "is past"),
         ({"worker": "w", "step": "1000"}, errno.EINVAL, "too far ahead"),
         ({"worker": "w", "step": "-1"}, errno.EINVAL, "not a step"),
-        ({"worker": "w", "step": "x"}, errno.EINVAL, "not understood"),
+        ({"worker": "w", "step": "x"}, errno.EINVAL, "its step is 'x', not a whole number"),
         ({"worker": "w", "step": "9", "base": "99"}, errno.EINVAL, "no version 99"),
         ({"worker": "w", "step": "9", "base": "0"}, errno.ESTALE, "version 0 is gone"),
         ({"worker": "w", "step": "9", "scales": "[]"}, errno.EINVAL, "scales"),

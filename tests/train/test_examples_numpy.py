@@ -2,10 +2,13 @@
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from example_programs import needs, run
+from example_programs import EXAMPLES, needs, run
 
 
 @needs("sklearn")
@@ -97,3 +100,47 @@ def test_accuracy_is_reached_in_spite_of_a_slow_worker(tmp_path: Path) -> None:
     printed = run("speedup.py", tmp_path, "--sample-ms=0.5", "--slow=5")
     found = re.findall(r"^4 workers, (\S+) .* (\d+) pushes", printed, re.MULTILINE)
     assert [sync for sync, _ in found] == ["bsp", "ssp:4", "quorum:3", "async"]
+
+
+WAITING = """
+import time
+import _common
+
+def work(number):
+    print("at work", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with _common.place(None) as place:
+        print(place, flush=True)
+        _common.in_processes(work, 2)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_example_that_is_ended_leaves_no_mount_and_no_process(tmp_path: Path, number: int) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = [sys.executable, str(tmp_path / "waiting.py")]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as example:
+        assert example.stdout is not None
+        place = Path(example.stdout.readline().strip())
+        for _ in range(2):
+            assert example.stdout.readline() == "at work\n"
+        assert os.path.ismount(place)
+        example.send_signal(number)
+        # All have closed their end of the pipe.
+        example.communicate(timeout=60)
+    assert example.returncode in (128 + number, -number)
+    assert not place.exists()
+
+
+def test_example_says_where_its_curves_are(tmp_path: Path) -> None:
+    printed = run("scaling.py", f"--out={tmp_path}")
+    assert f"curves: {tmp_path / 'scaling.csv'}" in printed
+    assert (tmp_path / "scaling.csv").read_text().startswith("curve,workers,seconds per step")
+    plot = tmp_path / "scaling.png"
+    assert str(plot) in printed if plot.exists() else "pip install irdmafs[examples]" in printed

@@ -540,6 +540,20 @@ def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> Non
     assert left == []
 
 
+def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("irdmafs.train.coordinator._TIDY_S", -1.0)
+    start(run, shards=2)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        for _ in range(12):
+            worker.push(ones())
+            reduce(reducer)
+            assert reducer._coordinator is not None
+            reducer._coordinator.tidy_up()
+        assert len(os.listdir(run / ".train" / "aside")) < 5
+
+
 def test_directories_that_another_coordinator_took_are_made_again(run: Path) -> None:
     """One that goes on after its host was stopped sweeps once more."""
     start(run, shards=2)
