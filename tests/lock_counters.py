@@ -191,7 +191,7 @@ def error_name(error: Exception) -> str:
     # HDF5 tells errno in its text, too, and h5py does not always take it from there.
     told = re.search(r"errno = (\d+)", str(error))
     code = getattr(error, "errno", None) or int(told[1] if told else 0)
-    return errno.errorcode.get(code, type(error).__name__)
+    return errno.errorcode.get(code, "_".join(str(error).split()))
 
 
 def say(*words: object) -> None:

@@ -124,8 +124,8 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 
 def etcd_arguments(directory: str) -> list[str]:
-    """Return the arguments with which etcd shows its certificate, and lets only members of the cluster
-    in."""
+    """Return the arguments with which etcd shows its certificate, lets only members of the cluster in, and
+    keeps its leader when a member comes back that was cut off (the default from etcd 3.5 on)."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -138,6 +138,7 @@ def etcd_arguments(directory: str) -> list[str]:
         f"--peer-trusted-ca-file={ca}",
         "--peer-client-cert-auth",
         "--peer-cert-allowed-cn=etcd",
+        "--pre-vote",
     ]
 
 

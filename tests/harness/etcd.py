@@ -115,6 +115,7 @@ class Etcd:
             f"--auto-compaction-retention={KEPT_REVISIONS}",
             "--logger=zap",
             "--log-level=warn",
+            "--pre-vote",
             *self._arguments,
             *(etcd_arguments(str(self._credentials)) if self._credentials else ()),
         ]
