@@ -200,9 +200,15 @@ class Client:
             self._connection.close("the client was closed")
 
     async def call(
-        self, method: Method[Response], request: Message, *, timeout_s: float, try_s: float = TRY_S
+        self,
+        method: Method[Response],
+        request: Message,
+        *,
+        timeout_s: float,
+        try_s: float | None = None,
     ) -> Response:
-        """Repeat a call that may be repeated until etcd answers.
+        """Repeat a call that may be repeated until etcd answers. Each try takes `try_s` at most (None:
+        TRY_S).
 
         Raises RpcError, NoAnswer, and OSError EACCES when another try cannot succeed.
         """
@@ -211,7 +217,9 @@ class Client:
         while True:
             left_s = deadline - trio.current_time()
             try:
-                return await self.attempt(method, request, min(left_s, try_s))
+                return await self.attempt(
+                    method, request, min(left_s, TRY_S if try_s is None else try_s)
+                )
             except (Unsent, Uncertain) as error:
                 if isinstance(error, Unsent) and error.final:
                     raise self.refused(str(error)) from None

@@ -786,6 +786,22 @@ async def test_members_that_accept_and_say_nothing_hold_nobody_up(
 
 
 @in_trio
+async def test_a_lease_is_granted_by_another_member_if_one_stands_still(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TRY_S", math.inf)
+    monkeypatch.setattr(random, "randrange", lambda _: 0)  # which endpoint is the first
+    proxy = Proxy(etcd)
+    async with trio.open_nursery() as nursery:
+        await proxy.serve(nursery)
+        async with EtcdEngine([proxy.endpoint, etcd.endpoint], new_prefix()) as engine:
+            proxy.losing = True
+            lease = await engine.leases.grant(1)
+            await engine.leases.revoke(lease, 1)
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
 async def test_many_calls_at_once_share_a_connection(etcd: EtcdServer) -> None:
     async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
         large = random.randbytes(300_000)
