@@ -120,7 +120,7 @@ def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> li
         print(f"worker {worker} on {host}: {len(successes)} writes; longest without one:")
         for gap in dict.fromkeys((*by_time[:3], *by_clear[:5])):
             print(f"  {gap}")
-        found.append(by_clear[0])
+        found += by_clear[:1]
     return found
 
 
