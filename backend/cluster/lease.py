@@ -67,9 +67,8 @@ class Leases(Protocol):
         lives from then, in seconds. Ends when there is no such lease."""
         ...
 
-    async def revoke(self, lease: int, ttl_s: float = ...) -> None:
-        """End a lease of so many seconds now, and delete its keys. A lease that does not exist is no
-        error."""
+    async def revoke(self, lease: int) -> None:
+        """End a lease now, and delete its keys. A lease that does not exist is no error."""
         ...
 
 
@@ -180,7 +179,7 @@ class Session:
             self._keeping.cancel()
         if self.lease:
             try:
-                await self._engine.leases.revoke(self.lease, self.ttl_s)
+                await self._engine.leases.revoke(self.lease)
             except OSError as error:
                 log.warning("the lease could not be given back and will expire: %s", error)
 
@@ -240,7 +239,7 @@ class Session:
         while not self.released:
             try:
                 # The old lease may live on if only its key was lost.
-                await self._engine.leases.revoke(self.lease, self.ttl_s)
+                await self._engine.leases.revoke(self.lease)
                 await self._register(verify)
                 return
             except Removed:
@@ -256,7 +255,7 @@ class Session:
         async with self._writing:
             lease, sent_s = await self._put_with_lease()
         if self.released:  # meanwhile
-            await self._engine.leases.revoke(lease, self.ttl_s)
+            await self._engine.leases.revoke(lease)
             return
         self._keeping = None
         self._extend(sent_s, self.ttl_s)

@@ -48,11 +48,12 @@ __all__ = [
     "Uncertain",
     "Unsent",
     "auth_method",
+    "longer",
 ]
 
 log = logging.getLogger(__name__)
 
-# The time-out of one try. etcd itself gives a request up after 7 s.
+# The longest time-out of one try. etcd itself gives a request up after 7 s.
 TRY_S = 4.0
 _CONNECT_S = 2.0
 _HEAD_START_S = 0.2  # of a connection before the next endpoint is tried, too
@@ -121,6 +122,11 @@ class Uncertain(Exception):
     """The request was sent, and no definite answer came: etcd may have applied it, or may do so later."""
 
 
+def longer(try_s: float) -> float:
+    """Return the time-out of the try after one that failed: etcd may be slow."""
+    return max(try_s, min(2 * try_s, TRY_S))
+
+
 class Client:
     """Connections of one process to an etcd cluster.
 
@@ -162,6 +168,8 @@ class Client:
         self._current = random.randrange(len(self.endpoints))
         self._failures: dict[str, str] = {}
         self._worked = False
+        # The time-out of the first try of a call.
+        self.try_s = TRY_S
         self._closed = False
 
     @property
@@ -207,24 +215,24 @@ class Client:
         timeout_s: float,
         try_s: float | None = None,
     ) -> Response:
-        """Repeat a call that may be repeated until etcd answers. Each try takes `try_s` at most (None:
-        TRY_S).
+        """Repeat a call that may be repeated until etcd answers. The first try takes `try_s` at most (None:
+        the client's).
 
         Raises RpcError, NoAnswer, and OSError EACCES when another try cannot succeed.
         """
         deadline = trio.current_time() + timeout_s
         pauses = Pauses(*PAUSES_S)
+        try_s = self.try_s if try_s is None else try_s
         while True:
             left_s = deadline - trio.current_time()
             try:
-                return await self.attempt(
-                    method, request, min(left_s, TRY_S if try_s is None else try_s)
-                )
+                return await self.attempt(method, request, min(left_s, try_s))
             except (Unsent, Uncertain) as error:
                 if isinstance(error, Unsent) and error.final:
                     raise self.refused(str(error)) from None
                 if trio.current_time() + pauses.next_s >= deadline:
                     raise self.timed_out(timeout_s) from None
+            try_s = longer(try_s)
             await pauses.wait()
 
     async def attempt(

@@ -70,21 +70,14 @@ class Calls:
         self._closed = True
 
     async def ask(
-        self,
-        method: Method[Answer],
-        request: Message,
-        timeout_s: float | None = None,
-        try_s: float | None = None,
+        self, method: Method[Answer], request: Message, timeout_s: float | None = None
     ) -> Answer:
-        """Repeat a call until it has an answer, each try as Client.call. Raises RpcError and OSError."""
+        """Repeat a call until it has an answer. Raises RpcError and OSError."""
         self.check_open()
         before = self.revision
         try:
             answer = await self.client.call(
-                method,
-                request,
-                timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-                try_s=try_s,
+                method, request, timeout_s=self.timeout_s if timeout_s is None else timeout_s
             )
         except OSError:
             self.check_open()

@@ -1,7 +1,6 @@
 """Leases of etcd: keys that are attached to a lease are deleted when it ends."""
 
 import errno
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -9,17 +8,7 @@ from collections.abc import AsyncIterator
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import (
-    GRANT,
-    KEEP_ALIVE,
-    PAUSES_S,
-    RANGE,
-    REVOKE,
-    TRY_S,
-    RpcError,
-    Uncertain,
-    Unsent,
-)
+from ..etcd.client import GRANT, KEEP_ALIVE, PAUSES_S, RANGE, REVOKE, RpcError, Uncertain, Unsent
 from ..pauses import Pauses
 from .etcd_calls import FAILED_PRECONDITION, NOT_FOUND, Calls
 
@@ -28,12 +17,6 @@ __all__ = ["LEASE_BITS", "OWNER_BYTES", "EtcdLeases", "LeaseEnded"]
 # A lease, 63 bits, begins with its owner: the number of a certificate.
 OWNER_BYTES = 3
 LEASE_BITS = 63 - 8 * OWNER_BYTES
-
-
-def _try_s(ttl_s: float) -> float:
-    """Return how long to wait for an answer about a lease of so many seconds before another member is
-    asked: it must answer before the lease ends."""
-    return min(max(ttl_s / 3, 0.5), TRY_S)
 
 
 class LeaseEnded(OSError):
@@ -56,8 +39,7 @@ class EtcdLeases:
         # This process chooses the number, so a repeated request grants no second lease.
         lease = self.owner << LEASE_BITS | (secrets.randbits(LEASE_BITS) or 1)
         try:
-            request = pb.LeaseGrantRequest(TTL=ttl_s, ID=lease)
-            await self._calls.ask(GRANT, request, try_s=_try_s(ttl_s))
+            await self._calls.ask(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
         except RpcError as error:
             if error.code != FAILED_PRECONDITION:  # it exists: an answer was lost
                 raise self._calls.failure(error) from None
@@ -79,7 +61,7 @@ class EtcdLeases:
             calls.check_trusted()
             sent = time.monotonic()
             try:
-                answer = await calls.client.attempt(KEEP_ALIVE, request, _try_s(ttl_s))
+                answer = await calls.client.attempt(KEEP_ALIVE, request, max(ttl_s / 3, 0.5))
             except RpcError as error:
                 raise calls.failure(error) from None
             except (Unsent, Uncertain):
@@ -93,10 +75,10 @@ class EtcdLeases:
             # A process that was stopped, or is busy, may be late.
             await trio.sleep(max(0.0, sent + ttl_s / 3 - time.monotonic()))
 
-    async def revoke(self, lease: int, ttl_s: float = math.inf) -> None:
-        """End a lease of so many seconds and delete its keys; do nothing if it has ended."""
+    async def revoke(self, lease: int) -> None:
+        """End a lease and delete its keys; do nothing if it has ended."""
         try:
-            await self._calls.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease), try_s=_try_s(ttl_s))
+            await self._calls.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RpcError as error:
             if error.code != NOT_FOUND:
                 raise self._calls.failure(error) from None

@@ -786,19 +786,25 @@ async def test_members_that_accept_and_say_nothing_hold_nobody_up(
 
 
 @in_trio
-async def test_a_lease_is_granted_by_another_member_if_one_stands_still(
+async def test_a_call_goes_to_another_member_if_one_stands_still(
     etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "TRY_S", math.inf)
     monkeypatch.setattr(random, "randrange", lambda _: 0)  # which endpoint is the first
-    proxy = Proxy(etcd)
-    async with trio.open_nursery() as nursery:
-        await proxy.serve(nursery)
-        async with EtcdEngine([proxy.endpoint, etcd.endpoint], new_prefix()) as engine:
-            proxy.losing = True
-            lease = await engine.leases.grant(1)
-            await engine.leases.revoke(lease, 1)
-        nursery.cancel_scope.cancel()
+    steps: list[Callable[[EtcdEngine], Awaitable[object]]] = [
+        lambda engine: engine.leases.grant(1),
+        lambda engine: engine.transact([], [Put(b"k", b"")]),
+    ]
+    for step in steps:
+        proxy = Proxy(etcd)
+        async with trio.open_nursery() as nursery:
+            await proxy.serve(nursery)
+            async with EtcdEngine([proxy.endpoint, etcd.endpoint], new_prefix()) as engine:
+                engine.try_within(1)
+                await engine.transact([], [Put(b"k", b"")])
+                proxy.losing = True
+                await step(engine)
+            nursery.cancel_scope.cancel()
 
 
 @in_trio
