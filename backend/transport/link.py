@@ -162,8 +162,9 @@ class Link:
             control = ControlClient(self.caller, self.node, frames, ends, self._silent)
             control.start()
             return control
-        # A node that took long to be given up must not cost every caller as long again.
-        took_s = time.monotonic() - began
+        # A node that took long to be given up must not cost every caller as long again. This process may
+        # have stood still meanwhile.
+        took_s = min(time.monotonic() - began, timeout_s)
         self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
         if final and (why, final) != (self._why, self._distrusts):
             log.warning("store node %x at %s: %s", self.node, address.address, why)

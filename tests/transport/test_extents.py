@@ -18,7 +18,7 @@ import trio
 from transport_nodes import NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
-from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
@@ -547,6 +547,44 @@ def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
                     address.unlink()
                     peers.node_changed(1)
                 assert peers.counters.connects == 1
+
+    trio.run(main)
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(link, "time", clock)
+    patience_s = 0.1
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = ["127.0.0.1", silent.getsockname()[1], 1]
+            (memory / "addresses" / "1").write_text(json.dumps(address))
+            async with (
+                mounted(memory, timeout_s=patience_s) as peers,
+                trio.open_nursery() as nursery,
+            ):
+
+                async def ping() -> None:
+                    with pytest.raises(Unreachable):
+                        await peers.ping(1)
+
+                nursery.start_soon(ping)
+                await until(lambda: peers.counters.connects == 1)
+                clock.now += 1000
+                await until(lambda: not nursery.child_tasks)
+                clock.now += patience_s
+                await ping()
+                assert peers.counters.connects == 2
 
     trio.run(main)
 
