@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,10 +59,14 @@ class Faults:
             "lose store": self._lose_store,
             "kill mount": self._kill_mount,
             "kill etcd": self._kill_etcd,
+            "isolate etcd": lambda: self._isolate("etcd", self._etcd_member()),
+            "pause etcd": lambda: self._pause("etcd", self._etcd_member()),
             "cut": self._cut,
             "cut one way": lambda: self._cut(one_way=True),
-            "isolate node": self._isolate,
-            "pause node": self._pause,
+            "isolate node": lambda: self._isolate("node", cluster.nodes),
+            "isolate mount": lambda: self._isolate("mount", cluster.mounts),
+            "pause node": lambda: self._pause("node", cluster.nodes),
+            "pause mount": lambda: self._pause("mount", cluster.mounts),
             "fill node": self._fill,
             "slow link": self._slow_down,
         }
@@ -163,15 +167,17 @@ class Faults:
             self._begin("kill mount", [mount], seconds, mount.start)
 
     def _kill_etcd(self) -> None:
-        """One member of several; sometimes the leader."""
+        for member in self._etcd_member():
+            member.kill9()
+            self._begin("kill etcd", [member], self._any_duration_s(), member.start)
+
+    def _etcd_member(self) -> Sequence[Daemon]:
+        """Return one of several members, often the leader; none while another one is hurt."""
         members = self._cluster.etcd.members
         if len(members) < 3 or any(member.name in self._hurt for member in members):
-            return
-        leader = self._random.random() < 0.5
-        member = members[self._cluster.etcd.leader()] if leader else self._random.choice(members)
-        member.kill9()
-        what = member.name + (", the leader" if leader else "")
-        self._begin("kill etcd", [member], self._any_duration_s(), member.start, what)
+            return []
+        leads = self._random.random() < 0.5
+        return [members[self._cluster.etcd.leader()] if leads else self._random.choice(members)]
 
     def _cut(self, one_way: bool = False) -> None:
         one = self._choose([*self._cluster.nodes, *self._cluster.mounts])
@@ -190,27 +196,26 @@ class Faults:
             f"{one.name} {'->' if one_way else '-'} {other.name}",
         )
 
-    def _isolate(self) -> None:
-        node = self._choose(self._cluster.nodes)
-        if node is None:
+    def _isolate(self, kind: str, parts: Sequence[Daemon]) -> None:
+        part = self._choose(parts)
+        if part is None:
             return
-        others = [part for part in self._cluster.parts() if part.host != node.host]
-        for other in others:
-            self._cluster.cut(node, other)
+        self._cluster.isolate(part)
+        others = [other for other in self._cluster.parts() if other.host != part.host]
 
         def heal() -> None:
             for other in others:
-                self._cluster.heal(node, other)
+                self._cluster.heal(part, other)
 
-        self._begin("isolate node", [node], self._any_duration_s(), heal)
+        self._begin(f"isolate {kind}", [part], self._any_duration_s(), heal)
 
-    def _pause(self) -> None:
+    def _pause(self, kind: str, parts: Sequence[Daemon]) -> None:
         """SIGSTOP until after the lease is over: it wakes up as somebody who was given up."""
-        node = self._choose(self._cluster.nodes)
-        if node is not None:
-            node.pause()
+        part = self._choose(parts)
+        if part is not None:
+            part.pause()
             seconds = self._random.uniform(1.1, 2.0) * self._ttl_s
-            self._begin("pause node", [node], seconds, node.resume)
+            self._begin(f"pause {kind}", [part], seconds, part.resume)
 
     def _fill(self) -> None:
         node = self._choose(self._cluster.nodes)
@@ -227,6 +232,22 @@ class Faults:
             what = f"{part.name} to {bits_per_s / MEGABIT:.0f} Mbit/s"
             end = lambda: self._cluster.slow_down(part, None)  # noqa: E731
             self._begin("slow link", [part], self._any_duration_s(), end, what)
+
+
+def can_write(
+    faults: Sequence[Fault], host: str, when: int, groups: Collection[Collection[str]]
+) -> bool:
+    """Return whether faults left the mount of a host what writing takes besides etcd, at a time when the
+    members in sync of each group were on these hosts."""
+    away = {""}
+    for fault in faults:
+        if fault.began <= when < fault.ended and fault.kind != "slow link":
+            # A cut has two ends. It matters here if this host is one.
+            is_cut = len(fault.hosts) > 1
+            away |= fault.hosts - {host} if not is_cut or host in fault.hosts else set()
+            if not is_cut and host in fault.hosts:
+                return False
+    return all(set(members) - away for members in groups)
 
 
 class Stall(NamedTuple):

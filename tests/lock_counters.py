@@ -1,8 +1,13 @@
-"""A program that adds one to counters under locks, each in the file that is locked, until it is killed.
+"""A program that adds one to counters under locks until it is killed: in files that it locks, in a database
+of SQLite, and in a file of HDF5, which tries to lock it and does not wait.
 
     python lock_counters.py DIRECTORY SEED
 
-Prints COUNTER NUMBER for each increment that was acknowledged: its unlock succeeded.
+Prints, with times in nanoseconds (monotonic):
+
+    begins NAME BEGAN
+    done NAME NUMBER BEGAN UNLOCKING ENDED      it was acknowledged: its unlock succeeded
+    failed NAME ERROR BEGAN ENDED
 """
 
 import contextlib
@@ -10,25 +15,68 @@ import errno
 import fcntl
 import os
 import random
+import re
+import sqlite3
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
-COUNTERS = {"fcntl": fcntl.lockf, "flock": fcntl.flock}
+try:
+    import h5py
+except ImportError:
+    h5py = None
+
 # The process was told that something of it was not published. Its descriptor is as good as before.
 TOLD = (errno.EIO, errno.ESTALE)
 RETRY_S = 0.02
 THINKING_MAX_S = 0.01  # so that a storm has many faults for its increments
+BUSY_S = 10
 
 
-class Counter:
-    def __init__(self, directory: str, name: str, rng: random.Random) -> None:
-        self._path = f"{directory}/{name}"
-        self._lock = COUNTERS[name]
-        self._rng = rng
-        self._fd = -1
+class Counter(Protocol):
+    """`unlocking` is when the present increment's lock began to be given up, at the earliest."""
+
+    unlocking: int
+
+    def __init__(self, path: str, rng: random.Random) -> None: ...
+
+    @staticmethod
+    def make(path: Path) -> None:
+        """Make the counter, 0."""
+        ...
+
+    @staticmethod
+    def look(path: Path) -> int:
+        """Return what the counter is."""
+        ...
 
     def add(self) -> int:
-        """Return what the counter is now. Raises OSError."""
+        """Return what the counter is now. Raises OSError, and what SQLite and HDF5 raise."""
+        ...
+
+
+class Fcntl:
+    """A number in a file."""
+
+    _lock: Callable[[int, int], object] = staticmethod(fcntl.lockf)
+
+    def __init__(self, path: str, rng: random.Random) -> None:
+        self._path = path
+        self._rng = rng
+        self._fd = -1
+        self.unlocking = 0
+
+    @staticmethod
+    def make(path: Path) -> None:
+        path.write_bytes(b"%020d" % 0)
+
+    @staticmethod
+    def look(path: Path) -> int:
+        return int(path.read_bytes())
+
+    def add(self) -> int:
         if self._fd >= 0 and self._rng.random() < 0.05:
             self._close()
         if self._fd < 0:
@@ -52,6 +100,7 @@ class Counter:
             with contextlib.suppress(OSError):
                 self._lock(fd, fcntl.LOCK_UN)
             raise
+        self.unlocking = time.monotonic_ns()
         self._lock(fd, fcntl.LOCK_UN)
         return number
 
@@ -61,18 +110,109 @@ class Counter:
             os.close(fd)
 
 
+class Flock(Fcntl):
+    _lock = staticmethod(fcntl.flock)
+
+
+class Sqlite:
+    def __init__(self, path: str, rng: random.Random) -> None:
+        self._path = path
+        self._rng = rng
+        self._database: sqlite3.Connection | None = None
+        self.unlocking = 0
+
+    @staticmethod
+    def make(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute("CREATE TABLE counter (number INTEGER)")
+            database.execute("INSERT INTO counter VALUES (0)")
+
+    @staticmethod
+    def look(path: Path) -> int:
+        with contextlib.closing(sqlite3.connect(path, timeout=BUSY_S)) as database:
+            assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            ((number,),) = database.execute("SELECT number FROM counter")
+            return int(number)
+
+    def add(self) -> int:
+        if self._database is None or self._rng.random() < 0.05:
+            self._close()
+            os.stat(self._path)  # SQLite would make a database on a directory without a mount
+            self._database = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
+        self.unlocking = time.monotonic_ns()
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.execute("UPDATE counter SET number = number + 1")
+            ((number,),) = self._database.execute("SELECT number FROM counter")
+            self._database.execute("COMMIT")
+        except sqlite3.Error:
+            self._close()
+            raise
+        return int(number)
+
+    def _close(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                database.close()
+
+
+class Hdf5:
+    def __init__(self, path: str, rng: random.Random) -> None:
+        self._path = path
+        self.unlocking = 0
+
+    @staticmethod
+    def make(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            file["number"] = 0
+
+    @staticmethod
+    def look(path: Path) -> int:
+        with h5py.File(path, "r") as file:
+            return int(file["number"][()])
+
+    def add(self) -> int:
+        with h5py.File(self._path, "r+") as file:
+            number = int(file["number"][()]) + 1
+            file["number"][()] = number
+            self.unlocking = time.monotonic_ns()
+        return number
+
+
+COUNTERS: dict[str, type[Counter]] = {"fcntl": Fcntl, "flock": Flock, "sqlite": Sqlite}
+if h5py is not None:
+    COUNTERS["hdf5"] = Hdf5
+
+
+def error_name(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error):
+        return error.sqlite_errorname
+    # HDF5 tells errno in its text, too, and h5py does not always take it from there.
+    told = re.search(r"errno = (\d+)", str(error))
+    code = getattr(error, "errno", None) or int(told[1] if told else 0)
+    return errno.errorcode.get(code, "_".join(str(error).split()))
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 def main(directory: str, seed: int) -> None:
     rng = random.Random(seed)
-    counters = {name: Counter(directory, name, rng) for name in COUNTERS}
+    counters = {name: kind(f"{directory}/{name}", rng) for name, kind in COUNTERS.items()}
     while True:
         name = rng.choice(list(counters))
+        counter = counters[name]
+        began = time.monotonic_ns()
+        say("begins", name, began)
         try:
-            number = counters[name].add()
-        except OSError as error:
-            os.write(1, f"failed {errno.errorcode[error.errno or 0]}\n".encode())
+            number = counter.add()
+        except (OSError, RuntimeError, sqlite3.Error, KeyError) as error:
+            say("failed", name, error_name(error), began, time.monotonic_ns())
             time.sleep(RETRY_S)
         else:
-            os.write(1, f"{name} {number}\n".encode())
+            say("done", name, number, began, counter.unlocking, time.monotonic_ns())
             time.sleep(rng.uniform(0, THINKING_MAX_S))
 
 

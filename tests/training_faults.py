@@ -149,7 +149,7 @@ class TrainingFaults(Faults):
             "kill mount": self._kill_mount,
             "kill etcd": self._kill_etcd,
             "kill all etcd": self._kill_all_etcd,
-            "pause node": self._pause,
+            "pause node": lambda: self._pause("node", self._cluster.nodes),
             "pause mount": self._pause_mount,
         }
 

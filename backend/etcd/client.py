@@ -51,13 +51,15 @@ __all__ = [
     "Uncertain",
     "Unsent",
     "auth_method",
+    "longer",
 ]
 
 log = logging.getLogger(__name__)
 
-# The time-out of one try. etcd itself gives a request up after 7 s.
+# The longest time-out of one try. etcd itself gives a request up after 7 s.
 TRY_S = 4.0
 _CONNECT_S = 2.0
+_HEAD_START_S = 0.2  # of a connection before the next endpoint is tried, too
 PAUSES_S = (0.02, 0.5)  # pauses between tries: the first, the longest
 
 # gRPC status codes
@@ -123,6 +125,11 @@ class Uncertain(Exception):
     """The request was sent, and no definite answer came: etcd may have applied it, or may do so later."""
 
 
+def longer(try_s: float) -> float:
+    """Return the time-out of the try after one that failed: etcd may be slow."""
+    return max(try_s, min(2 * try_s, TRY_S))
+
+
 class Answers(Protocol):
     """The answers of a call that goes on."""
 
@@ -145,6 +152,8 @@ class Client(ABC):
         self.endpoints = list(endpoints)
         self._current = random.randrange(len(self.endpoints))
         self._failures: dict[str, str] = {}
+        # The time-out of the first try of a call.
+        self.try_s = TRY_S
 
     @abstractmethod
     async def attempt(
@@ -204,14 +213,21 @@ class Client(ABC):
         return "; ".join(said)
 
     async def call(
-        self, method: Method[Response], request: Message, *, timeout_s: float, try_s: float = TRY_S
+        self,
+        method: Method[Response],
+        request: Message,
+        *,
+        timeout_s: float,
+        try_s: float | None = None,
     ) -> Response:
-        """Repeat a call that may be repeated until etcd answers.
+        """Repeat a call that may be repeated until etcd answers. The first try takes `try_s` at most (None:
+        the client's).
 
         Raises RpcError, NoAnswer, and OSError EACCES when another try cannot succeed.
         """
         deadline = trio.current_time() + timeout_s
         pauses = Pauses(*PAUSES_S)
+        try_s = self.try_s if try_s is None else try_s
         while True:
             left_s = deadline - trio.current_time()
             try:
@@ -221,6 +237,7 @@ class Client(ABC):
                     raise self.refused(str(error)) from None
                 if trio.current_time() + pauses.next_s >= deadline:
                     raise self.timed_out(timeout_s) from None
+            try_s = longer(try_s)
             await pauses.wait()
 
     def timed_out(self, after_s: float) -> NoAnswer:
@@ -367,25 +384,50 @@ class DirectClient(Client):
                 self._note(connection, connection.lost_because or "it is shutting down")
                 self._connection = None
                 self._current = (self._current + 1) % len(self.endpoints)
-            not_accepted = 0
-            for _ in self.endpoints:
-                if self._closed:
-                    raise Unsent("the client was closed", final=True)
-                endpoint = self.endpoints[self._current]
-                try:
-                    self._connection = await self._connect(endpoint)
-                    self._worked = True
-                    return self._connection
-                except ConnectionLost as error:
-                    self._failures[str(endpoint)] = str(error)
-                    not_accepted += isinstance(error, NotAccepted)
-                finally:
-                    # Also when cancelled: an endpoint that does not answer must not be tried for ever.
-                    if self._connection is None:
-                        self._current = (self._current + 1) % len(self.endpoints)
+            if self._closed:
+                raise Unsent("the client was closed", final=True)
+            return await self._first_of_all()
+
+    async def _first_of_all(self) -> Connection:
+        """Connect to the endpoints, beginning with the current one, to each while those before have not
+        answered yet: a member that stands still or is cut off holds nobody up. Use the first connection
+        that is ready. Raises Unsent."""
+        not_accepted = 0
+
+        async def try_one(number: int, failed: trio.Event) -> None:
+            nonlocal not_accepted
+            endpoint = self.endpoints[number]
+            try:
+                connection = await self._connect(endpoint)
+            except ConnectionLost as error:
+                self._failures[str(endpoint)] = str(error)
+                not_accepted += isinstance(error, NotAccepted)
+                failed.set()
+                return
+            if self._connection is not None:
+                connection.close("another member was faster")
+                return
+            self._connection, self._current = connection, number
+            nursery.cancel_scope.cancel()
+
+        first, count = self._current, len(self.endpoints)
+        try:
+            async with trio.open_nursery() as nursery:
+                for place in range(count):
+                    failed = trio.Event()
+                    nursery.start_soon(try_one, (first + place) % count, failed)
+                    with trio.move_on_after(_HEAD_START_S):
+                        await failed.wait()
+        finally:
+            # Also when cancelled: the next try begins with another one.
+            if self._connection is None:
+                self._current = (first + 1) % count
+        if self._connection is None:
             # An endpoint that worked before may work again: a server that stops can send odd errors.
-            final = not_accepted == len(self.endpoints) and not self._worked
+            final = not_accepted == count and not self._worked
             raise Unsent(self.failures(), final=final)
+        self._worked = True
+        return self._connection
 
     async def _connect(self, endpoint: Endpoint) -> Connection:
         """Connect to an endpoint. Raises ConnectionLost."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import RANGE, Client, DirectClient, RpcError
+from ..etcd.client import RANGE, TRY_S, Client, DirectClient, RpcError
 from ..trust.renewal import Renewable
 from . import Compare, Delete, Event, KeyValue, Put
 from .etcd_admin import EtcdAdmin
@@ -25,6 +25,7 @@ __all__ = ["EtcdEngine"]
 PAGE_KEYS = 1000
 _PAGE_RETRIES = 5
 _OPEN_S = 10.0
+_TRY_S_MIN = 0.5
 
 
 class EtcdEngine:
@@ -89,6 +90,11 @@ class EtcdEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    def try_within(self, lease_ttl_s: float) -> None:
+        """Let the first try of a call end well within a lease of so many seconds: what a failing member of
+        etcd did not answer, or did not pass on to a new leader, is asked for again."""
+        self._calls.client.try_s = min(max(lease_ttl_s / 3, _TRY_S_MIN), TRY_S)
 
     @property
     def renewables(self) -> Sequence[Renewable[Any]]:

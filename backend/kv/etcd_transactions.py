@@ -20,7 +20,7 @@ from typing import NamedTuple
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import PAUSES_S, REVOKE, TRY_S, TXN, RpcError, Uncertain, Unsent
+from ..etcd.client import PAUSES_S, REVOKE, TXN, RpcError, Uncertain, Unsent, longer
 from ..pauses import Pauses
 from . import Compacted, Compare, Conflict, Delete, Put
 from .etcd_calls import LAST_KEY, NOT_FOUND, Calls
@@ -131,6 +131,7 @@ class EtcdTransactions:
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
         pauses = Pauses(*PAUSES_S)
+        try_s = calls.client.try_s
         was_cut_off = False
         while True:
             calls.check_open()
@@ -145,7 +146,7 @@ class EtcdTransactions:
             before = calls.revision
             try:
                 answer = await calls.client.attempt(
-                    TXN, request, min(TRY_S, deadline - trio.current_time())
+                    TXN, request, min(try_s, deadline - trio.current_time())
                 )
             except Unsent as error:
                 if error.final or trio.current_time() + pauses.next_s >= deadline:
@@ -154,6 +155,7 @@ class EtcdTransactions:
                 await pauses.wait()
                 continue
             except Uncertain:
+                try_s = longer(try_s)
                 await self._past.check(max(deadline - trio.current_time(), 0.0))
                 fence = await self._put_fence(fence, deadline)
                 revision = await self._find(identity, since, fence, deadline)

@@ -237,6 +237,7 @@ class _Node:
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
             version=__version__, name=credentials.identity.name if credentials is not None else "",
         )  # fmt: skip
+        engine.try_within(settings.lease_ttl_s)
         self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
         self._members = members = Members(session)
         self._groups = groups = Groups()

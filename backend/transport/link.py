@@ -44,6 +44,7 @@ class Link:
         self._connecting = trio.Lock()
         self._control: ControlClient | None = None
         self._where: tuple[str, int, int] | None = None
+        self._attempt = trio.CancelScope()  # to connect
         self._setback_s = 0.0
         self._alone_until = 0.0
         self._why = ""
@@ -92,23 +93,24 @@ class Link:
         self._leave_alone(self.caller.timeout_s / 2, why)
 
     def give_up(self, why: str) -> None:
-        """End all calls now: the node is known to be gone."""
+        """End all calls now, and attempts to connect: the node is known to be gone. Once it is registered
+        again it is not left alone for what was before."""
         if self._control is not None:
             self._control.close(why)
             self._control = None
+        self._attempt.cancel()
+        self._where = None
 
     # -- the control connection ------------------------------------------------------------------
 
     async def connected(self) -> ControlClient:
         """Return the control connection as it is now. Raises Unreachable."""
-        address = self.caller.resolve(self.node)
-        if address is None:
-            raise Unreachable(self.node, "it is not registered")
-        where = (address.address, address.control_port, address.data_port)
         control = self._control
-        if control is not None and control.is_open and where == self._where:
+        if control is not None and control.is_open and self._registered()[1] == self._where:
             return control
         async with self._connecting:
+            # As it is now, and not before others tried.
+            address, where = self._registered()
             if self._control is not None and (not self._control.is_open or where != self._where):
                 self._control.close("its address changed")
                 self._control = None
@@ -121,21 +123,28 @@ class Link:
                 self._control = await self._connect(address)
             return self._control
 
+    def _registered(self) -> tuple[NodeAddress, tuple[str, int, int]]:
+        """Return the node's address, and the part of it that connections depend on. Raises Unreachable."""
+        address = self.caller.resolve(self.node)
+        if address is None:
+            raise Unreachable(self.node, "it is not registered")
+        return address, (address.address, address.control_port, address.data_port)
+
     async def _connect(self, address: NodeAddress) -> ControlClient:
         timeout_s = self.caller.timeout_s
         self.caller.counters.connects += 1
         began = time.monotonic()
         why, final = "", False
         try:
-            with trio.move_on_after(timeout_s) as scope:
+            with trio.move_on_after(timeout_s) as self._attempt:
                 stream, ends = await self._stream(address)
                 try:
                     frames = await self._introduce(stream)
                 except BaseException:
                     await trio.aclose_forcefully(stream)
                     raise
-            if scope.cancelled_caught:
-                why = f"no answer for {timeout_s:g} s"
+            if self._attempt.cancelled_caught:
+                why = f"no answer for {time.monotonic() - began:.1f} s"
         except trio.BrokenResourceError as error:
             why = broken_text(error)
             if isinstance(error.__cause__, ssl.SSLError):
@@ -154,8 +163,9 @@ class Link:
             control = ControlClient(self.caller, self.node, frames, ends, self._silent)
             control.start()
             return control
-        # A node that took long to be given up must not cost every caller as long again.
-        took_s = time.monotonic() - began
+        # A node that took long to be given up must not cost every caller as long again. This process may
+        # have stood still meanwhile.
+        took_s = min(time.monotonic() - began, timeout_s)
         self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
         if final and (why, final) != (self._why, self._distrusts):
             log.warning("store node %x at %s: %s", self.node, address.address, why)

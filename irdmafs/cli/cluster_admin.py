@@ -126,7 +126,8 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 def etcd_arguments(directory: str) -> list[str]:
     """Return the arguments with which etcd shows its certificate, lets only members of the cluster in, none
-    of them revoked, and forgets its history, which newer versions let no store node do."""
+    of them revoked, keeps its leader when a member comes back that was cut off (the default from etcd 3.5
+    on), and forgets its history, which newer versions let no store node do."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -142,6 +143,7 @@ def etcd_arguments(directory: str) -> list[str]:
         f"--peer-trusted-ca-file={ca}",
         "--peer-client-cert-auth",
         "--peer-cert-allowed-cn=etcd",
+        "--pre-vote",
     ]
 
 

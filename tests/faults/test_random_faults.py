@@ -9,19 +9,27 @@ import json
 import os
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cluster import MIB, Cluster, Plan
-from faults import AT_ONCE, Faults, Stall, percentile, stalls
+from faults import AT_ONCE, Fault, Faults, Stall, can_write, percentile, stalls
 from history import Operation, Workers, check
+from reachability import LOOK_EVERY_S, Gap, Lookouts, gaps
 
+# Errors that a storm may bring: a mount was killed, a node is full.
+OF_FAULTS = ("ENOTCONN", "ECONNABORTED", "ENOSPC")
+# Two hosts made a file at once, or wrote it in place (docs/sharing.md); it may have lost its name since.
+OF_CONFLICTS = ("ESTALE", "ENOENT")
 FAULTS = 5
 FAULTS_MANY = 20
 FAULTS_LONG = 500
 RECOVERY_S = 90.0
+# A writer that has what it takes (reachability.py) writes again within so many leases.
+GAP_LEASES = 5
 
 Record = Callable[[str, object], None]
 
@@ -37,7 +45,10 @@ def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
         folder.mkdir()
         folders = {mount.host.name: mount.path / "work" for mount in cluster.mounts}
         logs = cluster.directory / "history"
-        with Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers:
+        with (
+            Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers,
+            Lookouts(cluster, logs),
+        ):
             faults = Faults(cluster, seed, int(os.environ.get("IRDMAFS_AT_ONCE") or AT_ONCE))
             try:
                 faults.run(count)
@@ -49,13 +60,24 @@ def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
             finally:
                 operations = workers.operations()
                 _report(faults, operations, plan.lease_ttl_s, record)
-                _keep(cluster, operations)
+                longest = _longest_gaps(faults, operations, logs)
+                _keep(cluster, faults.history, operations)
         # A mount that opens many files of a directory follows it, so that it need not ask etcd.
         violations = check(operations, across_hosts=False)
         texts = "\n\n".join(f"{v.kind}: {v.text}" for v in violations[:20])
         happened = "\n".join(str(fault) for fault in faults.history)
         assert not violations, f"{len(violations)} with seed {seed}:\n{texts}\n\n{happened}"
         assert sum(o.outcome == "ok" for o in operations) > 10 * count
+        odd = [str(o) for o in operations if o.outcome == "failed" and not _may_fail(o)]
+        assert not odd, f"seed {seed}: {odd}\n{happened}"
+        assert max(gap.clear for gap in longest) * LOOK_EVERY_S <= GAP_LEASES * plan.lease_ttl_s, (
+            f"seed {seed}: {longest}\n{happened}"
+        )
+
+
+def _may_fail(operation: Operation) -> bool:
+    in_place = operation.kind in ("write", "create")
+    return operation.detail in (*OF_FAULTS, *(OF_CONFLICTS if in_place else ()))
 
 
 def _wait_mounted(cluster: Cluster) -> None:
@@ -81,18 +103,40 @@ def _report(faults: Faults, operations: list[Operation], lease_ttl_s: int, recor
     record("stalls_s", json.dumps(told))
 
 
+def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> list[Gap]:
+    """Return, for each writer, the time without a successful write in which it had longest what that takes.
+    Print the longest times."""
+    ends: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for operation in operations:
+        if operation.kind != "read" and operation.outcome == "ok":
+            ends[operation.host, operation.worker].append(int(operation.end))
+    found = []
+    for (host, worker), successes in sorted(ends.items()):
+        all_gaps = gaps(
+            sorted(successes), logs / f"{host}.looks", partial(can_write, faults.history, host)
+        )
+        by_clear = sorted(all_gaps, key=lambda gap: -gap.clear)
+        by_time = sorted(all_gaps, key=lambda gap: gap.began - gap.ended)
+        print(f"worker {worker} on {host}: {len(successes)} writes; longest without one:")
+        for gap in dict.fromkeys((*by_time[:3], *by_clear[:5])):
+            print(f"  {gap}")
+        found += by_clear[:1]
+    return found
+
+
 def _summary(found: list[Stall]) -> dict[str, float]:
     seconds = sorted(stall.seconds for stall in found)
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     return {name: round(percentile(seconds, share), 3) for name, share in shares.items()}
 
 
-def _keep(cluster: Cluster, operations: list[Operation]) -> None:
+def _keep(cluster: Cluster, faults: list[Fault], operations: list[Operation]) -> None:
     """IRDMAFS_HISTORY names a directory that keeps what was done and logged, to look into it."""
     if path := os.environ.get("IRDMAFS_HISTORY"):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "operations").write_text("\n".join(map(str, operations)) + "\n")
+        (folder / "faults").write_text("\n".join(map(str, faults)) + "\n")
         for part in cluster.parts():
             (folder / f"{part.name}.log").write_text(part.log_tail(1 << 30))
 

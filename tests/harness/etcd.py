@@ -116,6 +116,7 @@ class Etcd:
             f"--auto-compaction-retention={KEPT_REVISIONS}",
             "--logger=zap",
             "--log-level=warn",
+            "--pre-vote",
             *self._arguments,
         ]
         return Daemon(host.name, host, command, self.directory / f"{host.name}.log")

@@ -91,11 +91,15 @@ class StoreNode(Daemon):
     def fill(self, leave_bytes: int = 0) -> None:
         """Take the space of its memory away, all but `leave_bytes`."""
         assert self._own_memory, "this would fill the memory of the machine"
+        with self._filler.open("ab") as file:
+            while (size := self._free_bytes() - leave_bytes) > 0:
+                # The node writes, too.
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
+
+    def _free_bytes(self) -> int:
         status = os.statvfs(self._memory)
-        size = status.f_bavail * status.f_frsize - leave_bytes
-        if size > 0:
-            with self._filler.open("ab") as file:
-                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
+        return status.f_bavail * status.f_frsize
 
     def unfill(self) -> None:
         self._filler.unlink(missing_ok=True)

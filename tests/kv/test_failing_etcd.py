@@ -8,7 +8,9 @@ their seed.
 import contextlib
 import errno
 import functools
+import math
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +20,8 @@ import trio
 import trustme
 from etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
 
+from irdmafs.backend.etcd import client
+from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.kv import Change, Compacted, Compare, Conflict, Delete, Event, NoSpace, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.etcd_leases import LeaseEnded
@@ -761,6 +765,46 @@ async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServe
             await engine.transact((), [Put(b"large", bytes(4_000_000))])
         assert refused.value.errno == errno.EMSGSIZE
         await engine.transact([], many)
+
+
+@in_trio
+async def test_members_that_accept_and_say_nothing_hold_nobody_up(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CONNECT_S", math.inf)
+    monkeypatch.setattr(random, "randrange", lambda _: 0)  # which endpoint is the first
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        silent = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, two)]
+        asking = client.DirectClient([*silent, etcd.endpoint])
+        try:
+            await asking.attempt(client.RANGE, pb.RangeRequest(key=b"k"), math.inf)
+        finally:
+            asking.close()
+
+
+@in_trio
+async def test_a_call_goes_to_another_member_if_one_stands_still(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TRY_S", math.inf)
+    monkeypatch.setattr(random, "randrange", lambda _: 0)  # which endpoint is the first
+    steps: list[Callable[[EtcdEngine], Awaitable[object]]] = [
+        lambda engine: engine.leases.grant(1),
+        lambda engine: engine.transact([], [Put(b"k", b"")]),
+    ]
+    for step in steps:
+        proxy = Proxy(etcd)
+        async with trio.open_nursery() as nursery:
+            await proxy.serve(nursery)
+            async with EtcdEngine([proxy.endpoint, etcd.endpoint], new_prefix()) as engine:
+                engine.try_within(1)
+                await engine.transact([], [Put(b"k", b"")])
+                proxy.losing = True
+                await step(engine)
+            nursery.cancel_scope.cancel()
 
 
 @in_trio

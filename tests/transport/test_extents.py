@@ -1,8 +1,10 @@
 """Moving extents between processes: what a caller may rely on, and what happens when a node does not."""
 
 import errno
+import json
 import os
 import random
+import socket
 import subprocess
 import tempfile
 import threading
@@ -16,7 +18,7 @@ import trio
 from transport_nodes import NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
-from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
@@ -25,6 +27,7 @@ __all__ = ["memory"]
 
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
+NEVER_S = 10_000.0
 STREAMS = 4
 
 
@@ -495,6 +498,93 @@ def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(memor
             with trio.fail_after(60):
                 while not await answers():
                     await trio.sleep(0.05)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("chain", [(), (2,)])
+def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
+    memory: Path, chain: tuple[int, ...]
+) -> None:
+    length = 8 * MiB
+    last = 1 + len(chain)
+
+    async def test(cluster: Place) -> None:
+        cluster.service(last).may_seal = trio.Event()
+        source = full_file(memory / "source", length)
+
+        async def write() -> None:
+            target, whole = Target(1, 1, chain), FileRange(source, 0, length)
+            with pytest.raises(Unreachable) as caught:
+                await cluster.peers.device(1).write(Extent(1, 0), target, whole)
+            assert caught.value.node == last
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await until(lambda: bool(cluster.service(last).created))
+            (memory / "addresses" / f"{last:x}").unlink()
+            (cluster.nodes[1].peers if chain else cluster.peers).node_changed(last)
+        os.close(source)
+
+    in_cluster(memory, test, last, timeout_s=NEVER_S)
+
+
+def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = memory / "addresses" / "1"
+            address.write_text(json.dumps(["127.0.0.1", silent.getsockname()[1], 1]))
+            async with mounted(memory, timeout_s=NEVER_S) as peers:
+
+                async def ping() -> None:
+                    with pytest.raises(Unreachable):
+                        await peers.ping(1)
+
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(ping)
+                    await until(lambda: peers.counters.connects == 1)
+                    address.unlink()
+                    peers.node_changed(1)
+                assert peers.counters.connects == 1
+
+    trio.run(main)
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(link, "time", clock)
+    patience_s = 0.1
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = ["127.0.0.1", silent.getsockname()[1], 1]
+            (memory / "addresses" / "1").write_text(json.dumps(address))
+            async with (
+                mounted(memory, timeout_s=patience_s) as peers,
+                trio.open_nursery() as nursery,
+            ):
+
+                async def ping() -> None:
+                    with pytest.raises(Unreachable):
+                        await peers.ping(1)
+
+                nursery.start_soon(ping)
+                await until(lambda: peers.counters.connects == 1)
+                clock.now += 1000
+                await until(lambda: not nursery.child_tasks)
+                clock.now += patience_s
+                await ping()
+                assert peers.counters.connects == 2
 
     trio.run(main)
 

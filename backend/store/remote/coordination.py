@@ -47,6 +47,7 @@ class Coordination:
         self._nursery = nursery
         self.engine = engine
         self.role = config.cluster.mount_role
+        engine.try_within(settings.lease_ttl_s)
         self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()

@@ -278,12 +278,20 @@ class Transfer:
         if len(nodes) == 1:
             await tell(self._cluster.peers.device(nodes[0]))
             return
-        try:
-            async with trio.open_nursery() as nursery:
-                for node in nodes:
-                    nursery.start_soon(tell, self._cluster.peers.device(node))
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
+        failed: list[OSError] = []
+
+        async def tell_one(node: int) -> None:
+            try:
+                await tell(self._cluster.peers.device(node))
+            except OSError as error:
+                failed.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for node in nodes:
+                nursery.start_soon(tell_one, node)
+        # What a node answered counts for more than that another one could not be reached.
+        if failed:
+            raise min(failed, key=lambda error: isinstance(error, Unreachable))
 
     async def _send_around(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]

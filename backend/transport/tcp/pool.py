@@ -40,6 +40,8 @@ class Pool:
         # The connections were opened with tickets of this one.
         self._control: ControlClient | None = None
         self._idle: list[Channel] = []
+        self._lent: set[Channel] = set()
+        self._opening: set[trio.CancelScope] = set()
 
     async def borrow(self, count: int) -> list[Channel]:
         """Return connections for one request each; the caller gives them back. Raises Unreachable."""
@@ -58,14 +60,18 @@ class Pool:
             while len(found) < count:
                 wanted = min(count - len(found), TICKETS_MAX)
                 found += await self._open(control, wanted)
+            if control is not self._control:
+                raise Unreachable(self._link.node, control.why)
         except BaseException:
             self.give_back(found)
             raise
+        self._lent.update(found)
         return found
 
     def give_back(self, channels: Iterable[Channel]) -> None:
         """Take connections back; those that are not clean are closed."""
         for channel in channels:
+            self._lent.discard(channel)
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
                 channel.was_idle = True
@@ -80,8 +86,12 @@ class Pool:
         self._idle.clear()
 
     def close(self) -> None:
-        """Close all connections, and keep none until the node is reached again."""
+        """End what is done on all connections, and keep none until the node is reached again."""
         self.drop()
+        for channel in self._lent:
+            channel.shutdown()
+        for scope in self._opening:
+            scope.cancel()
         self._control = None
 
     def tidy(self) -> None:
@@ -100,12 +110,15 @@ class Pool:
 
         async def open_one(ticket: bytes) -> None:
             try:
-                with trio.fail_after(self._caller.timeout_s):
+                with trio.fail_after(self._caller.timeout_s) as scope:
+                    self._opening.add(scope)
                     channel = await self._open_channel(control, Ticket.unpack(ticket))
                     opened.append(channel)
             except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"
                 errors.append(Unreachable(node, why))
+            finally:
+                self._opening.discard(scope)
 
         try:
             async with trio.open_nursery() as nursery:

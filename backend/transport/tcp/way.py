@@ -55,8 +55,6 @@ class TcpWay(PuttingWay):
         self._unlimited = unlimited
         self._timeout_s = link.caller.timeout_s
         self._counters = link.caller.counters
-        # Functions that end operations whose data is being moved.
-        self._stops: set[Callable[[], None]] = set()
 
     def suits(self, transfer: Transfer) -> bool:
         return transfer.memory is not Memory.DEVICE
@@ -106,8 +104,6 @@ class TcpWay(PuttingWay):
         await self._send_all(extent, target, source, 1, self._unlimited)
 
     def give_up(self, why: str) -> None:
-        for stop in list(self._stops):
-            stop()
         self.pool.close()
 
     def tidy(self) -> None:
@@ -216,7 +212,6 @@ class TcpWay(PuttingWay):
             for channel in channels:
                 channel.shutdown()
 
-        self._stops.add(stop)
         try:
             with link.watched():
                 await in_threads(
@@ -231,7 +226,6 @@ class TcpWay(PuttingWay):
             self.pool.drop()
             raise
         finally:
-            self._stops.remove(stop)
             self.pool.give_back(channels)
 
     def _send(
