@@ -1,7 +1,10 @@
 """The room that a mount of a cluster reports."""
 
+import errno
 import os
 from pathlib import Path
+
+import pytest
 
 MiB = 1 << 20
 
@@ -26,3 +29,21 @@ def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path])
     before = free_bytes(here)
     (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
     assert free_bytes(here) < before
+
+
+def test_room_is_reserved_as_far_as_there_is_any(pair: list[Path]) -> None:
+    here, _ = pair
+    free = free_bytes(here)
+    with (here / "one").open("wb") as one, (here / "other").open("wb") as other:
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(one.fileno(), 0, free + MiB)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
+        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(other.fileno(), 0, free - 8 * MiB)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(other.fileno(), 0, 4 * MiB)
+    for name, size in (("one", 16 * MiB), ("other", 4 * MiB)):
+        assert (here / name).stat().st_size == size
+        (here / name).unlink()
