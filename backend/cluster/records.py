@@ -42,6 +42,8 @@ GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
 # A transaction compares the configuration of every group it wrote to; etcd accepts 128 compares.
 STRIPE_GROUPS_MAX = 64
+# A stripe costs a node about 1 ms of a processor (measured), also if it is all hole.
+STRIPES_MAX = 512
 
 # The number of a content: in a cluster the session that wrote it, and a counter; on a store of one host a
 # counter. The content's file in a store directory has this name, in hexadecimal.
@@ -204,6 +206,14 @@ class Layout(NamedTuple):
         if not size:
             return 0
         return -(-size // self.stripe_bytes) if self.stripe_bytes else 1
+
+    def for_size(self, size: int) -> "Layout":
+        """Return the layout for `size` bytes: with larger stripes if there would be more than
+        STRIPES_MAX."""
+        stripe_bytes = self.stripe_bytes
+        while stripe_bytes * STRIPES_MAX < size and stripe_bytes:
+            stripe_bytes *= 2
+        return self._replace(stripe_bytes=stripe_bytes)
 
     def span(self, size: int, stripe: int) -> tuple[int, int]:
         """Return offset and length in bytes of a stripe within the file."""

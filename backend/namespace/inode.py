@@ -42,8 +42,8 @@ NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
 NO_XATTRS: dict[bytes, bytes] = {}
 
-# 16 TiB in stripes of 1 MiB, the longest file and the shortest stripe there are.
-_STRIPES_MAX = 1 << 24
+# 16 TiB in stripes of 64 MiB. Mounts cut files into far fewer (records.STRIPES_MAX), and did not always.
+_STRIPES_MAX = 1 << 18
 
 # The kinds of inodes: the upper bits of a mode.
 _KINDS = frozenset(
