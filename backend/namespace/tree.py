@@ -8,18 +8,20 @@ data from which it derives parents and link counts.
 
 import contextlib
 import errno
-import logging
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from ..clock import now_ns
+from ..cluster.faults import Faults
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
 from .changes import Commit
 from .directories import Directories
 from .events import changes_of, time_of
 from .inode import (
+    DAMAGED_INO,
     FIRST_VIRTUAL_INO,
     NAME_MAX,
     ROOT_INO,
@@ -33,10 +35,10 @@ from .inode import (
 from .quotas import Quotas
 from .watches import Watches
 
-log = logging.getLogger(__name__)
-
-
 __all__ = ["Listener", "Tree"]
+
+# Numbers from here on are given to inodes only if others were used up: nobody made so many.
+_LAST_INOS = FIRST_VIRTUAL_INO // 2
 
 
 class Listener(Protocol):
@@ -57,8 +59,9 @@ class Tree:
 
     An inode that a holder has open stays without a name when another host removes its last one (a *local
     orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid record raises OSError
-    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise both are ignored
-    and logged."""
+    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise `faults` are told
+    of both. A name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
+    that is `damaged`: it can be listed and removed, and everything else is EIO."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
@@ -67,8 +70,12 @@ class Tree:
         *,
         listener: Listener | None = None,
         strict: bool = False,
+        faults: Faults | None = None,
     ) -> None:
         self.inodes: dict[int, Inode] = {}
+        # By number; True: its kind is a guess, as no record of it was ever sound here.
+        self.damaged: dict[int, bool] = {}
+        self._faults = faults or Faults()
         self.dangling: list[tuple[int, bytes]] = []
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
@@ -92,6 +99,9 @@ class Tree:
     # -- reading ---------------------------------------------------------------------------------
 
     def inode(self, ino: int) -> Inode:
+        """Return an inode. Raises OSError ESTALE, and EIO if it is damaged."""
+        if ino in self.damaged:
+            raise fail(errno.EIO, f"{self.describe(ino)}: its record is damaged")
         try:
             return self.inodes[ino]
         except KeyError:
@@ -121,7 +131,10 @@ class Tree:
 
     def parent_of(self, directory: int) -> int:
         """Return the directory that holds a directory; the root holds itself."""
-        return self.inode(directory).parent or directory
+        inode = self.inodes.get(directory)
+        if inode is None:
+            raise fail(errno.ESTALE)
+        return inode.parent or directory
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
         """Return a snapshot of the names in a directory and their inode numbers."""
@@ -208,10 +221,14 @@ class Tree:
         kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
         if kind == b"i":
             inode = self.inodes.get(ino)
-            return inode is None or inode.revision != record.mod_revision
+            return inode is None or inode.revision != record.mod_revision or ino in self.damaged
         if kind == b"d":
             dentry = self._children.get(ino, {}).get(record.key[9:])
-            return dentry is None or dentry.revision != record.mod_revision
+            return (
+                dentry is None
+                or dentry.revision != record.mod_revision
+                or dentry.ino == DAMAGED_INO
+            )
         if kind == b"t":
             return self._times.get(ino) != time_of(record.value)
         return True
@@ -253,17 +270,19 @@ class Tree:
 
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
-        times, inodes, names, gone, next_ino = changes_of(events, self._complain)
+        times, damaged, inodes, names, gone, next_ino = changes_of(events, self._complain)
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
         touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
         for inode in inodes:
-            if self._is_of_its_kind(inode):
-                self._put(inode)
+            self._take_inode(inode)
+        for ino, revision in damaged:
+            self._put_damaged(ino, revision)
         if next_ino is not None:
             self._set_next_ino(*next_ino)
         now = now_ns()
         for ino in gone:
+            self.damaged.pop(ino, None)
             known = self.inodes.get(ino)
             if known is not None:
                 orphan = known.copy()
@@ -276,9 +295,7 @@ class Tree:
             self._take_names_from(ino)
             self._let_go(ino, keep=ino in self._keeping)
         for ino, (parent, name) in self.directories.misplaced():
-            self._complain(
-                f"name {name!r} in directory {parent} leads to {ino}, which lies elsewhere"
-            )
+            self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
             self._set_name(parent, name, 0, 0)
         if self.quotas.in_use:
             self.quotas.update(
@@ -287,24 +304,64 @@ class Tree:
         if touched:
             self.watches.changed(touched)
 
-    def _is_of_its_kind(self, inode: Inode) -> bool:
-        known = self.inodes.get(inode.ino)
-        fits = known.kind == inode.kind if known else inode.is_dir or inode.ino != ROOT_INO
-        if not fits:
-            self._complain(f"inode {inode.ino} cannot become one of mode {inode.mode:o}")
-        return fits
+    def _take_inode(self, inode: Inode) -> None:
+        ino = inode.ino
+        known = self.inodes.get(ino)
+        if known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
+            self._put(inode)
+        elif self.damaged.get(ino):
+            self._put_otherwise(inode)
+        else:
+            self._complain(inode_key(ino), f"it cannot become one of mode {inode.mode:o}")
+            self._put_damaged(ino, inode.revision)
+
+    def _put_damaged(self, ino: int, revision: int) -> None:
+        """Have a damaged inode in the tree: the one that is known, or an empty file. The root stays as it
+        is, or begins as usual."""
+        known, is_guess = self.inodes.get(ino), self.damaged.get(ino, False)
+        if known is not None:
+            inode = known.copy()
+        else:
+            is_root = ino == ROOT_INO
+            inode = Inode(ino, stat.S_IFDIR | 0o755 if is_root else stat.S_IFREG, 0, 0, 0)
+        inode.revision = revision
+        self._put(inode)
+        if ino != ROOT_INO:
+            self.damaged[ino] = is_guess or known is None
+
+    def _put_otherwise(self, inode: Inode) -> None:
+        """Put an inode in the place of a damaged one of another kind, which was a guess."""
+        ino = inode.ino
+        names = [(*name, self.name_revision(*name)) for name in self.names_of(ino)]
+        below = [(ino, name) for name in self._children.get(ino, ())]
+        for parent, name in [*below, *(name[:2] for name in names)]:
+            self._set_name(parent, name, 0, 0)
+        self._let_go(ino, keep=False)
+        self.inodes.pop(ino, None)
+        self._put(inode)
+        for parent, name, revision in names:
+            self._set_name(parent, name, ino, revision)
+
+    def _make_directory(self, ino: int) -> dict[bytes, Dentry]:
+        """Have a damaged inode be a directory, as there are names in it. Return these."""
+        directory = Inode(ino, stat.S_IFDIR, 0, 0, 0)
+        directory.revision = self.inodes[ino].revision
+        self._put_otherwise(directory)
+        self.damaged[ino] = True
+        return self._children[ino]
 
     def _set_next_ino(self, told: int, revision: int) -> None:
-        if not ROOT_INO < told < FIRST_VIRTUAL_INO:
-            self._complain(f"the record of free inode numbers is damaged: {told}")
-            told = max(ino for ino in self.inodes if ino < FIRST_VIRTUAL_INO) + 1
+        former = self.next_block[0]
+        if not former <= told < _LAST_INOS:
+            self._complain(NEXT_INO_KEY, f"{told} is not the number of the next inode")
+            told = max(former, 1 + max(ino for ino in self.inodes if ino < _LAST_INOS))
         self.next_block = told, revision
 
-    def _complain(self, message: str) -> None:
-        """Report an invalid record. In a cluster it is logged and ignored."""
+    def _complain(self, key: bytes, why: str, value: bytes = b"") -> None:
+        """Report a record that makes no sense. In a cluster it harms only what it names."""
         if self._strict:
-            raise fail(errno.EIO, message)
-        log.error("%s; it is passed over", message)
+            raise fail(errno.EIO, f"the record {key!r} is damaged: {why}")
+        self._faults.add(key, why, value)
 
     # -- own changes -----------------------------------------------------------------------------
 
@@ -358,6 +415,8 @@ class Tree:
     def drop(self, ino: int) -> None:
         """Forget an inode without a name."""
         inode = self.inodes.get(ino)
+        if ino in self.damaged:
+            return  # names lead to it
         if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
             del self.inodes[ino]
             self._children.pop(ino, None)
@@ -402,13 +461,16 @@ class Tree:
             if inode.xattrs or self.quotas.in_use:
                 self.quotas.take_limits(inode)
         self.inodes[ino] = inode
+        self.damaged.pop(ino, None)
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
         """Set the inode of a name; 0: remove the name."""
         children = self._children.get(parent)
+        if children is None and ino and self.damaged.get(parent) and self.inodes[parent].revision:
+            children = self._make_directory(parent)
         if children is None:
             if ino:
-                self._complain(f"name {name!r} lies in a directory {parent} that is missing")
+                self._complain(name_key(parent, name), "its directory is missing")
             return
         subdirectories = 0
         known = children.get(name)
@@ -418,13 +480,14 @@ class Tree:
             if not ino:
                 del children[name]
         if ino:
-            if ino not in self.inodes:
+            if ino not in self.inodes and self._strict:
                 children.pop(name, None)
-                if self._strict:
-                    self.dangling.append((parent, name))
-                else:
-                    self._complain(f"name {name!r} in directory {parent} leads to no inode")
+                self.dangling.append((parent, name))
             else:
+                if ino not in self.inodes:
+                    if ino != DAMAGED_INO:
+                        self._complain(inode_key(ino), f"{name!r} in {parent} leads to it")
+                    self._put_damaged(ino, 0)
                 if known is None or ino != known.ino:
                     subdirectories += self._linked(ino, parent, name)
                 children[name] = Dentry(ino, revision)
@@ -454,6 +517,9 @@ class Tree:
         parents = self._parents.get(ino)
         if parents is None:
             inode.parent = 0
+            if ino in self.damaged and not inode.revision:
+                self._let_go(ino, keep=False)
+                self._faults.mended(inode_key(ino))
         else:
             parents.remove(parent)
             if len(parents) == 1:
@@ -473,12 +539,13 @@ class Tree:
         elif self.parents_of(ino):
             left += self.names_of(ino)
         for parent, name in left:
-            self._complain(f"name {name!r} in directory {parent} has lost its inode")
+            self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
     def _let_go(self, ino: int, *, keep: bool) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         is_dir = self._ctimes.pop(ino, None) is not None
+        self.damaged.pop(ino, None)
         if is_dir:
             self._times.pop(ino, None)
             self.directories.forget(ino)

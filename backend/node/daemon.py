@@ -225,14 +225,17 @@ class _Node:
             version=__version__, name=credentials.identity.name if credentials is not None else "",
         )  # fmt: skip
         self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
-        self._members = members = Members(session)
-        self._groups = groups = Groups()
-        certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        self._faults = faults = history.faults
+        self._members = members = Members(session, faults)
+        self._groups = groups = Groups(faults)
+        certificates = Certificates(
+            lambda: credentials.identity.serial if credentials else "", faults
+        )
         self._catalog = catalog = Catalog(
-            files, groups, settings.buckets, partial(members.may_join, node)
+            files, groups, settings.buckets, partial(members.may_join, node), faults
         )
         self._replica = replica = Replica(
-            engine, (members, groups, certificates, catalog), history=history
+            engine, (members, groups, certificates, catalog), faults=faults, history=history
         )
         self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
 
@@ -402,6 +405,7 @@ class _Node:
             "own_groups": self._own_groups(),
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
+            "damaged_records": self._faults.report(),
             **self._agent.status(),
         }
 

@@ -99,7 +99,7 @@ class Opens:
         found = self._namespace.lookup(directory.ino, name)
         if found is None or flags & os.O_EXCL:
             raise fail(errno.EEXIST)
-        refuse_other_than_file(found)
+        refuse_other_than_file(self._namespace.inode(found.ino))
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.name = (directory.ino, name)

@@ -7,6 +7,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.config_values import ConfigError
+from ...cluster.faults import Faults
 from ...cluster.group_configs import Groups
 from ...cluster.history import History
 from ...cluster.lease import MOUNT, Session
@@ -45,19 +46,23 @@ class Coordination:
         self.engine = engine
         self.role = config.cluster.mount_role
         self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
-        self.members = Members(self.session)
-        self.groups = Groups()
+        self.faults = faults = Faults()
+        self.members = Members(self.session, faults)
+        self.groups = Groups(faults)
         credentials = self.credentials = config.cluster.credentials(self.role)
-        self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        self.certificates = Certificates(
+            lambda: credentials.identity.serial if credentials else "", faults
+        )
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)
-        entries = LockEntries()
-        tree = Tree(listener=self.changes)
+        entries = LockEntries(faults)
+        tree = Tree(listener=self.changes, faults=faults)
         self.replica = Replica(
             engine,
             (self.members, self.groups, self.certificates, tree, entries, self.changes),
-            history=History(engine, self.session),
+            faults=faults,
+            history=History(engine, self.session, faults),
         )
         self.locks = SharedLocks(
             engine, self.replica, self.session, self.members, entries, nursery, timeout_s,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import trio
 
 from ...cluster.lease import Session
-from ...cluster.records import NO_CONTENT, ContentId, Layout, session_of
+from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, Layout, session_of
 from ...kv import Compare, Conflict
 from ...namespace import Inode, Namespace, Outdated, fail
 from ..aside import make_aside
@@ -24,14 +24,12 @@ from .pins import ContentPins
 from .space import Space
 from .writer import Transfer
 
-__all__ = ["SIZE_MAX", "Publisher"]
+__all__ = ["Publisher"]
 
 log = logging.getLogger(__name__)
 
 # Contents of which it is not known whether they became versions.
 _UNSURE_MAX = 1000
-# A version is digested, holes included: in about 1 s for so many bytes of holes.
-SIZE_MAX = 16 << 40
 
 
 class _Version(NamedTuple):
