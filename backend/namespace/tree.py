@@ -274,6 +274,7 @@ class Tree:
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
         touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
+        self.directories.watch()
         for inode in inodes:
             self._take_inode(inode)
         for ino, revision in damaged:
@@ -288,7 +289,6 @@ class Tree:
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
                 self.inodes[ino] = orphan
-        self.directories.watch()
         for parent, name, target, revision in names:
             self._set_name(parent, name, target, revision)
         for ino in gone:
