@@ -101,7 +101,7 @@ class Tree:
     def inode(self, ino: int) -> Inode:
         """Return an inode. Raises OSError ESTALE, and EIO if it is damaged."""
         if ino in self.damaged:
-            raise fail(errno.EIO, f"{self.describe(ino)}: its record is damaged")
+            raise fail(errno.EIO, f"the record of inode {ino} is damaged")
         try:
             return self.inodes[ino]
         except KeyError:
@@ -307,7 +307,10 @@ class Tree:
     def _take_inode(self, inode: Inode) -> None:
         ino = inode.ino
         known = self.inodes.get(ino)
-        if known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
+        if not inode.nlink and not self._strict:  # it would be dropped while names lead to it
+            self._complain(inode_key(ino), "it has no links")
+            self._put_damaged(ino, inode.revision)
+        elif known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
             self._put(inode)
         elif self.damaged.get(ino):
             self._put_otherwise(inode)

@@ -112,6 +112,17 @@ def test_a_tree_stays_a_tree(changes: list[list[tuple[bytes, bytes | None]]]) ->
         check(tree)
 
 
+def test_an_inode_of_no_links_stays_while_names_lead_to_it() -> None:
+    inode = Inode(5, 0o100644, 0, 0, 5)
+    inode.nlink = 0
+    name = name_key(ROOT_INO, b"a"), (5).to_bytes(8, "big")
+    tree = loaded([directory(ROOT_INO), (inode_key(5), inode.encode()), name])
+    tree.drop(5)
+    assert tree.lookup(ROOT_INO, b"a") is not None
+    tree.apply(2, [Event(2, name[0], None)])
+    assert tree.lookup(ROOT_INO, b"a") is None
+
+
 @given(st.lists(records(), max_size=20))
 def test_what_is_there_at_the_start_is_a_tree(
     found: list[tuple[bytes, bytes | None]],
