@@ -30,7 +30,7 @@ _LEASED = (b"m", b"p", b"f", b"a", b"L")
 _KEPT_MAX = 10_000
 _TOLD_MAX = 20
 _SHOWN_MAX = 3
-_TEXT_MAX = 200
+_TEXT_MAX = 300
 # The place of the content in the record of an inode.
 _EXTENT = 11
 
@@ -60,14 +60,14 @@ class Faults:
     """The faulty records that a process knows of."""
 
     def __init__(self) -> None:
-        self._found: dict[bytes, Fault] = {}
+        self._found: dict[bytes, Fault] = {}  # by the beginning of the key, the rest may be long
         self._complaints = Complaints(log)
 
     def add(self, key: bytes, why: str, value: bytes = b"") -> None:
         """Note that a record is passed over."""
         fault = _fault(key, why[:_TEXT_MAX], value)
         if len(self._found) < _KEPT_MAX:
-            self._found[key] = fault
+            self._found[key[:_TEXT_MAX]] = fault
         self._complaints.warn("damaged in etcd: %s: %s", fault.what, fault.why)
 
     def sound(self, key: bytes, value: bytes | None, kind: type[T]) -> T | None:
@@ -82,7 +82,7 @@ class Faults:
 
     def mended(self, key: bytes) -> None:
         """Note that nothing refers to a missing record any more."""
-        self._found.pop(key, None)
+        self._found.pop(key[:_TEXT_MAX], None)
 
     def forget(self) -> None:
         """Forget all faults, as all records are about to be read."""
@@ -95,7 +95,7 @@ class Faults:
         for change in changes:
             key = change.key
             if self._found:
-                self._found.pop(key, None)
+                self._found.pop(key[:_TEXT_MAX], None)
             if _is_well_formed(key):
                 found.append(change)
             elif change.value is not None:
@@ -116,8 +116,8 @@ class Faults:
 def summary(count: int, some: Sequence[str]) -> str:
     """Return a line about so many faults, of which some are described."""
     more = f", and {count - len(some):,} more" if count > len(some) else ""
-    noun = "record in etcd makes" if count == 1 else "records in etcd make"
-    return f"{count:,} {noun} no sense and count as damaged: {'; '.join(some)}{more}"
+    told = "record in etcd makes no sense" if count == 1 else "records in etcd make no sense"
+    return f"{count:,} {told}, and what is named there is damaged: {'; '.join(some)}{more}"
 
 
 def _is_well_formed(key: bytes) -> bool:

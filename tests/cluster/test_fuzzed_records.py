@@ -120,6 +120,7 @@ def is_idle(cluster: Cluster) -> bool:
     return cpu_s(cluster) - before < 0.1
 
 
+@pytest.mark.timeout(120 + RECORDS // 50)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> None:
     plan = Plan(nodes=2, mounts=2, replicas=2, buckets=4, namespaces=False)
