@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import trio
 
 from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from .faults import Faults
 from .records import (
     GROUP_BUCKET_BITS,
     GroupConfig,
@@ -16,7 +17,6 @@ from .records import (
     encode,
     group_key,
     pool_key,
-    sound,
 )
 
 __all__ = ["Groups"]
@@ -34,7 +34,8 @@ class Groups:
 
     prefixes = (b"g", b"w")
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults | None = None) -> None:
+        self._faults = faults or Faults()
         self._configs: dict[int, tuple[GroupConfig, int]] = {}
         self.wanted: set[int] = set()
         self._moved = trio.lowlevel.ParkingLot()
@@ -180,7 +181,9 @@ class Groups:
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
         if key[:1] == b"w":
-            if value is not None:
+            if value is None:
+                self.wanted.discard(group)
+            else:
                 self.wanted.add(group)
                 for listener in self.pool_wanted:
                     listener(group)
@@ -189,7 +192,7 @@ class Groups:
             if self._configs.pop(group, None) is None:
                 return
         else:
-            config = sound(key, value, GroupConfig)
+            config = self._faults.sound(key, value, GroupConfig)
             known = self._configs.get(group)
             # A damaged record counts as none for reading, but the key exists: no leader can
             # derive a change from it, and no process creates it anew.

@@ -22,6 +22,7 @@ import msgspec
 import trio
 
 from ..kv import Event, KeyValue, SharedEngine, WentBack
+from .faults import Faults
 from .lease import Session
 from .records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
 
@@ -38,8 +39,11 @@ class History:
 
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
 
-    def __init__(self, engine: SharedEngine, session: Session | None = None) -> None:
+    def __init__(
+        self, engine: SharedEngine, session: Session | None = None, faults: Faults | None = None
+    ) -> None:
         self._engine = engine
+        self.faults = faults or Faults()
         self._session = session
         self.epoch = Epoch()
 
@@ -87,16 +91,13 @@ class History:
             self._take(event.key, event.value)
 
     def _take(self, key: bytes, value: bytes | None) -> None:
-        if value is None:
-            return
-        try:
-            if key == EPOCH_KEY:
-                self.epoch = decode(value, Epoch)
-            elif key.startswith(REPORT):
+        if key == EPOCH_KEY:
+            self.epoch = self.faults.sound(key, value, Epoch) or self.epoch
+        elif key.startswith(REPORT):
+            report = self.faults.sound(key, value, Report)
+            if report is not None:
                 number = int.from_bytes(key[1:], "big")
-                self._engine.past.doubt(WentBack(described({number: decode(value, Report)})))
-        except msgspec.DecodeError as error:
-            log.error("the record %r in etcd is damaged: %s", key, error)
+                self._engine.past.doubt(WentBack(described({number: report})))
 
 
 def described(reports: dict[int, Report]) -> str:

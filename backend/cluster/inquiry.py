@@ -12,12 +12,13 @@ from ..namespace import Inode
 from ..transport.peers import Peers, open_peers
 from .config import ClusterConfig
 from .config_values import ConfigError
+from .faults import Faults
 from .group_configs import Groups
 from .history import read_reports
 from .membership import Members
 from .overview import Cluster
-from .placement import Targets, bytes_of_groups
-from .records import Layout, decode
+from .placement import bytes_of_groups
+from .records import Layout
 
 __all__ = ["ask_nodes", "begin_scrub", "name_files", "read_cluster", "read_group_bytes"]
 
@@ -28,19 +29,18 @@ _DEPTH_MAX = 1000
 
 async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
     """Return the state of a cluster. Raises OSError if etcd cannot be read."""
-    members, groups = Members(), Groups()
+    faults = Faults()
+    members, groups = Members(faults=faults), Groups(faults)
     for consumer in (members, groups):
         records: list[KeyValue] = []
         revision = 0
         for prefix in consumer.prefixes:
             revision, found = await engine.snapshot(prefix, _after(prefix))
             records += found
-        consumer.load(records, revision)
-    targets = {
-        _number(record): decode(record.value, Targets)
-        for record in await engine.range(b"T", _after(b"T"))
-    }
+        consumer.load(faults.well_formed(records), revision)
+    targets = {pool: known for pool, (known, _) in members.targets.items()}
     cluster = Cluster(members, groups, targets, rebalance_rate)
+    cluster.own_faults = faults
     cluster.went_back = await read_reports(engine)
     return cluster
 
@@ -95,8 +95,9 @@ async def begin_scrub(
 
 
 async def name_files(found: Cluster, engine: SharedEngine) -> None:
-    """Find the paths of damaged files, by reading every name if there are any. Raises OSError."""
-    damaged = found.damaged()
+    """Find the paths of files of which content or record are damaged, by reading every name if there are
+    any. Raises OSError."""
+    damaged = {*found.damaged(), *(fault.ino for fault in found.faults()[1] if fault.ino)}
     if not damaged:
         return
     names: dict[int, tuple[int, bytes]] = {}

@@ -5,12 +5,12 @@ docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functi
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from fcntl import F_WRLCK
-from typing import NamedTuple, Protocol
+from fcntl import F_RDLCK, F_WRLCK
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from .records import key_of
+from .records import Count, key_of
 
 __all__ = [
     "CLAIMS_MAX",
@@ -40,10 +40,10 @@ CLAIMS_MAX = 1024
 class Claim(NamedTuple):
     """Bytes that are locked: `table` is POSIX or FLOCK, `type` F_RDLCK or F_WRLCK, `end` inclusive."""
 
-    table: int
-    type: int
-    start: int
-    end: int
+    table: Annotated[int, msgspec.Meta(ge=POSIX, le=FLOCK)]
+    type: Annotated[int, msgspec.Meta(ge=F_RDLCK, le=F_WRLCK)]
+    start: Count
+    end: Count
 
     def conflicts(self, other: "Claim") -> bool:
         """Return whether two hosts cannot have both."""
@@ -75,7 +75,12 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
     held: tuple[Claim, ...] = ()
     wanted: tuple[Claim, ...] = ()
     asks: bool = False
-    answers: int = 0
+    answers: Count = 0
+
+    def check(self) -> None:
+        """Raise msgspec.ValidationError for more claims than a host makes."""
+        if max(map(len, (self.held, self.wanted))) > 4 * CLAIMS_MAX:
+            raise msgspec.ValidationError("it has too many claims")
 
     def __bool__(self) -> bool:
         return self.sole or bool(self.held or self.wanted)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import trio
 
 from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from .faults import Faults
 from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 from .placement import Candidate, Placement, Targets, policy_of
-from .policy import policy_of_rule
+from .policy import POLICIES_MAX, is_understood, policy_of_rule
 from .records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
@@ -26,7 +27,7 @@ from .records import (
     Settings,
     encode,
     key_of,
-    sound,
+    policy_key,
     targets_key,
 )
 
@@ -46,7 +47,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_KEY_BYTES = {NODE: 9, b"N": 9, MOUNT: 9, b"a": 9, b"f": 17}
+# A longer rule is not understood.
+_RULE_BYTES_MAX = 4096
 
 _NO_TARGETS = Targets("", (), 0, b"")
 
@@ -108,8 +110,9 @@ class Members:
 
     prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"T", b"f", b"a")
 
-    def __init__(self, own: Session | None = None) -> None:
+    def __init__(self, own: Session | None = None, faults: Faults | None = None) -> None:
         self._own = own
+        self._faults = faults or Faults()
         self.settings: Settings | None = None
         self.nodes: dict[int, NodeAddress] = {}
         self.records: dict[int, NodeRecord] = {}
@@ -266,8 +269,7 @@ class Members:
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
-        if len(key) != _KEY_BYTES.get(kind, len(key)):
-            return  # a shorter one could mean somebody else's
+        sound = self._faults.sound
         if key == SETTINGS_KEY:
             if value is not None:  # nobody deletes it while the cluster is in use
                 self.settings = sound(key, value, Settings) or self.settings
@@ -279,15 +281,16 @@ class Members:
             self._take_mount(number, sound(key, value, MountRecord), revision)
         elif kind == b"P":
             if value is not None:  # stays for ever, as groups are numbered by it
-                self.policies[number] = value.decode(errors="replace")
-                self._placement = None
+                self._take_policy(number, value)
         elif kind == b"T":
             self._take_targets(key, value, number, revision)
         elif kind == b"f":
             self._take_follower(int.from_bytes(key[9:], "big"), number, value is not None)
         elif kind == b"a":
-            if value is None:
+            if value is None or len(value) != 8:
                 self._seen.pop(number, None)
+                if value is not None:
+                    self._faults.add(key, "it is no revision")
             else:
                 self._seen[number] = int.from_bytes(value, "big")
 
@@ -316,12 +319,24 @@ class Members:
             self.dead_since.pop(node, None)
         _call(self.node_changed, node)
 
+    def _take_policy(self, number: int, value: bytes) -> None:
+        """Take a placement rule. One that is not understood is one, too: its number is taken."""
+        rule = value[:_RULE_BYTES_MAX].decode(errors="replace")
+        if not 0 < number <= POLICIES_MAX:
+            self._faults.add(policy_key(number), "no rule has this number")
+            return
+        if not is_understood(rule) or len(value) > _RULE_BYTES_MAX:
+            self._faults.add(policy_key(number), f"the rule {rule[:50]!r} is not understood")
+        self.policies[number] = rule
+        self._placement = None
+
     def _take_targets(self, key: bytes, value: bytes | None, pool: int, revision: int) -> None:
         if value is None:
             self.targets.pop(pool, None)
         else:
             # A damaged record can be replaced, if its revision is known.
-            self.targets[pool] = sound(key, value, Targets) or _NO_TARGETS, revision
+            targets = self._faults.sound(key, value, Targets)
+            self.targets[pool] = targets or _NO_TARGETS, revision
         _call(self.targets_changed, pool)
 
     def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
@@ -334,7 +349,8 @@ class Members:
         else:
             self._numbers.pop(lease, None)
         if known is not None:
-            del self.sessions[known]
+            # Gone already, if two that one transaction put have the same number.
+            self.sessions.pop(known, None)
             _call(self.session_gone, known)
 
     def _take_follower(self, directory: int, lease: int, follows: bool) -> None:

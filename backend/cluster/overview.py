@@ -4,7 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ..kv.etcd_room import Room
+from .faults import Fault, FaultReport, Faults
 from .group_configs import Groups
 from .groups import degraded, leader
 from .membership import Members
@@ -52,6 +55,8 @@ class Cluster:
         # Paths of files that nodes found damaged, by inode.
         self.paths: dict[int, str] = {}
         self.notes: list[str] = []
+        # The damaged records that this process found; nodes report more.
+        self.own_faults = Faults()
         # The room of etcd's members by address, or why it is not known.
         self.etcd_room: dict[str, Room | OSError] = {}
         self._rate = rebalance_rate
@@ -166,6 +171,13 @@ class Cluster:
             for ino, may_be_mended in told if isinstance(told, list) else ():
                 found[ino] = found.get(ino, True) and bool(may_be_mended)
         return found
+
+    def faults(self) -> tuple[int, list[Fault]]:
+        """Return how many records are damaged, as far as one process knows, and some of them."""
+        told = [report.get("damaged_records", (0, ())) for report in self.reports.values()]
+        reports = [self.own_faults.report(), *(msgspec.convert(one, FaultReport) for one in told)]
+        some = {fault.what: fault for report in reports for fault in report.some}
+        return max(len(some), *(report.number for report in reports)), [*some.values()]
 
     def candidates(self) -> list[Candidate]:
         """Return the nodes that groups should be on now: alive and not draining."""

@@ -10,12 +10,12 @@ towards the targets (groups.next_step).
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, policy_of_rule
-from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout
+from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout, Number
 
 __all__ = [
     "BUCKETS",
@@ -179,9 +179,20 @@ class Targets(msgspec.Struct, array_like=True, frozen=True):
     input; `rows` has per bucket `replicas` indices into `nodes`, 2 bytes LE each."""
 
     made_for: str
-    nodes: tuple[int, ...]
-    replicas: int
+    nodes: tuple[Number, ...]
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=REPLICAS_MAX)]
     rows: bytes
+
+    def check(self) -> None:
+        """Raise msgspec.ValidationError for rows that lead to no node."""
+        if len(self.rows) % max(2, 2 * self.replicas):
+            raise msgspec.ValidationError("its rows are incomplete")
+        rows = memoryview(self.rows)
+        if any(
+            low | high << 8 >= len(self.nodes)
+            for low, high in zip(rows[::2], rows[1::2], strict=True)
+        ):
+            raise msgspec.ValidationError("a row leads to no node")
 
     def target(self, group: int) -> tuple[int, ...]:
         """Return the nodes for a group, the primary first; () if there is none."""

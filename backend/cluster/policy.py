@@ -14,6 +14,7 @@ __all__ = [
     "REPLICAS_MAX",
     "Candidate",
     "Policy",
+    "is_understood",
     "parse_policy",
     "policy_id",
 ]
@@ -102,10 +103,15 @@ def parse_policy(text: str) -> Policy:
 def policy_of_rule(rule: str) -> Policy:
     """Return the policy of a rule that is in etcd. One that is not understood admits no node: it may be of
     a newer version."""
+    return parse_policy(rule) if is_understood(rule) else Policy(only=((LEVELS[0], ()),))
+
+
+def is_understood(rule: str) -> bool:
     try:
-        return parse_policy(rule)
+        parse_policy(rule)
     except ValueError:
-        return Policy(only=((LEVELS[0], ()),))
+        return False
+    return True
 
 
 def policy_id(rule: str, known: Mapping[int, str]) -> int:

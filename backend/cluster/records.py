@@ -31,17 +31,18 @@ A *content* is the bytes of one version: session << 24 | number. Its extents on 
 are its stripes, (content, stripe index).
 """
 
-import logging
 from typing import Annotated, NamedTuple, NewType, TypeVar
 
 import msgspec
-
-log = logging.getLogger(__name__)
 
 GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
 # A transaction compares the configuration of every group it wrote to; etcd accepts 128 compares.
 STRIPE_GROUPS_MAX = 64
+# The longest content, in bytes. A version is digested, holes included: about 1 s for so many of them.
+SIZE_MAX = 16 << 40
+# A stripe costs a node about 1 ms of a processor (measured), also if it is all hole.
+STRIPES_MAX = 512
 
 # The number of a content: in a cluster the session that wrote it, and a counter; on a store of one host a
 # counter. The content's file in a store directory has this name, in hexadecimal.
@@ -89,23 +90,30 @@ def session_of(content: int) -> int:
     return content >> CONTENT_NUMBER_BITS
 
 
+# What a record may hold: a number without a sign, one of 63 bits, a port, a text of a line or two.
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
 class Settings(msgspec.Struct, array_like=True, frozen=True):
     """The settings that were chosen when the cluster was made. `buckets`: groups per number of replicas."""
 
     format: int
-    cluster_id: str
-    replicas: int
-    buckets: int
-    stripe_bytes: int
-    lease_ttl_s: int
+    cluster_id: Text
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=255)]
+    buckets: Annotated[int, msgspec.Meta(ge=1, le=1 << GROUP_BUCKET_BITS)]
+    stripe_bytes: Count
+    lease_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=86400)]
 
 
 class NodeRecord(msgspec.Struct, array_like=True, frozen=True):
     """`state` is "up" or "draining"; `labels` are failure domains: zone, rack, host."""
 
-    state: str
-    weight: float
-    labels: dict[str, str]
+    state: Text
+    weight: Annotated[float, msgspec.Meta(ge=0, le=2**63)]
+    labels: dict[Text, Text]
 
 
 class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
@@ -113,16 +121,16 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
     node's store directory there, `name` the one in its certificate. Space is in bytes, as of the last
     registration."""
 
-    address: str
-    control_port: int
-    data_port: int
-    transports: list[str]
-    host: str
-    store: str
-    total_bytes: int
-    free_bytes: int
-    version: str
-    name: str = ""
+    address: Text
+    control_port: Port
+    data_port: Port
+    transports: list[Text]
+    host: Text
+    store: Text
+    total_bytes: Count
+    free_bytes: Count
+    version: Text
+    name: Text = ""
 
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -130,13 +138,13 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
     `key_digest` is the SHA-256 of the key by which it shows them that the session is its own: certificates
     may be shared."""
 
-    host: str
-    mountpoint: str
-    pid: int
-    version: str
-    name: str = ""
-    role: str = ""
-    key_digest: bytes = b""
+    host: Text
+    mountpoint: Text
+    pid: Count
+    version: Text
+    name: Text = ""
+    role: Text = ""
+    key_digest: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
     @property
     def maker(self) -> int:
@@ -147,12 +155,12 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
 class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
     """`owner` is its number in etcd. Times are in seconds since 1970; `revoked_s` 0: it is not revoked."""
 
-    name: str
-    role: str
-    owner: int
-    issued_s: int
-    expires_s: int
-    revoked_s: int = 0
+    name: Text
+    role: Text
+    owner: Count
+    issued_s: Count
+    expires_s: Count
+    revoked_s: Count = 0
 
 
 class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
@@ -160,9 +168,14 @@ class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
     being filled and are written to as well. The epoch grows with every change; the fence is the
     record's mod_revision, which each publish compares."""
 
-    epoch: int
-    in_sync: tuple[int, ...]
-    joining: tuple[int, ...] = ()
+    epoch: Count
+    in_sync: tuple[Number, ...]
+    joining: tuple[Number, ...] = ()
+
+    def check(self) -> None:
+        """Raise msgspec.ValidationError for a configuration that no group has."""
+        if not self.in_sync or len({*self.members}) < len(self.members):
+            raise msgspec.ValidationError("it has no member in sync, or one twice")
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -173,25 +186,25 @@ class Epoch(msgspec.Struct, array_like=True, frozen=True):
     """A history of etcd that counts. It begins when an administrator accepts that etcd's newest data are
     lost, at a revision above `floor`, which is above all that were seen before."""
 
-    number: int = 0
-    nonce: str = ""
-    floor: int = 0
+    number: Count = 0
+    nonce: Text = ""
+    floor: Count = 0
 
 
 class Witness(msgspec.Struct, array_like=True, frozen=True):
     """A random value that a node put, as its `number`th one."""
 
-    number: int = 0
-    nonce: str = ""
+    number: Count = 0
+    nonce: Text = ""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
     """A node had `seen` a revision of the epoch number `epoch`, and found etcd at `found`, at `time_s`
     (seconds since 1970)."""
 
-    seen: int
-    found: int
-    epoch: int
+    seen: Count
+    found: Count
+    epoch: Count
     time_s: float
 
 
@@ -200,8 +213,8 @@ class Layout(NamedTuple):
     number of a placement rule, 0 the default."""
 
     replicas: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
-    stripe_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    seed: int = 0
+    stripe_bytes: Count = 0
+    seed: Number = 0
     policy: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
 
     def stripes(self, size: int) -> int:
@@ -209,6 +222,14 @@ class Layout(NamedTuple):
         if not size:
             return 0
         return -(-size // self.stripe_bytes) if self.stripe_bytes else 1
+
+    def for_size(self, size: int) -> "Layout":
+        """Return the layout for `size` bytes: with larger stripes if there would be more than
+        STRIPES_MAX."""
+        stripe_bytes = self.stripe_bytes
+        while stripe_bytes * STRIPES_MAX < size and stripe_bytes:
+            stripe_bytes *= 2
+        return self._replace(stripe_bytes=stripe_bytes)
 
     def span(self, size: int, stripe: int) -> tuple[int, int]:
         """Return offset and length in bytes of a stripe within the file."""
@@ -229,15 +250,8 @@ def encode(record: msgspec.Struct) -> bytes:
 
 def decode(value: bytes, kind: type[T]) -> T:
     """Return a record. Raises msgspec.DecodeError (a ValueError) if it is damaged."""
-    return msgspec.msgpack.decode(value, type=kind)
-
-
-def sound(key: bytes, value: bytes | None, kind: type[T]) -> T | None:
-    """Return a record, None if there is none, or a damaged one, which is logged."""
-    if value is None:
-        return None
-    try:
-        return decode(value, kind)
-    except msgspec.DecodeError as error:
-        log.error("the record %r in etcd is damaged and is passed over: %s", key, error)
-        return None
+    record = msgspec.msgpack.decode(value, type=kind)
+    check = getattr(record, "check", None)
+    if check is not None:
+        check()
+    return record

@@ -19,6 +19,7 @@ import trio
 
 from ..kv import Compacted, Event, KeyValue, SharedEngine, WentBack
 from ..pauses import Pauses
+from .faults import Faults
 from .history import History
 
 __all__ = ["Consumer", "Replica"]
@@ -52,7 +53,9 @@ class Replica:
     """The hub. `applied` is the revision up to which all consumers know everything; `barriers` counts the
     barriers of the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
 
-    `history`, the first consumer, tells when the engine's data can be trusted (None: always).
+    Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
+    with a record when it changes. `history`, the first consumer, tells when the engine's data can be
+    trusted (None: always).
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class Replica:
         engine: SharedEngine,
         consumers: Sequence[Consumer],
         *,
+        faults: Faults | None = None,
         history: History | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._engine = engine
+        self._faults = faults or Faults()
         self._history = history
         self._consumers = (*((history,) if history is not None else ()), *consumers)
         self._timeout_s = timeout_s
@@ -137,9 +142,11 @@ class Replica:
         try:
             if self._history is not None:
                 await self._history.check()
-            revision, records = await self._engine.snapshot(_START, _END)
+            revision, found = await self._engine.snapshot(_START, _END)
             if revision < self.applied:
                 raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
+            self._faults.forget()
+            records = self._faults.well_formed(found)
             for consumer in self._consumers:
                 prefixes = consumer.prefixes
                 consumer.load(
@@ -199,6 +206,7 @@ class Replica:
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:
             return
+        events = self._faults.well_formed(events)
         for consumer in self._consumers:
             prefixes = consumer.prefixes
             mine = [event for event in events if event.key.startswith(prefixes)]

@@ -6,7 +6,9 @@ from typing import Any, Literal
 import msgspec
 
 from ..kv import WentBack
+from ..kv.etcd_leases import LEASE_BITS
 from ..kv.etcd_room import Room, remedy
+from .faults import Fault, summary
 from .history import described
 from .overview import Cluster
 from .placement import policy_of, replicas_of
@@ -72,6 +74,7 @@ def health(found: Cluster) -> tuple[Health, list[str]]:
             ("degraded", f"{counted(count, 'group')} without {missing} of the replicas")
         )
     problems += _damaged_files(found)
+    problems += _damaged_records(found)
     worst: Health = max((how for how, _ in problems), key=HEALTHS.index, default="ok")
     return worst, [line for _, line in problems]
 
@@ -103,6 +106,28 @@ def _damaged_files(found: Cluster) -> Iterator[tuple[Health, str]]:
             f"{counted(len(waiting), 'file')} with fewer sound replicas than they should have: "
             f"{_named(found, waiting)}; a right copy is being fetched as soon as a node can give it",
         )
+
+
+def _damaged_records(found: Cluster) -> Iterator[tuple[Health, str]]:
+    count, some = found.faults()
+    if count:
+        lines = [_described(found, fault) for fault in some[:_FILES_SHOWN]]
+        yield "degraded", summary(count, lines)
+
+
+def _described(found: Cluster, fault: Fault) -> str:
+    """Describe a damaged record and, if it is known, who wrote it."""
+    members = found.members
+    record = members.sessions.get(fault.session or members.session_of(fault.lease) or 0)
+    writer = ""
+    if record is not None:
+        writer = f", written by {record.host}:{record.mountpoint}"
+    elif fault.lease:
+        writer = f", written with the certificate #{fault.lease >> LEASE_BITS:06x}"
+    elif fault.session:
+        writer = f", written in session {fault.session}"
+    path = f" ({found.paths[fault.ino]})" if fault.ino in found.paths else ""
+    return f"{fault.what}{path}{writer}: {fault.why}"
 
 
 def _named(found: Cluster, inos: Sequence[int]) -> str:

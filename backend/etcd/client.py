@@ -13,7 +13,7 @@ import random
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import trio
 
@@ -24,6 +24,26 @@ from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
 from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError
 from .frames import header_block
+from .methods import (
+    ALARM,
+    AUTHENTICATE,
+    COMPACT,
+    DEFRAGMENT,
+    DELETE,
+    GRANT,
+    HASH_KV,
+    KEEP_ALIVE,
+    MEMBERS,
+    RANGE,
+    REVOKE,
+    STATUS,
+    TXN,
+    WATCH,
+    Message,
+    Method,
+    Response,
+    auth_method,
+)
 from .stream import Stream
 
 __all__ = [
@@ -68,49 +88,6 @@ _PERMISSION_DENIED, _RESOURCE_EXHAUSTED, _FAILED_PRECONDITION = 7, 8, 9
 _ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
 _OLD_STORE = "auth store is old"
 _TRANSIENT = {_CANCELLED, _UNKNOWN, _DEADLINE_EXCEEDED, _ABORTED, _INTERNAL, _UNAVAILABLE}
-
-
-class Message(Protocol):
-    def SerializeToString(self) -> bytes: ...
-
-
-Response = TypeVar("Response")
-
-
-class Method(NamedTuple, Generic[Response]):
-    path: str
-    parse: Callable[[bytes], Response]
-
-
-def _method(path: str, response: type[Response]) -> Method[Response]:
-    return Method("/etcdserverpb." + path, response.FromString)  # type: ignore[attr-defined]
-
-
-def auth_method(name: str, response: type[Response]) -> Method[Response]:
-    """Return a method of etcd's service of users and roles."""
-    return _method(f"Auth/{name}", response)
-
-
-RANGE: Method[pb.RangeResponse] = _method("KV/Range", pb.RangeResponse)
-TXN: Method[pb.TxnResponse] = _method("KV/Txn", pb.TxnResponse)
-DELETE: Method[pb.DeleteRangeResponse] = _method("KV/DeleteRange", pb.DeleteRangeResponse)
-COMPACT: Method[pb.CompactionResponse] = _method("KV/Compact", pb.CompactionResponse)
-WATCH: Method[pb.WatchResponse] = _method("Watch/Watch", pb.WatchResponse)
-GRANT: Method[pb.LeaseGrantResponse] = _method("Lease/LeaseGrant", pb.LeaseGrantResponse)
-REVOKE: Method[pb.LeaseRevokeResponse] = _method("Lease/LeaseRevoke", pb.LeaseRevokeResponse)
-# On the wire, a stream of one message each way is the same as a unary call.
-KEEP_ALIVE: Method[pb.LeaseKeepAliveResponse] = _method(
-    "Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse
-)
-AUTHENTICATE: Method[pb.AuthenticateResponse] = _method(
-    "Auth/Authenticate", pb.AuthenticateResponse
-)
-
-STATUS: Method[pb.StatusResponse] = _method("Maintenance/Status", pb.StatusResponse)
-ALARM: Method[pb.AlarmResponse] = _method("Maintenance/Alarm", pb.AlarmResponse)
-DEFRAGMENT: Method[pb.DefragmentResponse] = _method("Maintenance/Defragment", pb.DefragmentResponse)
-HASH_KV: Method[pb.HashKVResponse] = _method("Maintenance/HashKV", pb.HashKVResponse)
-MEMBERS: Method[pb.MemberListResponse] = _method("Cluster/MemberList", pb.MemberListResponse)
 
 
 class Unsent(Exception):

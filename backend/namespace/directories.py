@@ -42,6 +42,14 @@ class Directories:
         name = self._inodes[ino].parent, self._names.get(ino, b"")
         return name if self._leads_to(name, ino) else None
 
+    def places_of(self, ino: int) -> list[_Name]:
+        """Return all names that lead to a directory: more than one if a transaction gives it several."""
+        names = {
+            *(self._linked or {}).get(ino, ()),
+            (self._inodes[ino].parent, self._names.get(ino, b"")),
+        }
+        return [name for name in names if self._leads_to(name, ino)]
+
     def forget(self, ino: int) -> None:
         self._names.pop(ino, None)
         if self._linked is not None:

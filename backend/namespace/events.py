@@ -8,9 +8,20 @@ import msgspec
 
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, nearest_time
+from .inode import (
+    DAMAGED_INO,
+    FIRST_VIRTUAL_INO,
+    NAME_MAX,
+    ROOT_INO,
+    Inode,
+    inode_key,
+    nearest_time,
+)
 
-__all__ = ["Changes", "Listener", "changes_of", "time_of"]
+__all__ = ["Changes", "Complain", "Listener", "changes_of", "time_of"]
+
+# Called with a key, what is wrong with its record, and the value.
+Complain = Callable[[bytes, str, bytes], None]
 
 
 class Listener(Protocol):
@@ -28,19 +39,22 @@ class Listener(Protocol):
 
 class Changes(NamedTuple):
     """`times` are those of directories, None: the inode has them from now on. `names` are parent, name,
-    inode (0: the name is removed) and revision. `gone` are inodes without a record. `next_ino` is the value
+    inode (0: the name is removed) and revision. `damaged` are the numbers and revisions of inodes whose
+    record is that. `gone` are inodes without a record. `next_ino` is the value
     and revision of the record of free inode numbers, if that changed."""
 
     times: list[tuple[int, int | None]]
+    damaged: list[tuple[int, int]]
     inodes: list[Inode]
     names: list[tuple[int, bytes, int, int]]
     gone: list[int]
     next_ino: tuple[int, int] | None
 
 
-def changes_of(events: Iterable[Event], complain: Callable[[str], None]) -> Changes:
-    """Return the changes of events. `complain` is told of each record that is passed over."""
+def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
+    """Return the changes of events. `complain` is told of each record that makes no sense."""
     times: list[tuple[int, int | None]] = []
+    damaged: list[tuple[int, int]] = []
     inodes: list[Inode] = []
     names: list[tuple[int, bytes, int, int]] = []
     gone: list[int] = []
@@ -48,11 +62,16 @@ def changes_of(events: Iterable[Event], complain: Callable[[str], None]) -> Chan
     for revision, key, value in events:
         kind, ino = key[:1], int.from_bytes(key[1:9], "big")
         if key == NEXT_INO_KEY:
-            next_ino = int.from_bytes(value or b"", "big"), revision
-        elif not _is_sound(kind, ino, key[9:], value):
-            complain(f"the record {key!r} is damaged")
+            # No number, if it is damaged or gone: the tree finds one.
+            next_ino = int.from_bytes(value, "big") if value and len(value) == 8 else 0, revision
+        elif not _can_be(kind, ino, key, value):
+            if value is not None or key == inode_key(ROOT_INO):
+                complain(key, "no tree has such a record, or lacks it", value or b"")
         elif kind == b"d":
             target = int.from_bytes(value, "big") if value is not None else 0
+            if value is not None and (len(value) != 8 or not 0 < target < FIRST_VIRTUAL_INO):
+                complain(key, "it leads to no inode", b"")
+                target = DAMAGED_INO
             names.append((ino, key[9:], target, revision))
         elif kind == b"t":
             times.append((ino, time_of(value) if value is not None else None))
@@ -62,21 +81,25 @@ def changes_of(events: Iterable[Event], complain: Callable[[str], None]) -> Chan
             try:
                 inodes.append(Inode.decode(ino, value, revision))
             except msgspec.DecodeError as error:
-                complain(f"the record of inode {ino} is damaged: {error}")
-    return Changes(times, inodes, names, gone, next_ino)
+                complain(key, str(error), value)
+                damaged.append((ino, revision))
+    return Changes(times, damaged, inodes, names, gone, next_ino)
 
 
-def _is_sound(kind: bytes, ino: int, rest: bytes, value: bytes | None) -> bool:
-    """Return whether a record, whose key is its kind, an inode number and `rest`, can be one of a tree."""
-    if not 0 < ino < FIRST_VIRTUAL_INO:
+def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
+    """Return whether a tree can have a record, or lose one, of this kind, inode and key."""
+    name = key[9:]
+    if not 0 < ino < FIRST_VIRTUAL_INO or len(key) < 9:
         return False
     if kind == b"i":
-        return not rest and not (ino == ROOT_INO and value is None)
-    if kind == b"d" and (
-        not 0 < len(rest) <= NAME_MAX or b"/" in rest or b"\0" in rest or rest in (b".", b"..")
-    ):
-        return False
-    return (kind == b"d" or not rest) and (value is None or len(value) == 8)
+        return not name and not (ino == ROOT_INO and value is None)
+    if kind == b"d":
+        return (
+            0 < len(name) <= NAME_MAX
+            and not (b"/" in name or b"\0" in name)
+            and name not in (b".", b"..")
+        )
+    return not name and (value is None or len(value) == 8)
 
 
 def time_of(value: bytes) -> int:

@@ -16,9 +16,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..cluster.records import NO_CONTENT, ContentId, Layout
+from ..cluster.records import NO_CONTENT, SIZE_MAX, ContentId, Count, Layout
 
 __all__ = [
+    "DAMAGED_INO",
     "FIRST_VIRTUAL_INO",
     "NAME_MAX",
     "NO_LAYOUT",
@@ -36,14 +37,20 @@ __all__ = [
 ROOT_INO = 1
 # Numbers from here on to twice this are of inodes that are made up: they have neither record nor name.
 FIRST_VIRTUAL_INO = 1 << 47
+# What a name leads to whose record is damaged.
+DAMAGED_INO = 2 * FIRST_VIRTUAL_INO - 1
 NAME_MAX = 255
 
 NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
 NO_XATTRS: dict[bytes, bytes] = {}
 
-# 16 TiB in stripes of 1 MiB, the longest file and the shortest stripe there are.
-_STRIPES_MAX = 1 << 24
+# 16 TiB in stripes of 64 MiB. Mounts cut files into far fewer (records.STRIPES_MAX), and did not always.
+_STRIPES_MAX = 1 << 18
+
+# Bytes: a path, and the digests of a version's parts (see store.digest).
+_TARGET_MAX = 4096
+_DIGESTS_MAX = 64 * 8
 
 # The kinds of inodes: the upper bits of a mode.
 _KINDS = frozenset(
@@ -57,7 +64,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 _Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# Less than 64 bits: what is counted on from here still has a place in a record.
+_Links = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Version = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -65,23 +74,23 @@ class _Record(NamedTuple):
     mode: _Word
     uid: _Word
     gid: _Word
-    nlink: _Word
+    nlink: _Links
     rdev: _Word
-    size: _Count
-    blocks: _Count
+    size: Count
+    blocks: Count
     atime_ns: _Time
     mtime_ns: _Time
     ctime_ns: _Time
-    version: _Count
-    extent: ContentId
-    target: bytes
+    version: _Version
+    extent: Annotated[ContentId, msgspec.Meta(ge=0, le=2**63 - 1)]
+    target: Annotated[bytes, msgspec.Meta(max_length=_TARGET_MAX)]
     xattrs: dict[bytes, bytes]
     layout: Layout
     # Left out where nothing of this is known.
-    digests: bytes = b""
+    digests: Annotated[bytes, msgspec.Meta(max_length=_DIGESTS_MAX)] = b""
     birth_ns: _Time = 0
     flags: _Word = 0
-    maker: _Count = 0
+    maker: Count = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Record).decode
@@ -157,8 +166,9 @@ class Inode:
             inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
             inode.layout = NO_LAYOUT
-        elif inode.layout.stripes(inode.size) > _STRIPES_MAX:
-            raise msgspec.ValidationError(f"{inode.layout.stripes(inode.size)} stripes")
+        elif inode.size > SIZE_MAX or inode.layout.stripes(inode.size) > _STRIPES_MAX:
+            stripes = inode.layout.stripes(inode.size)
+            raise msgspec.ValidationError(f"{inode.size} bytes in {stripes} stripes")
         inode.parent = 0
         inode.revision = revision
         return inode

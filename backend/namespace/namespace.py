@@ -93,6 +93,7 @@ class Namespace:
         self._linking: dict[int, trio.Event] = {}
         # The tree answers by itself: each lookup and open asks it.
         self.inodes = tree.inodes
+        self.damaged = tree.damaged
         self.holders = tree.holders
         self.quotas = tree.quotas
         self.watches = tree.watches

@@ -178,14 +178,14 @@ class Planner:
         refuse_lost_name(self._tree.inodes[parent], found)
         if found.is_dir:
             raise fail(errno.EISDIR)
-        return _without_name(parent, name, found, found.ino == kept_ino)
+        return self._without_name(parent, name, found, found.ino == kept_ino)
 
     def unlink_if(self, parent: int, name: bytes, wanted: Callable[[Inode], bool]) -> Commit | None:
         """Remove a name if its inode is `wanted`."""
         found = self._tree.inodes.get(self._tree.ino_behind(parent, name))
         if found is None or found.is_dir or not wanted(found):
             return None
-        return _without_name(parent, name, found, False)
+        return self._without_name(parent, name, found, False)
 
     def _refuse_others(self, known: Known) -> None:
         """Raise OSError ESTALE unless each name leads to its inode."""
@@ -203,7 +203,7 @@ class Planner:
             raise fail(errno.ENOTDIR)
         if not self._tree.is_empty(found.ino):
             raise fail(errno.ENOTEMPTY)
-        return _without_name(parent, name, found, found.ino == kept_ino)
+        return self._without_name(parent, name, found, found.ino == kept_ino)
 
     def rename(
         self,
@@ -240,7 +240,7 @@ class Planner:
             if flags & RENAME_EXCHANGE and replaced is not None:
                 self._quotas.refuse_to_enter(self._quotas.of(replaced.ino), parent)
         commit, now = Commit(), now_ns()
-        changed = moved.copy()
+        changed = self._tree.inode(moved.ino).copy()
         changed.ctime_ns = now
         changed.maker = 0
         commit.inodes = [changed]
@@ -250,14 +250,14 @@ class Planner:
         commit.fixed = self._above(moved, parent, new_parent)
         if flags & RENAME_EXCHANGE:
             assert replaced is not None
-            other = replaced.copy()
+            other = self._tree.inode(replaced.ino).copy()
             other.ctime_ns = now
             commit.inodes.append(other)
             commit.names[1] = (parent, name, other.ino)
             commit.fixed += self._above(replaced, new_parent, parent)
         elif replaced is not None:
             self._refuse_to_replace(moved, replaced)
-            _unname(commit, replaced, now)
+            self._unname(commit, replaced, now)
             commit.urgent = True
             commit.keep = replaced.ino == kept_ino
         if flags & RENAME_WHITEOUT:
@@ -299,6 +299,28 @@ class Planner:
         if replaced.is_dir and not self._tree.is_empty(replaced.ino):
             raise fail(errno.ENOTEMPTY)
 
+    def _without_name(self, parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
+        """Remove a name."""
+        commit, now = Commit(), now_ns()
+        commit.names = ((parent, name, 0),)
+        commit.times = ((parent, now),)
+        commit.urgent = True
+        commit.keep = keep
+        self._unname(commit, found, now)
+        return commit
+
+    def _unname(self, commit: Commit, found: Inode, now_ns: int) -> None:
+        """Take a name from an inode, and with the last one its record."""
+        inode = found.copy()
+        is_damaged = found.ino in self._tree.damaged
+        inode.nlink = 0 if inode.is_dir or is_damaged else inode.nlink - 1
+        inode.ctime_ns = now_ns
+        commit.inode = inode
+        if inode.nlink:
+            commit.inodes = [*commit.inodes, inode]
+        elif not is_damaged or (inode.revision and len(self._tree.parents_of(inode.ino)) == 1):
+            commit.gone = (inode,)
+
     def publish(
         self,
         ino: int,
@@ -327,7 +349,7 @@ class Planner:
         inode.digests = digests
         inode.mtime_ns = nearest_time(mtime_ns)
         if ctime_ns != 0:
-            inode.ctime_ns = max(inode.ctime_ns + 1, ctime_ns or now_ns())
+            inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, ctime_ns or now_ns()))
         if layout is not None:
             inode.layout = layout
         commit = Commit()
@@ -436,26 +458,3 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
         inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
 
     return change
-
-
-def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
-    """Remove a name."""
-    commit, now = Commit(), now_ns()
-    commit.names = ((parent, name, 0),)
-    commit.times = ((parent, now),)
-    commit.urgent = True
-    commit.keep = keep
-    _unname(commit, found, now)
-    return commit
-
-
-def _unname(commit: Commit, found: Inode, now_ns: int) -> None:
-    """Take a name from an inode, and with the last one its record."""
-    inode = found.copy()
-    inode.nlink = 0 if inode.is_dir else inode.nlink - 1
-    inode.ctime_ns = now_ns
-    commit.inode = inode
-    if inode.nlink:
-        commit.inodes = [*commit.inodes, inode]
-    else:
-        commit.gone = (inode,)

@@ -157,6 +157,8 @@ class SharedCommitter:
     def new_ino(self) -> int:
         """Return a number that no inode ever had."""
         ino = self._next_ino
+        while ino in self._tree.inodes:  # the record of the next number was damaged
+            ino += 1
         if ino > self._last_ino:
             raise fail(
                 errno.ENFILE, "more files without a name at once than numbers were taken for"

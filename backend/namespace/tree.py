@@ -8,19 +8,18 @@ data from which it derives parents and link counts.
 
 import contextlib
 import errno
-import logging
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..clock import now_ns
+from ..cluster.faults import Faults
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
 from .changes import Commit
-from .directories import Directories
 from .events import Listener, changes_of, time_of
 from .inode import (
+    DAMAGED_INO,
     FIRST_VIRTUAL_INO,
-    NAME_MAX,
     ROOT_INO,
     Dentry,
     Inode,
@@ -29,22 +28,24 @@ from .inode import (
     name_key,
     time_key,
 )
+from .names import Names
 from .quotas import Quotas
-from .unseen import Unseen
 from .watches import Watches
-
-log = logging.getLogger(__name__)
 
 __all__ = ["Listener", "Tree"]
 
+# Numbers from here on are given to inodes only if others were used up: nobody made so many.
+_LAST_INOS = FIRST_VIRTUAL_INO // 2
 
-class Tree:
-    """Names and inodes. `inodes` is for reading only.
+
+class Tree(Names):
+    """The names and inodes that an engine has, and their changes.
 
     An inode that a holder has open stays without a name when another host removes its last one (a *local
     orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid record raises OSError
-    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise both are ignored
-    and logged. `maker` and `is_mounted`: of new files that other mounts make (see Unseen)."""
+    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise `faults` are told
+    of both. A name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
+    that is `damaged`. `maker` and `is_mounted` as for Names."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
@@ -53,138 +54,28 @@ class Tree:
         *,
         listener: Listener | None = None,
         strict: bool = False,
+        faults: Faults | None = None,
         maker: int = 0,
         is_mounted: Callable[[int], bool] = lambda maker: True,
     ) -> None:
-        self.inodes: dict[int, Inode] = {}
+        super().__init__(maker, is_mounted)
+        self._faults = faults or Faults()
         self.dangling: list[tuple[int, bytes]] = []
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
         # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
-        self.unseen = Unseen(self.inodes, maker, is_mounted)
-        self._unseen = self.unseen.inos
         self._listener = listener
         self._strict = strict
         self._is_loaded = False
-        self._children: dict[int, dict[bytes, Dentry]] = {}
         # For each directory: when its names last changed, and the ctime of the inode record.
         self._times: dict[int, int] = {}
         self._ctimes: dict[int, int] = {}
-        self.directories = Directories(self.inodes, self._children)
-        # The parents of inodes with several names (once for each name).
-        self._parents: dict[int, list[int]] = {}
         # Inodes that callers of mutations under way want to keep, and those that they remove.
         self._keeping: list[int] = []
         self._removing: list[int] = []
         self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.directories.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
-
-    # -- reading ---------------------------------------------------------------------------------
-
-    def inode(self, ino: int) -> Inode:
-        try:
-            return self.inodes[ino]
-        except KeyError:
-            raise fail(errno.ESTALE) from None
-
-    def leads_to(self, parent: int, name: bytes, ino: int) -> bool:
-        """Return whether a name leads to an inode."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        return dentry is not None and dentry.ino == ino
-
-    def lookup(self, parent: int, name: bytes) -> Inode | None:
-        """Return the inode of a name, "." and ".." included; None if no such name is seen."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        if dentry is not None:
-            return None if dentry.ino in self._unseen else self.inodes[dentry.ino]
-        return self._without_dentry(parent, name)
-
-    def taken(self, parent: int, name: bytes) -> Inode | None:
-        """Return the inode of a name, as `lookup` does, also of one that is not seen."""
-        ino = self.ino_behind(parent, name)
-        return self.inodes[ino] if ino else self._without_dentry(parent, name)
-
-    def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
-        if parent not in self._children:
-            raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
-        if name == b".":
-            return self.inodes[parent]
-        if name == b"..":
-            return self.inode(self.parent_of(parent))
-        if len(name) > NAME_MAX:
-            raise fail(errno.ENAMETOOLONG)
-        return None
-
-    def parent_of(self, directory: int) -> int:
-        """Return the directory that holds a directory; the root holds itself."""
-        return self.inode(directory).parent or directory
-
-    def children(self, ino: int) -> list[tuple[bytes, int]]:
-        """Return a snapshot of the names seen in a directory and their inode numbers."""
-        children, unseen = self._children[ino], self._unseen
-        return [(name, dentry.ino) for name, dentry in children.items() if dentry.ino not in unseen]
-
-    def is_empty(self, directory: int) -> bool:
-        return not self._children[directory]
-
-    def parents_of(self, ino: int) -> Sequence[int]:
-        """Return the directories that hold an inode, once for each name."""
-        parents = self._parents.get(ino)
-        if parents is not None:
-            return parents
-        inode = self.inodes.get(ino)
-        if inode is None or not inode.parent or (inode.is_dir and ino not in self.directories):
-            return ()
-        return (inode.parent,)
-
-    def names_of(self, ino: int) -> list[tuple[int, bytes]]:
-        """Return every (parent, name) of an inode, by searching all names of its parents."""
-        return [
-            (parent, name)
-            for parent in set(self.parents_of(ino))
-            for name, dentry in self._children.get(parent, {}).items()
-            if dentry.ino == ino
-        ]
-
-    def names_of_all(self, inos: Collection[int]) -> list[tuple[int, bytes]]:
-        """Return every (parent, name) of these inodes, by searching all names once."""
-        wanted = set(inos)
-        return [
-            (parent, name)
-            for parent, children in (self._children.items() if wanted else ())
-            for name, dentry in children.items()
-            if dentry.ino in wanted
-        ]
-
-    def describe(self, ino: int) -> str:
-        """Return the path of an inode from the root of the filesystem, for messages."""
-        for parent, name in self.names_of(ino):
-            with contextlib.suppress(OSError):  # a directory that was removed
-                return os.fsdecode(self.directories.path_of(parent) + b"/" + name)
-        return f"inode {ino}"
-
-    def existing(self, parent: int, name: bytes) -> Inode:
-        """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,
-        ESTALE, ENAMETOOLONG."""
-        ino = self.ino_behind(parent, name)
-        if not ino or ino in self._unseen:
-            self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
-            raise fail(errno.ENOENT)
-        return self.inodes[ino]
-
-    def ino_behind(self, parent: int, name: bytes) -> int:
-        """Return the number of a name's inode, 0: there is none."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        return dentry.ino if dentry is not None else 0
-
-    def name_revision(self, parent: int, name: bytes) -> int:
-        """Return the revision that last put a name, 0: there is none."""
-        dentry = self._children[parent].get(name)
-        return dentry.revision if dentry is not None else 0
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 
@@ -208,10 +99,14 @@ class Tree:
         kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
         if kind == b"i":
             inode = self.inodes.get(ino)
-            return inode is None or inode.revision != record.mod_revision
+            return inode is None or inode.revision != record.mod_revision or ino in self.damaged
         if kind == b"d":
             dentry = self._children.get(ino, {}).get(record.key[9:])
-            return dentry is None or dentry.revision != record.mod_revision
+            return (
+                dentry is None
+                or dentry.revision != record.mod_revision
+                or dentry.ino == DAMAGED_INO
+            )
         if kind == b"t":
             return self._times.get(ino) != time_of(record.value)
         return True
@@ -253,33 +148,33 @@ class Tree:
 
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
-        times, inodes, names, gone, next_ino = changes_of(events, self._complain)
+        times, damaged, inodes, names, gone, next_ino = changes_of(events, self._complain)
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
         touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
+        self.directories.watch()
         for inode in inodes:
-            if self._is_of_its_kind(inode):
-                self._put(inode)
+            self._take_inode(inode)
+        for ino, revision in damaged:
+            self._put_damaged(ino, revision)
         if next_ino is not None:
             self._set_next_ino(*next_ino)
         now = now_ns()
         for ino in gone:
+            self.damaged.pop(ino, None)
             known = self.inodes.get(ino)
             if known is not None:
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
                 orphan.maker = 0 if ino in self._removing else known.maker
                 self.inodes[ino] = orphan
-        self.directories.watch()
         for parent, name, target, revision in names:
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
             self._let_go(ino, keep=ino in self._keeping)
         for ino, (parent, name) in self.directories.misplaced():
-            self._complain(
-                f"name {name!r} in directory {parent} leads to {ino}, which lies elsewhere"
-            )
+            self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
             self._set_name(parent, name, 0, 0)
         if self.quotas.in_use:
             self.quotas.update(
@@ -288,24 +183,67 @@ class Tree:
         if touched:
             self.watches.changed(touched)
 
-    def _is_of_its_kind(self, inode: Inode) -> bool:
-        known = self.inodes.get(inode.ino)
-        fits = known.kind == inode.kind if known else inode.is_dir or inode.ino != ROOT_INO
-        if not fits:
-            self._complain(f"inode {inode.ino} cannot become one of mode {inode.mode:o}")
-        return fits
+    def _take_inode(self, inode: Inode) -> None:
+        ino = inode.ino
+        known = self.inodes.get(ino)
+        if not inode.nlink and not self._strict:  # it would be dropped while names lead to it
+            self._complain(inode_key(ino), "it has no links")
+            self._put_damaged(ino, inode.revision)
+        elif known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
+            self._put(inode)
+        elif self.damaged.get(ino):
+            self._put_otherwise(inode)
+        else:
+            self._complain(inode_key(ino), f"it cannot become one of mode {inode.mode:o}")
+            self._put_damaged(ino, inode.revision)
+
+    def _put_damaged(self, ino: int, revision: int) -> None:
+        """Have a damaged inode in the tree: the one that is known, or an empty file. The root stays as it
+        is, or begins as usual."""
+        known, is_guess = self.inodes.get(ino), self.damaged.get(ino, False)
+        if known is not None:
+            inode = known.copy()
+        else:
+            is_root = ino == ROOT_INO
+            inode = Inode(ino, stat.S_IFDIR | 0o755 if is_root else stat.S_IFREG, 0, 0, 0)
+        inode.revision = revision
+        self._put(inode)
+        if ino != ROOT_INO:
+            self.damaged[ino] = is_guess or known is None
+
+    def _put_otherwise(self, inode: Inode) -> None:
+        """Put an inode in the place of a damaged one of another kind, which was a guess."""
+        ino = inode.ino
+        names = [(*name, self.name_revision(*name)) for name in self.names_of(ino)]
+        below = [(ino, name) for name in self._children.get(ino, ())]
+        for parent, name in [*below, *(name[:2] for name in names)]:
+            self._set_name(parent, name, 0, 0)
+        self._let_go(ino, keep=False)
+        self.inodes.pop(ino, None)
+        self._put(inode)
+        for parent, name, revision in names:
+            self._set_name(parent, name, ino, revision)
+
+    def _make_directory(self, ino: int) -> dict[bytes, Dentry]:
+        """Have a damaged inode be a directory, as there are names in it. Return these."""
+        directory = Inode(ino, stat.S_IFDIR, 0, 0, 0)
+        directory.revision = self.inodes[ino].revision
+        self._put_otherwise(directory)
+        self.damaged[ino] = True
+        return self._children[ino]
 
     def _set_next_ino(self, told: int, revision: int) -> None:
-        if not ROOT_INO < told < FIRST_VIRTUAL_INO:
-            self._complain(f"the record of free inode numbers is damaged: {told}")
-            told = max(ino for ino in self.inodes if ino < FIRST_VIRTUAL_INO) + 1
+        former = self.next_block[0]
+        if not former <= told < _LAST_INOS:
+            self._complain(NEXT_INO_KEY, f"{told} is not the number of the next inode")
+            told = max(former, 1 + max(ino for ino in self.inodes if ino < _LAST_INOS))
         self.next_block = told, revision
 
-    def _complain(self, message: str) -> None:
-        """Report an invalid record. In a cluster it is logged and ignored."""
+    def _complain(self, key: bytes, why: str, value: bytes = b"") -> None:
+        """Report a record that makes no sense. In a cluster it harms only what it names."""
         if self._strict:
-            raise fail(errno.EIO, message)
-        log.error("%s; it is passed over", message)
+            raise fail(errno.EIO, f"the record {key!r} is damaged: {why}")
+        self._faults.add(key, why, value)
 
     # -- own changes -----------------------------------------------------------------------------
 
@@ -363,6 +301,8 @@ class Tree:
     def drop(self, ino: int) -> None:
         """Forget an inode without a name."""
         inode = self.inodes.get(ino)
+        if ino in self.damaged:
+            return  # names lead to it
         if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
             del self.inodes[ino]
             self._children.pop(ino, None)
@@ -409,13 +349,16 @@ class Tree:
         elif inode.maker or self._unseen:
             self.unseen.note(inode)
         self.inodes[ino] = inode
+        self.damaged.pop(ino, None)
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
         """Set the inode of a name; 0: remove the name."""
         children = self._children.get(parent)
+        if children is None and ino and self.damaged.get(parent) and self.inodes[parent].revision:
+            children = self._make_directory(parent)
         if children is None:
             if ino:
-                self._complain(f"name {name!r} lies in a directory {parent} that is missing")
+                self._complain(name_key(parent, name), "its directory is missing")
             return
         subdirectories = 0
         known = children.get(name)
@@ -425,13 +368,14 @@ class Tree:
             if not ino:
                 del children[name]
         if ino:
-            if ino not in self.inodes:
+            if ino not in self.inodes and self._strict:
                 children.pop(name, None)
-                if self._strict:
-                    self.dangling.append((parent, name))
-                else:
-                    self._complain(f"name {name!r} in directory {parent} leads to no inode")
+                self.dangling.append((parent, name))
             else:
+                if ino not in self.inodes:
+                    if ino != DAMAGED_INO:
+                        self._complain(inode_key(ino), f"{name!r} in {parent} leads to it")
+                    self._put_damaged(ino, 0)
                 if known is None or ino != known.ino:
                     subdirectories += self._linked(ino, parent, name)
                 children[name] = Dentry(ino, revision)
@@ -461,6 +405,9 @@ class Tree:
         parents = self._parents.get(ino)
         if parents is None:
             inode.parent = 0
+            if ino in self.damaged and not inode.revision:
+                self._let_go(ino, keep=False)
+                self._faults.mended(inode_key(ino))
         else:
             parents.remove(parent)
             if len(parents) == 1:
@@ -476,17 +423,18 @@ class Tree:
         left: list[tuple[int, bytes]] = []
         if inode.is_dir:
             left += ((ino, name) for name in self._children[ino])
-            left += (place for place in (self.directories.place_of(ino),) if place)
+            left += self.directories.places_of(ino)
         elif self.parents_of(ino):
             left += self.names_of(ino)
         for parent, name in left:
-            self._complain(f"name {name!r} in directory {parent} has lost its inode")
+            self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
     def _let_go(self, ino: int, *, keep: bool) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         self.unseen.forget(ino)
         is_dir = self._ctimes.pop(ino, None) is not None
+        self.damaged.pop(ino, None)
         if is_dir:
             self._times.pop(ino, None)
             self.directories.forget(ino)

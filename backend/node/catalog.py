@@ -26,10 +26,12 @@ from typing import NamedTuple
 import msgspec
 import trio
 
+from ..cluster.faults import Faults
 from ..cluster.group_configs import Groups
 from ..cluster.records import GROUP_BUCKET_BITS, session_of
 from ..kv import Event, KeyValue
 from ..namespace import Inode
+from ..namespace.inode import inode_key
 from ..store.digest import Digests
 from ..store.sparse import allocated_bytes
 from ..transport import Extent
@@ -71,7 +73,9 @@ class Catalog:
         groups: Groups,
         buckets: int,
         wanted: Callable[[int], bool] = lambda group: True,
+        faults: Faults | None = None,
     ) -> None:
+        self._faults = faults or Faults()
         self._files = files
         self._groups = groups
         self._buckets = buckets
@@ -219,11 +223,9 @@ class Catalog:
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
         if kind == b"i":
             return self._take_inode(number, value, revision)
-        if kind == b"p" and len(key) == 17:
+        if kind == b"p":
             return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
-        if kind == b"m" and len(key) == 9:
-            return self._take_mount(number, None if value is None else revision)
-        return ()
+        return self._take_mount(number, None if value is None else revision)
 
     def _take_inode(self, ino: int, value: bytes | None, revision: int) -> Sequence[int]:
         named = None
@@ -232,7 +234,7 @@ class Catalog:
                 inode = Inode.decode(ino, value, revision)
             except msgspec.DecodeError as error:
                 # Its content is not known, so the one it named before stays.
-                log.error("the record of inode %d in etcd is damaged: %s", ino, error)
+                self._faults.add(inode_key(ino), str(error), value)
                 return ()
             if inode.extent and inode.layout.replicas:
                 named = Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)

@@ -239,15 +239,21 @@ class _Node:
         )  # fmt: skip
         engine.try_within(settings.lease_ttl_s)
         self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
-        self._members = members = Members(session)
-        self._groups = groups = Groups()
-        certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        self._faults = faults = history.faults
+        self._members = members = Members(session, faults)
+        self._groups = groups = Groups(faults)
+        certificates = Certificates(
+            lambda: credentials.identity.serial if credentials else "", faults
+        )
         self._catalog = catalog = Catalog(
-            files, groups, settings.buckets, partial(members.may_join, node)
+            files, groups, settings.buckets, partial(members.may_join, node), faults
         )
         kept, feed = Kept(), Feed(engine.prefix)
         self._replica = replica = Replica(
-            engine, (members, groups, certificates, catalog, kept, feed), history=history
+            engine,
+            (members, groups, certificates, catalog, kept, feed),
+            faults=faults,
+            history=history,
         )
         self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
 
@@ -419,6 +425,7 @@ class _Node:
             "own_groups": self._own_groups(),
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
+            "damaged_records": self._faults.report(),
             **self._agent.status(),
         }
 

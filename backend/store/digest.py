@@ -215,14 +215,17 @@ def _hash(fd: int, offset: int, length: int) -> list[bytes]:
     blocks = []
     status = os.fstat(fd)
     has_holes = is_sparse(status.st_size, status.st_blocks)
-    data_at = offset
-    for start in range(offset, offset + length, BLOCK_BYTES):
-        end = min(start + BLOCK_BYTES, offset + length)
+    start, stop, data_at = offset, offset + length, offset
+    while start < stop:
+        end = min(start + BLOCK_BYTES, stop)
         if has_holes:
             if data_at <= start:
-                data_at = next_data(fd, start, offset + length)
-            if data_at >= end and end <= status.st_size:
-                blocks.append(_digest_of_zeros(end - start))
+                data_at = next_data(fd, start, stop)
+            hole_end = min(data_at, status.st_size)
+            if hole_end >= end:
+                count = max(1, (hole_end - start) // BLOCK_BYTES)
+                blocks += [_digest_of_zeros(end - start)] * count
+                start = min(start + count * BLOCK_BYTES, stop)
                 continue
         state = xxh3_64()
         while start < end:
@@ -234,4 +237,5 @@ def _hash(fd: int, offset: int, length: int) -> list[bytes]:
             state.update(buffer[:count])
             start += count
         blocks.append(state.digest())
+        start = end
     return blocks

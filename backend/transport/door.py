@@ -14,8 +14,8 @@ from typing import Any
 
 import trio
 
+from ..observe.complaints import Complaints
 from ..trust.security import Identity, peer_identity
-from .complaints import Complaints
 from .counters import ServerFigures
 from .frames import BadMessage
 from .rights import ROLES

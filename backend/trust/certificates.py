@@ -8,9 +8,8 @@ another one can be issued under the same name.
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from ..cluster.records import CertificateRecord, certificate_key, decode
+from ..cluster.faults import Faults
+from ..cluster.records import CertificateRecord, certificate_key
 from ..kv import Event, KeyValue
 
 __all__ = ["CertificateRecord", "Certificates", "certificate_key"]
@@ -24,8 +23,9 @@ class Certificates:
 
     prefixes = (b"K",)
 
-    def __init__(self, own: Callable[[], str] = str) -> None:
+    def __init__(self, own: Callable[[], str] = str, faults: Faults | None = None) -> None:
         self._own = own
+        self._faults = faults or Faults()
         self._loaded = False
         self.records: dict[str, CertificateRecord] = {}
         # Called with the serial number of a certificate that was revoked.
@@ -46,13 +46,9 @@ class Certificates:
             self._take(event.key, event.value)
 
     def _take(self, key: bytes, value: bytes | None) -> None:
-        if value is None:
-            return
         serial = key[1:].decode(errors="replace")
-        try:
-            record = decode(value, CertificateRecord)
-        except msgspec.DecodeError as error:
-            log.error("the record of certificate %s in etcd is damaged: %s", serial, error)
+        record = self._faults.sound(key, value, CertificateRecord)
+        if record is None:
             return
         before = self.is_revoked(serial)
         if before and not record.revoked_s:

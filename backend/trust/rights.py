@@ -8,12 +8,23 @@ it. Admins may do everything. docs/security.md has the table with reasons.
 
 from typing import NamedTuple
 
+from ..cluster.policy import POLICIES_MAX
+from ..cluster.records import NEXT_INO_KEY
 from ..kv.etcd_leases import LEASE_BITS, OWNER_BYTES
+from ..namespace.inode import FIRST_VIRTUAL_INO
 from .security import Role
 
 __all__ = ["Range", "own_ranges", "shared_ranges"]
 
-# The kinds of keys (see records and namespace) that every certificate of a role may write.
+# Keys that begin with the number of an inode, of a rule or of a pool (see records and namespace), and what
+# these numbers may be. Other keys of their kinds mean nothing, and nobody needs to write them.
+_NUMBERED: dict[bytes, tuple[int, int]] = {
+    **dict.fromkeys((b"d", b"i", b"t", b"l"), (1, FIRST_VIRTUAL_INO)),
+    b"P": (1, POLICIES_MAX + 1),
+    b"w": (1, 1 << 16),
+}
+_SINGLE = (NEXT_INO_KEY, b"s")
+# The kinds of keys that every certificate of a role may write.
 _SHARED: dict[Role, bytes] = {
     "mount": b"ditusPwl",
     "node": b"nNgTsWR",
@@ -32,7 +43,16 @@ class Range(NamedTuple):
 
 def shared_ranges(role: Role) -> list[Range]:
     """Return the ranges of keys that every certificate of a role may write."""
-    return [Range(bytes([kind]), bytes([kind + 1])) for kind in _SHARED[role]]
+    return [_shared(bytes([kind])) for kind in _SHARED[role]]
+
+
+def _shared(kind: bytes) -> Range:
+    if kind in _SINGLE:
+        return Range(kind, kind + b"\0")
+    if kind in _NUMBERED:
+        first, last = (number.to_bytes(8, "big") for number in _NUMBERED[kind])
+        return Range(kind + first, kind + last)
+    return Range(kind, bytes([kind[0] + 1]))
 
 
 def own_ranges(role: Role, owner: int) -> list[Range]:

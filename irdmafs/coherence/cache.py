@@ -88,6 +88,7 @@ class Cache:
         self.is_written_in_place = sharing.is_written_in_place
 
         self.change, self.refuse_growth = in_place.change, in_place.refuse_growth
+        self.refuse_to_reserve = in_place.refuse_to_reserve
         self.truncate, self.set_mtime = in_place.truncate, in_place.set_mtime
         self.refresh, self.is_behind = in_place.refresh, in_place.is_behind
 

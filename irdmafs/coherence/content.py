@@ -8,7 +8,9 @@ keep. docs/sharing.md has the rule that says which open gets which.
 This module has only the bookkeeping: who holds a content, and when its extent may go.
 """
 
+import itertools
 import os
+from contextlib import suppress
 from typing import NamedTuple
 
 import trio
@@ -19,6 +21,8 @@ from ..backend.store.api import Store
 
 Stamp = tuple[int, int]
 
+# The unit of st_blocks.
+BLOCK_BYTES = 512
 # The limit of descriptors kept for contents that are being written, so that no program exhausts them.
 _DESCRIPTORS_MAX = 16
 
@@ -165,6 +169,18 @@ class ContentTable:
             os.utime(content.fd, ns=(atime_ns, mtime_ns))
         else:
             self._store.extents.set_times(content.extent, atime_ns, mtime_ns)
+
+    def unpublished_bytes(self) -> int:
+        """Return how many bytes are allocated for contents that are being written, beyond those of the
+        versions that they are changed copies of."""
+        written = [*self.current.values(), *itertools.chain(*self.private.values())]
+        blocks = 0
+        for content in written:
+            if content.is_changing and content.extent:
+                with suppress(OSError):  # a store node has removed it with its session
+                    before = content.blocks if content.seen is not None else 0
+                    blocks += max(0, self.stat(content).st_blocks - before)
+        return blocks * BLOCK_BYTES
 
     # -- where it lies ---------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
 """Making contents writable in place, and taking versions of other hosts into them."""
 
+import errno
 import os
 from collections.abc import Callable
 
 from ..backend.cluster.records import NO_CONTENT
-from ..backend.namespace import Inode
+from ..backend.namespace import Inode, fail
 from ..backend.store.api import Store
+from ..backend.store.sparse import segments
 from ..inline import detach
 from .changes import Changes
 from .content import Content, ContentTable, changed_ns, stamp_of
@@ -130,6 +132,17 @@ class InPlace:
         quotas = self._store.namespace.quotas
         if quotas.in_use:
             quotas.refuse_growth(ino, os.fstat(fd), offset, length)
+
+    def refuse_to_reserve(self, fd: int, offset: int, length: int) -> None:
+        """Raise OSError ENOSPC if there is no room for what is not allocated yet of a part of a file.
+        Store nodes do not know of bytes that are not published; a store on this host does."""
+        if not self._store.shared:
+            return
+        wanted = length - sum(count for _, count in segments(fd, offset, length))
+        space = self._store.statvfs()
+        free = space.f_bavail * space.f_frsize - self._table.unpublished_bytes()
+        if wanted > free:
+            raise fail(errno.ENOSPC)
 
     async def truncate(self, inode: Inode, size: int) -> None:
         """Carry out truncate(2) by name: every descriptor on this host sees the file cut at once."""

@@ -7,7 +7,7 @@ two nodes behind one name. docs/sharing.md has the rules; this module has only t
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
@@ -97,10 +97,10 @@ class NodeEvents(ABC):
 
 
 class NodeTable:
-    """All nodes and handles."""
+    """All nodes and handles. inode(number) returns an inode, or raises OSError."""
 
-    def __init__(self, inodes: Mapping[int, Inode], events: NodeEvents) -> None:
-        self._inodes = inodes
+    def __init__(self, inode: Callable[[int], Inode], events: NodeEvents) -> None:
+        self._inode = inode
         self._events = events
         self._next_extra_id = 1
         self._next_fh = 1
@@ -111,25 +111,24 @@ class NodeTable:
         # Inodes with several nodes; most have one and are not here.
         self._siblings: dict[int, set[Node]] = {}
         self._first: dict[int, Node] = {}
-        root = self.add(inodes[ROOT_INO])
+        root = self.add(inode(ROOT_INO))
         root.lookups = 1
         assert root.id == ROOT_INO
 
     def get(self, node_id: int) -> tuple[Node, Inode]:
-        """Return a node and its inode. Raises OSError ESTALE if either is gone."""
+        """Return a node and its inode. Raises OSError: ESTALE if either is gone, EIO if the inode is
+        damaged."""
         node = self.by_id.get(node_id)
-        inode = self._inodes.get(node.ino) if node is not None else None
-        if node is None or inode is None:
+        if node is None:
             raise fail(errno.ESTALE)
-        return node, inode
+        return node, self._inode(node.ino)
 
     def inode_of(self, node_id: int) -> Inode:
-        """Return a node's inode. Raises OSError ESTALE if either is gone."""
+        """Return a node's inode. Raises OSError as `get` does."""
         node = self.by_id.get(node_id)
-        inode = self._inodes.get(node.ino) if node is not None else None
-        if inode is None:
+        if node is None:
             raise fail(errno.ESTALE)
-        return inode
+        return self._inode(node.ino)
 
     def directory(self, node_id: int) -> Inode:
         """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM

@@ -72,6 +72,8 @@ class Shared(Coherence):
             self._believe_attributes(answer, inode, valid_s)
 
     def _believe_attributes(self, answer: Answer, inode: Inode, valid_s: float) -> None:
+        if inode.ino in self._namespace.damaged:
+            return  # it has none: whoever asks for them gets an error
         answer.attr_timeout = valid_s
         self._beliefs.attributes(inode.ino, valid_s)
 

@@ -25,7 +25,7 @@ class Unused(NodeEvents):
         self._changes = changes
         self._inodes = store.namespace.inodes
         self.nameless: list[Inode] = []
-        self.nodes = NodeTable(self._inodes, self)
+        self.nodes = NodeTable(store.namespace.inode, self)
         store.namespace.holders.append(self.nodes.has_nodes)
 
     # -- contents --------------------------------------------------------------------------------

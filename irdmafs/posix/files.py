@@ -134,6 +134,7 @@ class OpenFiles:
         def change(fd: int) -> None:
             if not mode & _FALLOC_FL_PUNCH_HOLE:
                 self._cache.refuse_growth(handle.node.ino, fd, offset, length)
+                self._cache.refuse_to_reserve(fd, offset, length)
             if _libc.fallocate(fd, mode, offset, length):
                 raise fail(ctypes.get_errno())
 

@@ -110,7 +110,7 @@ class Opens:
                 return self._created(inode, flags, ctx, (directory.ino, name))
         if flags & os.O_EXCL:
             raise fail(errno.EEXIST)
-        refuse_other_than_file(found)
+        refuse_other_than_file(self._namespace.inode(found.ino))
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.name = (directory.ino, name)

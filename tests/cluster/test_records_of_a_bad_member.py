@@ -17,7 +17,7 @@ from irdmafs.backend.cluster.policy import policy_of_rule
 from irdmafs.backend.cluster.records import ContentId, Layout
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.namespace import Inode
-from irdmafs.backend.namespace.inode import name_key
+from irdmafs.backend.namespace.inode import inode_key, name_key
 
 # Values that no inode has, or that no file of that length can be laid out by.
 SENSELESS: list[dict[str, Any]] = [
@@ -38,9 +38,9 @@ SENSELESS: list[dict[str, Any]] = [
 NEWER_RULE = "zone=a orbit=geostationary"
 
 
-def senseless(ino: int, values: dict[str, Any]) -> bytes:
+def senseless(ino: int, values: dict[str, Any], extent: int = 5 << 24 | 1) -> bytes:
     inode = Inode(ino, 0o100644, 0, 0, 1)
-    inode.extent, inode.version = ContentId(5 << 24 | 1), 1
+    inode.extent, inode.version = ContentId(extent), 1
     for name, value in values.items():
         setattr(inode, name, value)
     return inode.encode()
@@ -69,13 +69,16 @@ def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
             assert config is not None
             async with config.engine("mount") as engine:
                 for ino, number in bad.items():
-                    record = senseless(ino, SENSELESS[number])
+                    found = await engine.get(inode_key(ino))
+                    assert found is not None
+                    extent = Inode.decode(ino, found.value, 1).extent
+                    record = senseless(ino, SENSELESS[number], extent)
                     await engine.transact((), [Put(b"i" + ino.to_bytes(8, "big"), record)])
                 await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
 
         trio.run(put)
         (node,) = cluster.nodes
-        eventually(lambda: "is damaged" in node.log_tail(), "the node was told")
+        eventually(lambda: "not understood" in node.log_tail(), "the node was told")
         for mount in (here, there):
             assert (mount / "before").read_bytes() == b"b" * 300_000
             (mount / mount.parent.name).write_bytes(b"a" * 300_000)
@@ -83,9 +86,23 @@ def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
         assert node.alive
         late = cluster.add_mount()
         assert (late.path / "before").read_bytes() == b"b" * 300_000
-        with pytest.raises(OSError) as caught:
-            (late.path / "file0").read_bytes()
-        assert caught.value.errno in (errno.EIO, errno.ENOENT)
+        for mount in (here, there, late.path):
+            assert "file0" in os.listdir(mount)
+            for ask in (os.stat, os.listxattr, Path.read_bytes):
+                with pytest.raises(OSError) as caught:
+                    ask(mount / "file0")
+                assert caught.value.errno == errno.EIO
+        told = cluster.status()
+        assert told["health"] == "degraded"
+        (line,) = (line for line in told["problems"] if "make no sense" in line)
+        assert "(/file0), written by mount0:" in line
+        assert any("make no sense" in line for line in late.status()["warnings"])
+
+        os.unlink(there / "file0")
+        os.rename(there / "before", there / "file1")
+        for mount in (here, there, late.path):
+            assert "file0" not in os.listdir(mount)
+            assert (mount / "file1").read_bytes() == b"b" * 300_000
 
 
 def lost(path: Path) -> bool:

@@ -1,9 +1,12 @@
 """The room that a mount of a cluster reports."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.records import (
@@ -64,3 +67,21 @@ def test_only_nodes_that_take_new_files_count() -> None:
     assert blocks({key_of(b"N", 3): NodeRecord("draining", 1.0, {})}) == (16 * MiB, 3 * MiB // 2)
     assert blocks({key_of(b"n", 2): None}) == (16 * MiB, 1 * MiB)
     assert blocks({key_of(b"n", 1): None}) == (0, 0)
+
+
+def test_room_is_reserved_as_far_as_there_is_any(pair: list[Path]) -> None:
+    here, _ = pair
+    free = free_bytes(here)
+    with (here / "one").open("wb") as one, (here / "other").open("wb") as other:
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(one.fileno(), 0, free + MiB)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
+        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(other.fileno(), 0, free - 8 * MiB)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(other.fileno(), 0, 4 * MiB)
+    for name, size in (("one", 16 * MiB), ("other", 4 * MiB)):
+        assert (here / name).stat().st_size == size
+        (here / name).unlink()

@@ -8,6 +8,8 @@ import pytest
 from cluster import MIB, Cluster, Plan, StoreNode, counters
 from patterns import pattern
 
+from irdmafs.backend.cluster.records import STRIPES_MAX
+
 STORE_BYTES = 192 * MIB
 
 
@@ -125,3 +127,16 @@ def test_a_file_that_is_longer_than_a_cluster_keeps_is_refused_and_stays_as_it_w
         os.close(fd)
     assert (cluster.mounts[1].path / "endless").read_bytes() == b"short"
     file.unlink()
+
+
+def test_the_longest_file_is_cut_into_few_stripes(cluster: Cluster) -> None:
+    one, other = (mount.path for mount in cluster.mounts)
+    longest = 16 << 40
+    before = [part["extents"] for part in cluster.status()["nodes"]]
+    write_with_holes(one / "longest", longest, {longest - 1: b"x"})
+    check(other / "longest", longest, {longest - 1: b"x"})
+    for part, had in zip(cluster.status()["nodes"], before, strict=True):
+        assert part["extents"] - had <= STRIPES_MAX
+    with pytest.raises(OSError, match="too large"):
+        os.truncate(one / "longest", longest + 1)
+    (one / "longest").unlink()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from mountpoint import Mount
 
 
@@ -36,3 +37,15 @@ def test_a_full_store_is_unmounted_in_order(new_mount: Callable[..., Mount]) -> 
     mount.unmount()
     assert "Traceback" not in mount.log_tail()
     assert "unmounted" in mount.log_tail()
+
+
+@pytest.mark.kernel_session("pyfuse3 does not hand fallocate on")
+def test_room_that_is_not_there_is_not_reserved(new_mount: Callable[..., Mount]) -> None:
+    mount = new_mount(store_size="24m")
+    mount.mount()
+    with (mount.path / "file").open("wb") as file:
+        with pytest.raises(OSError) as caught:
+            os.posix_fallocate(file.fileno(), 0, 32 << 20)
+        assert caught.value.errno == errno.ENOSPC
+        os.posix_fallocate(file.fileno(), 0, 4 << 20)
+    assert (mount.path / "file").stat().st_size == 4 << 20

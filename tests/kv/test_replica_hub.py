@@ -33,6 +33,7 @@ from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import ROOT_INO
+from irdmafs.backend.namespace.inode import inode_key, name_key
 
 __all__ = ["etcd", "etcd_prefix"]
 
@@ -167,7 +168,7 @@ def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_chang
     run(test)
 
 
-def test_records_that_make_no_sense_are_told_of_and_passed_over(
+def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
     etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     def key(kind: bytes, ino: int, name: bytes = b"") -> bytes:
@@ -189,12 +190,15 @@ def test_records_that_make_no_sense_are_told_of_and_passed_over(
                 b"us": b"?",
             }
             await here.engine.transact((), [Put(*item) for item in nonsense.items()])
-            for what in (f"inode {2**40} is damaged", "b'dangling'", "b'nowhere'"):
+            for what in (f"inode {2**40}", "b'nowhere'", "b'dangling'"):
                 await here.hub.barrier()
                 assert what in caplog.text
             await here.create(ROOT_INO, b"other", FILE, 0, 0)
             await expect_all_equal(etcd, etcd_prefix, [here, there])
-            assert [name for name, _ in here.children(ROOT_INO)] == [b"file", b"other"]
+            names = [name for name, _ in here.children(ROOT_INO)]
+            assert names == [b"file", b"dangling", b"other"]
+            with pytest.raises(OSError, match="damaged"):
+                here.inode(2**40)
             await here.engine.transact((), [Delete(key) for key in nonsense])
             await expect_all_equal(etcd, etcd_prefix, [here, there])
 
@@ -215,11 +219,12 @@ def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
             consumer = Recorded()
             replica = Replica(engine, (consumer,))
             await replica.start(nursery)
-            expected = []
+            expected, inode = [], inode_key(5)
             for number in range(20):
-                operations = [Put(b"d%d" % number, b"1"), Put(b"i", b"%d" % number), Put(b"q", b"")]
+                name = name_key(ROOT_INO, b"%d" % number)
+                operations = [Put(name, b"1"), Put(inode, b"%d" % number), Put(b"q", b"")]
                 revision = await engine.transact((), operations)
-                expected.append((revision, {b"d%d" % number, b"i"}))
+                expected.append((revision, {name, inode}))
             await replica.wait_applied(expected[-1][0])
             assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
             # What no consumer follows moves the hub on, too.

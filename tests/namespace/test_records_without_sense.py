@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 
+import msgspec
 from hypothesis import given, note
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.records import NEXT_INO_KEY, ContentId, Layout
 from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.namespace import ROOT_INO, Inode
-from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key
+from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.tree import Tree
 
 ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)
@@ -71,7 +72,7 @@ def check(tree: Tree) -> None:
         here, path = waiting.pop()
         assert tree.directories.path_of(here) == path
         below = [(name, ino) for name, ino in tree.children(here) if tree.inodes[ino].is_dir]
-        assert tree.inode(here).nlink == 2 + len(below)
+        assert tree.inodes[here].nlink == 2 + len(below)
         for name, ino in below:
             assert ino not in found
             assert tree.parent_of(ino) == here
@@ -111,6 +112,17 @@ def test_a_tree_stays_a_tree(changes: list[list[tuple[bytes, bytes | None]]]) ->
         check(tree)
 
 
+def test_an_inode_of_no_links_stays_while_names_lead_to_it() -> None:
+    inode = Inode(5, 0o100644, 0, 0, 5)
+    inode.nlink = 0
+    name = name_key(ROOT_INO, b"a"), (5).to_bytes(8, "big")
+    tree = loaded([directory(ROOT_INO), (inode_key(5), inode.encode()), name])
+    tree.drop(5)
+    assert tree.lookup(ROOT_INO, b"a") is not None
+    tree.apply(2, [Event(2, name[0], None)])
+    assert tree.lookup(ROOT_INO, b"a") is None
+
+
 @given(st.lists(records(), max_size=20))
 def test_what_is_there_at_the_start_is_a_tree(
     found: list[tuple[bytes, bytes | None]],
@@ -118,3 +130,57 @@ def test_what_is_there_at_the_start_is_a_tree(
     present = dict(map(directory, (2, 3, 4)))
     present |= {key: value for key, value in found if value is not None}
     check(loaded((present | dict([directory(ROOT_INO)])).items()))
+
+
+def shown(tree: Tree) -> dict[bytes, tuple[bytes, int, int]]:
+    """All that is below the root, by path: the record, the link count and the parent of each inode."""
+    found: dict[bytes, tuple[bytes, int, int]] = {}
+    waiting = [(ROOT_INO, b"")]
+    while waiting:
+        here, path = waiting.pop()
+        inode = tree.inode(here)
+        found[path] = inode.encode(), inode.nlink, inode.parent
+        if inode.is_dir:
+            waiting += [(ino, path + b"/" + name) for name, ino in tree.children(here)]
+    return found
+
+
+def is_inode(key: bytes, value: bytes) -> bool:
+    """Return whether a record is a sound one. Hosts that come later take an inode for what it says."""
+    try:
+        return key.startswith(b"i") and bool(Inode.decode(0, value, 0))
+    except msgspec.DecodeError:
+        return False
+
+
+@given(CHANGES, st.integers(0, 8))
+def test_what_is_mended_is_as_it_was(
+    changes: list[list[tuple[bytes, bytes | None]]], late_after: int
+) -> None:
+    file, link = Inode(5, 0o100644, 0, 0, 5), Inode(6, 0o120777, 0, 0, 5)
+    file.nlink = 2
+    present = dict(map(directory, (ROOT_INO, 2, 3, 4)))
+    present |= {inode_key(inode.ino): inode.encode() for inode in (file, link)}
+    places = [(1, b"a", 2), (2, b"a", 3), (2, b"b", 4), (3, b"c", 5), (4, b"b", 5), (1, b"c", 6)]
+    present |= {name_key(parent, name): ino.to_bytes(8, "big") for parent, name, ino in places}
+    here = loaded(present.items())
+    before = shown(here)
+    records_now = dict(present)
+    late = None
+    for revision, change in enumerate(changes, 2):
+        puts = [
+            (key, value)
+            for key, value in change
+            if value is not None and not (key in present and is_inode(key, value))
+        ]
+        records_now.update(puts)
+        for tree in filter(None, (here, late)):
+            tree.apply(revision, [Event(revision, key, value) for key, value in puts])
+        if revision - 2 == late_after:
+            late = loaded(records_now.items())
+    mended: list[tuple[bytes, bytes | None]] = [*present.items()]
+    mended += [(key, None) for key in records_now.keys() - present.keys()]
+    for tree in filter(None, (here, late)):
+        tree.apply(99, [Event(99, key, value) for key, value in mended])
+        assert shown(tree) == before
+        assert not tree.damaged

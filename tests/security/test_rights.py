@@ -10,6 +10,7 @@ import trio
 from secure_cluster import SecureCluster, in_trio
 
 from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lock_claims import guard_key
 from irdmafs.backend.cluster.membership import followed_key, seen_key
 from irdmafs.backend.cluster.records import (
     NEXT_INO_KEY,
@@ -26,6 +27,7 @@ from irdmafs.backend.cluster.records import (
 from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, ROOT_INO, inode_key, name_key
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.rights import own_ranges, shared_ranges
 from irdmafs.backend.trust.security import Role
@@ -34,7 +36,7 @@ NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b
 PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}
 CLUSTER = {"the settings": SETTINGS_KEY, "a certificate's record": certificate_key("12ab")}
 NAMESPACE = {
-    "a name": b"d" + bytes(8) + b"file",
+    "a name": name_key(ROOT_INO, b"file"),
     "an inode": key_of(b"i", 9),
     "a directory's times": key_of(b"t", 9),
     "the next inode number": NEXT_INO_KEY,
@@ -95,6 +97,17 @@ async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: Sec
         assert {what for what in NAMESPACE if f"Put {what}" not in writes} <= {
             "the last transaction"
         }
+
+
+@in_trio
+async def test_a_mount_writes_no_keys_that_mean_nothing(made: SecureCluster) -> None:
+    odd = [
+        *(b"d", b"dd", inode_key(0), inode_key(FIRST_VIRTUAL_INO), name_key(2**63, b"x"), b"i\xff"),
+        *(b"t\0", guard_key(2**64 - 1), policy_key(0), policy_key(256), pool_key(1 << 16)),
+        *(b"P", b"w", b"uu", b"s\0", b"z"),
+    ]
+    async with made.engine("mount", "mount") as engine:
+        assert await allowed_writes(engine, {repr(key): key for key in odd}) == []
 
 
 @in_trio

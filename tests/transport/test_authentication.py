@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from irdmafs.backend.observe.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may, need

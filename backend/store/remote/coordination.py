@@ -7,6 +7,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.config_values import ConfigError
+from ...cluster.faults import Faults
 from ...cluster.group_configs import Groups
 from ...cluster.history import History
 from ...cluster.lease import MOUNT, Session
@@ -49,10 +50,13 @@ class Coordination:
         self.role = config.cluster.mount_role
         engine.try_within(settings.lease_ttl_s)
         self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
-        self.members = Members(self.session)
-        self.groups = Groups()
+        self.faults = faults = Faults()
+        self.members = Members(self.session, faults)
+        self.groups = Groups(faults)
         credentials = self.credentials = config.cluster.credentials(self.role)
-        self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        self.certificates = Certificates(
+            lambda: credentials.identity.serial if credentials else "", faults
+        )
         engine.heed(
             self.certificates.is_revoked,
             lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],
@@ -60,12 +64,16 @@ class Coordination:
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)
-        entries = LockEntries()
-        tree = Tree(listener=self.changes, maker=record.maker, is_mounted=self.members.is_mounted)
+        entries = LockEntries(faults)
+        tree = Tree(
+            listener=self.changes, faults=faults, maker=record.maker,
+            is_mounted=self.members.is_mounted,
+        )  # fmt: skip
         self.replica = Replica(
             engine,
             (self.members, self.groups, self.certificates, tree, entries, self.changes),
-            history=History(engine, self.session),
+            faults=faults,
+            history=History(engine, self.session, faults),
         )
         self.locks = SharedLocks(
             engine, self.replica, self.session, self.members, entries, nursery, timeout_s,

@@ -1,18 +1,13 @@
 """The locks of all hosts as etcd has them, kept up to date through the replica hub."""
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
+from ...cluster.faults import Faults
 from ...cluster.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
-from ...cluster.records import decode
 from ...kv import Event, KeyValue
 
 __all__ = ["LockEntries"]
-
-log = logging.getLogger(__name__)
 
 _NONE: Mapping[int, Entry] = {}
 
@@ -23,7 +18,8 @@ class LockEntries:
 
     prefixes = (GUARD, ENTRY)
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults | None = None) -> None:
+        self._faults = faults or Faults()
         self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry
         self._revisions: dict[tuple[int, int], int] = {}  # (inode, lease) -> that of the entry
         self._guards: dict[int, int] = {}
@@ -85,7 +81,10 @@ class LockEntries:
                 if not entries:
                     del self._entries[ino]
         else:
-            self._entries.setdefault(ino, {})[lease] = _decoded(key, value)
+            entry = self._faults.sound(key, value, Entry)
+            if entry is None:
+                entry = Entry(sole=True)  # it is not known what is locked: nobody can lock the file
+            self._entries.setdefault(ino, {})[lease] = entry
             self._revisions[ino, lease] = revision
         if ino in self._guards and ino not in self._entries:
             self.left_behind.setdefault(ino, time.monotonic())
@@ -96,11 +95,3 @@ class LockEntries:
         for listener in self.changed:
             for ino in inodes:
                 listener(ino)
-
-
-def _decoded(key: bytes, value: bytes) -> Entry:
-    try:
-        return decode(value, Entry)
-    except msgspec.DecodeError as error:
-        log.error("the record %r in etcd is damaged; nobody can lock the file: %s", key, error)
-        return Entry(sole=True)

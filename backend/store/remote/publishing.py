@@ -10,7 +10,7 @@ from typing import NamedTuple
 import trio
 
 from ...cluster.lease import Session
-from ...cluster.records import NO_CONTENT, ContentId, Layout, session_of
+from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, Layout, session_of
 from ...kv import Compare, Conflict
 from ...namespace import Inode, Namespace, Outdated, fail
 from ..aside import make_aside
@@ -24,14 +24,12 @@ from .pins import ContentPins
 from .space import Space
 from .writer import Transfer
 
-__all__ = ["SIZE_MAX", "Publisher"]
+__all__ = ["Publisher"]
 
 log = logging.getLogger(__name__)
 
 # Contents of which it is not known whether they became versions.
 _UNSURE_MAX = 1000
-# A version is digested and laid out by stripes, holes included: about 2 s for 1 TiB of holes.
-SIZE_MAX = 16 << 40
 
 
 class _Version(NamedTuple):
@@ -114,6 +112,7 @@ class Publisher:
         layout = self._layouts.of(before)
         if base is not None and before.version and self._verify:
             layout = self._layouts.of_change(before, size)
+        layout = layout.for_size(size)
         version = _Version(ino, status, mtime_ns, ctime_ns, base, layout)
         begun_in = self._session.number
         while not size:

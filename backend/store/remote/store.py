@@ -11,7 +11,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members
-from ...cluster.records import ContentId, MountRecord
+from ...cluster.records import SIZE_MAX, ContentId, MountRecord
 from ...cluster.settings import read_settings
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
@@ -35,7 +35,7 @@ from .lent import Lender
 from .numbers import ContentNumbers
 from .pins import ContentPins
 from .prefetch import Prefetcher
-from .publishing import SIZE_MAX, Publisher
+from .publishing import Publisher
 from .space import Space
 from .versions import Versions
 
@@ -238,11 +238,12 @@ class RemoteStore:
         self._coordination.renewal.ask()
 
     def warnings(self) -> list[str]:
-        """Return a line for each problem with the credentials of this mount, or of nodes."""
+        """Return a line for each problem with the credentials of this mount, or of nodes, and one if there
+        are damaged records in etcd."""
         former = [
             f"{line}; the former ones stay in use" for line in self._coordination.renewal.problems()
         ]
-        return [*self.peers.refusals(), *former]
+        return [*self.peers.refusals(), *former, *self._coordination.faults.warnings()]
 
     # -- figures ---------------------------------------------------------------------------------
 
