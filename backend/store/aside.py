@@ -15,10 +15,10 @@ async def make_aside(
     namespace: Namespace, ino: int, host: str, layout: Callable[[int, bytes], Layout]
 ) -> tuple[Inode, str]:
     """Make an empty file NAME.conflict-HOST-N beside the file, with its owner and mode; returns it and
-    its path. Raises OSError: ENOENT when the file has no name."""
+    its path. Raises OSError: ESTALE when the file has no name."""
     names = namespace.names_of(ino)
     if not names:
-        raise OSError(errno.ENOENT, "the file has no name any more")
+        raise OSError(errno.ESTALE, "others have replaced and removed it; what was written is lost")
     parent, name = names[0]
     inode = namespace.inode(ino)
     for number in range(1, _TRIES_MAX + 1):

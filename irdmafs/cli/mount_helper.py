@@ -49,7 +49,7 @@ def mount_irdmafs(
 
     SOURCE is the file of a cluster (*.toml), the directory of a store, or none: a private tmpfs.
     """
-    words = [word for text in given for word in text.split(",") if word]
+    words = _with_defaults([word for text in given for word in text.split(",") if word])
     try:
         if "remount" in words:
             _remount(directory, words, fake)
@@ -73,6 +73,14 @@ def mount_irdmafs(
 def umount_irdmafs(ctx: click.Context, directory: str, lazy: bool) -> None:
     """Unmount a filesystem for umount(8), and wait until its daemon has stored everything."""
     _run(ctx, "umount", *(["--lazy"] if lazy else []), "--", directory)
+
+
+def _with_defaults(words: list[str]) -> list[str]:
+    """Return the options with those that mount(8) leaves out, as they are its defaults; for users it puts
+    their opposites."""
+    if os.geteuid() != 0:
+        return words
+    return words + [word for word in ("suid", "dev") if f"no{word}" not in words]
 
 
 def _translated(source: str, words: list[str]) -> Iterator[str]:

@@ -191,7 +191,8 @@ def test_what_cannot_be_mounted_is_told(
 def test_remount_changes_what_the_kernel_obeys_and_says_what_it_does_not(
     host: InstalledHost,
 ) -> None:
-    assert host.mount(host.store, "noatime").returncode == 0
+    assert host.mount(host.store, "noatime,nosuid").returncode == 0
+    assert "nodev" not in host.shown()[2]  # mount(8) has dev and suid by default
     writes = subprocess.Popen(
         ["nsenter", f"--mount=/proc/{host._holder.pid}/ns/mnt", "sh", "-c",
          f"exec 3>{host.mountpoint}/file; echo; cat"],
@@ -208,6 +209,7 @@ def test_remount_changes_what_the_kernel_obeys_and_says_what_it_does_not(
     assert done.returncode == 0
     assert "a remount does not change locks=local; " in done.stderr
     assert {"ro", "noexec", "noatime", "nosuid"} <= set(host.shown()[2].split(","))
+    assert "nodev" not in host.shown()[2]
     assert "Read-only" in host.run("touch", host.mountpoint / "file").stderr
     done = host.run("mount", "-o", "remount,rw", host.mountpoint)
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,8 +22,8 @@ from reachability import LOOK_EVERY_S, Gap, Lookouts, gaps
 
 # Errors that a storm may bring: a mount was killed, a node is full.
 OF_FAULTS = ("ENOTCONN", "ECONNABORTED", "ENOSPC")
-# Two hosts made a file at once, or wrote it in place (docs/sharing.md); it may have lost its name since.
-OF_CONFLICTS = ("ESTALE", "ENOENT")
+# Two hosts made a file at once, or wrote it in place (docs/sharing.md).
+OF_CONFLICTS = ("ESTALE",)
 FAULTS = 5
 FAULTS_MANY = 20
 FAULTS_LONG = 500

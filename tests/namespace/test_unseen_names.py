@@ -10,6 +10,8 @@ from shared_namespaces import HostNamespace, all_at_once, error_of, host, run
 
 from irdmafs.backend.cluster.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode
+from irdmafs.backend.namespace.inode import NO_LAYOUT
+from irdmafs.backend.store.aside import make_aside
 
 __all__ = ["etcd", "etcd_prefix"]
 
@@ -168,3 +170,20 @@ def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> N
     made = Inode(5, FILE | 0o644, 0, 0, 1)
     made.maker = record.maker
     assert Inode.decode(5, made.encode(), 9).maker == made.copy().maker == record.maker
+
+
+def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            here.held = lambda ino: True
+            file = await made(here)
+            await here.publish(file.ino, ContentId(7), 1, 1, 1)
+            assert await sees(there)
+            await there.unlink(ROOT_INO, b"file", in_use=False)
+            assert not await sees(here)
+            aside = make_aside(here, file.ino, "host", lambda parent, name: NO_LAYOUT)
+            assert await error_of(aside) == "ESTALE"
+
+    run(test)
