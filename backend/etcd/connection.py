@@ -183,6 +183,8 @@ class Connection:
                 data = self._sock.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 continue
+            except ConnectionResetError:
+                data = b""
             if not data:
                 when = ""
                 if not http2.greeted:

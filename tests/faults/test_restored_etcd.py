@@ -50,7 +50,9 @@ def restore(cluster: Cluster, path: Path) -> Path:
     member.kill9()
     shutil.move(data_of(cluster), kept)
     options = dict(
-        word.removeprefix("--").split("=", 1) for word in member.command if word.startswith("--")
+        word.removeprefix("--").partition("=")[::2]
+        for word in member.command
+        if word.startswith("--")
     )
     subprocess.run(
         ["etcdctl", "snapshot", "restore", str(path), f"--data-dir={data_of(cluster)}"]

@@ -320,7 +320,8 @@ async def test_changes_come_in_order_from_any_revision(server: EtcdServer) -> No
         reader = Asking(node)
         before = await engine.barrier()
         revisions = [
-            await engine.transact((), [Put(b"i" + bytes([n]), b"v" * 200)]) for n in range(20)
+            await engine.transact((), [Put(b"i" + n.to_bytes(8, "big"), b"v" * 200)])
+            for n in range(1, 21)
         ]
         while node._feed.revision < revisions[-1]:
             await trio.sleep(0.01)
@@ -339,10 +340,10 @@ async def test_changes_come_in_order_from_any_revision(server: EtcdServer) -> No
 
             nursery.start_soon(wait)
             await trio.testing.wait_all_tasks_blocked()
-            await engine.transact((), [Put(b"l", b"")])
-            newest = await engine.transact((), [Put(b"i", b"")])
+            await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
+            newest = await engine.transact((), [Put(b"i" + bytes(7) + b"1", b"")])
         [event] = answers[0].events
-        assert (event.kv.key, event.kv.mod_revision) == (PREFIX + b"i", newest)
+        assert (event.kv.key, event.kv.mod_revision) == (PREFIX + b"i" + bytes(7) + b"1", newest)
 
 
 @in_trio

@@ -31,7 +31,7 @@ async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Pa
                 with pytest.raises(NoSpace):
                     await fill(greedy)
                 with pytest.raises(NoSpace, match="repair-etcd"):
-                    await engine.transact((), [Put(b"d", b"")])
+                    await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
                 shown = made.irdmafs("status")
                 assert shown.returncode == 2
                 assert "irdmafs cluster repair-etcd" in shown.stdout
@@ -44,7 +44,7 @@ async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Pa
                 assert not await engine.range(b"p", b"q")
                 repaired = made.irdmafs("repair-etcd")
                 assert repaired.returncode == 0, repaired
-                await engine.transact((), [Put(b"d", b"")])
+                await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
                 with pytest.raises(PermissionError):
                     await fill(greedy)
             revoked = made.irdmafs("revoke", "greedy")
