@@ -90,7 +90,7 @@ def session_of(content: int) -> int:
     return content >> CONTENT_NUMBER_BITS
 
 
-# What a record may hold: a number without a sign, one of 63 bits, a port, a text of a line or two.
+# The values of records: a number without a sign, one of 63 bits, a port, a text of a line or two.
 Number = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -37,7 +37,7 @@ __all__ = [
 ROOT_INO = 1
 # Numbers from here on to twice this are of inodes that are made up: they have neither record nor name.
 FIRST_VIRTUAL_INO = 1 << 47
-# What a name leads to whose record is damaged.
+# The inode of names whose record is damaged.
 DAMAGED_INO = 2 * FIRST_VIRTUAL_INO - 1
 NAME_MAX = 255
 

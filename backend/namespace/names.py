@@ -1,4 +1,4 @@
-"""What is read of a directory tree: which inode a name leads to, and which names an inode has."""
+"""Reading a directory tree: which inode a name leads to, and which names an inode has."""
 
 import contextlib
 import errno

@@ -43,7 +43,7 @@ _AT_ONCE = 16
 _MUCH_AT_ONCE = 2
 _BYTES_PER_S = 256 << 10
 _BURST_BYTES = 1 << 20
-# Of one connection.
+# The limit of one connection.
 _WATCHES_MAX = 16
 # A watch is answered after this time even if nothing has changed.
 _WATCH_S = 20.0
@@ -87,7 +87,7 @@ def _owner(key: bytes) -> int:
 
 
 class _Account:
-    """What one certificate uses of etcd through this node."""
+    """The use that one certificate makes of etcd through this node."""
 
     def __init__(self) -> None:
         self.places = trio.Semaphore(_AT_ONCE)

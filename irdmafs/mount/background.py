@@ -89,7 +89,7 @@ def start_process(
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # What runs at a fork in Python would swallow Ctrl-C.
+    # Python code that runs at a fork would swallow Ctrl-C.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
     pid = os.fork()

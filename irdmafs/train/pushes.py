@@ -54,7 +54,7 @@ _NAME_OF_DIRECTORY = "WORKER@STEP or WORKER@STEP;weight=2.0;base=16;lr=0.001"
 # In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
 # plan.
 STEP = "step"
-# What a push says of itself in numbers.
+# The numbers in a push's metadata.
 _NUMBERS = {
     STEP: (int, "a whole number"),
     "weight": (float, "a number"),

@@ -253,7 +253,7 @@ async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
             kept = await engine.range(b"p", b"q")
             assert 10 <= len(kept) <= 12
             await other.ask(TXN, success(put(THEIRS, lease=FOREIGN)))
-            # What it gives up it may use again.
+            # It may use again all that it gives up.
             await greedy.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
             await greedy.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
             while node._kept.bytes[OWNER]:

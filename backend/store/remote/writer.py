@@ -289,7 +289,7 @@ class Transfer:
         async with trio.open_nursery() as nursery:
             for node in nodes:
                 nursery.start_soon(tell_one, node)
-        # What a node answered counts for more than that another one could not be reached.
+        # An answer of a node counts for more than that another one could not be reached.
         if failed:
             raise min(failed, key=lambda error: isinstance(error, Unreachable))
 
