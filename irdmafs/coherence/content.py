@@ -176,8 +176,8 @@ class ContentTable:
         written = [*self.current.values(), *itertools.chain(*self.private.values())]
         blocks = 0
         for content in written:
-            will_be_published = content.is_changing and self._store.namespace.inodes[content.ino].nlink
-            if will_be_published and content.extent:
+            has_name = bool(self._store.namespace.inodes[content.ino].nlink)
+            if has_name and content.is_changing and content.extent:
                 with suppress(OSError):  # a store node has removed it with its session
                     before = content.blocks if content.seen is not None else 0
                     blocks += max(0, self.stat(content).st_blocks - before)
