@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.records import (
