@@ -123,15 +123,16 @@ def receive_range(
     arrived: Callable[[int, int], None] = lambda offset, count: None,
     between: Callable[[], None] = lambda: None,
     landed: Landed = nothing_landed,
+    piece: int = 0,
 ) -> None:
-    """Receive a part of a file. `arrived(offset, count)` is called for each piece that is in the file, for
-    the last one when all are known to be the sender's; `between` after it and in every tick. `landed` is
-    told where in the part pieces are, in their order.
+    """Receive a part of a file in pieces of `piece` bytes (0: by its length). `arrived(offset, count)` is
+    called for each piece that is in the file, for the last one when all are known to be the sender's;
+    `between` after it and in every tick. `landed` is told where in the part pieces are, in their order.
 
     Raises Lost when nothing comes for `timeout_s`, Forged, and OSError: ENOSPC.
     """
     patience = Patience(timeout_s)
-    piece = piece_bytes(length)
+    piece = piece or piece_bytes(length)
     done = 0
     with channel.receiving(fd, offset, length, landed) as receive:
         while done < length:

@@ -23,7 +23,7 @@ from ..messages import RECEIVER_PATIENCE, failure_of
 from ..service import Incoming, Service, begin
 from .channel import Channel, Lost, Patience
 from .onward import Onward
-from .streams import receive_range
+from .streams import PIECE_BYTES_MAX, piece_bytes, receive_range
 from .threads import Promise
 from .wire import Header, Op, Reply, ReplyKind
 
@@ -44,8 +44,8 @@ class Receiving:
         self.total = header.total
         self.is_sparse = header.op is Op.SPARSE
         self._expected = header.length if self.is_sparse else header.total
-        self.begun: Promise[None] = Promise()
-        self.sealed: Promise[None] = Promise()
+        self.begun = Promise()
+        self.sealed = Promise()
         self.intake: Intake[Incoming] | None = None
         self.fd = -1
         self.is_here_already = False
@@ -190,21 +190,15 @@ def take_extent(
     """Receive one stream of an extent in a thread, and offer it onward.
 
     `seal` is called when all bytes of all streams are here. Returns the reply, and how many bytes were
-    received. Raises Lost if the sender is gone, BadMessage if it sends invalid bytes.
+    received; OK has been sent, FAILED has not. Raises Lost if the sender is gone, BadMessage if it sends
+    invalid bytes.
     """
     every_s = timeout_s / _SIGNS_OF_LIFE
     patience = Patience(timeout_s * RECEIVER_PATIENCE)
+    received = 0
 
     def alive() -> None:
         channel.say_working(every_s, patience)
-
-    def waiting() -> None:
-        alive()
-        receiving.check()
-        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
-            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
-
-    received = 0
 
     def arrived(offset: int, count: int) -> None:
         nonlocal received
@@ -215,8 +209,13 @@ def take_extent(
             onward.offer(receiving.fd, count)
 
     def between() -> None:
-        alive()
+        channel.say_working(every_s, patience)
         receiving.check()
+
+    def waiting() -> None:
+        between()
+        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
+            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
 
     try:
         receiving.begun.wait(BUSY_LIMIT_S, alive)
@@ -224,9 +223,15 @@ def take_extent(
             try:
                 if header.follow:
                     receive_range(
-                        channel, receiving.fd, header.offset, header.length,
-                        timeout_s * RECEIVER_PATIENCE, arrived, between,
-                    )  # fmt: skip
+                        channel,
+                        receiving.fd,
+                        header.offset,
+                        header.length,
+                        timeout_s * RECEIVER_PATIENCE,
+                        arrived,
+                        between,
+                        piece=PIECE_BYTES_MAX if onward is None else piece_bytes(header.length),
+                    )
             except Lost:
                 # Another thread may have stopped it, with the error.
                 receiving.check()
@@ -241,12 +246,13 @@ def take_extent(
             alive()
     except OSError as error:
         receiving.fail(error)
-        reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
+        channel.clean = received == header.follow
+        return Reply(ReplyKind.FAILED, *failure_of(error, node)), received
     except (Lost, BadMessage) as error:
         # The sender may still be there, and tries again if it gets this error on another stream.
         receiving.fail(Unreachable(node, f"a data connection was given up: {error}"))
         raise
-    else:
-        reply = Reply(ReplyKind.OK)
     channel.clean = received == header.follow
+    reply = Reply(ReplyKind.OK)
+    channel.conclude(reply, timeout_s * RECEIVER_PATIENCE)
     return reply, received

@@ -35,8 +35,8 @@ _STREAM_ALIGNMENT_BYTES = 2 << 20
 
 
 class TcpWay(PuttingWay):
-    """Moves extents over up to `streams` connections, encrypted or not. `limiter` is for threads that move
-    this process's own extents, `unlimited` for threads that send on bytes, which its receiving limits."""
+    """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that move
+    this process's own extents; those that send on bytes are limited by its receiving."""
 
     name = "tcp"
 
@@ -45,14 +45,12 @@ class TcpWay(PuttingWay):
         link: Link,
         streams: int,
         encrypt: bool,
-        limiter: trio.CapacityLimiter,
-        unlimited: trio.CapacityLimiter,
+        places: trio.Semaphore,
     ) -> None:
-        self.pool = Pool(link, encrypt, limiter)
+        self.pool = Pool(link, encrypt, places)
         self._link = link
         self._streams = streams
-        self._limiter = limiter
-        self._unlimited = unlimited
+        self._places = places
         self._timeout_s = link.caller.timeout_s
         self._counters = link.caller.counters
 
@@ -80,7 +78,7 @@ class TcpWay(PuttingWay):
         def work(channel: Channel, header: Header) -> Reply:
             return self._receive(channel, header, into.fd, into.offset, start, landed)
 
-        await self._run(headers, work, self._limiter)
+        await self._run(headers, work, self._places)
 
     async def write(
         self, extent: Extent, target: Target, source: FileRange, passed: Landed
@@ -89,7 +87,7 @@ class TcpWay(PuttingWay):
         if is_sparse(status.st_size, status.st_blocks):
             await self._send_sparse(extent, target, source)
         else:
-            await self._send_all(extent, target, source, self._streams, self._limiter, passed)
+            await self._send_all(extent, target, source, self._streams, self._places, passed)
 
     async def pass_on(
         self,
@@ -101,7 +99,7 @@ class TcpWay(PuttingWay):
     ) -> None:
         lend()
         await growth.complete()
-        await self._send_all(extent, target, source, 1, self._unlimited)
+        await self._send_all(extent, target, source, 1, None)
 
     def give_up(self, why: str) -> None:
         self.pool.close()
@@ -125,7 +123,7 @@ class TcpWay(PuttingWay):
             return self._checked(move(channel, header), header)
 
         # `parts` knows which segments were sent, not which arrived, so the caller's next try begins anew.
-        await self._run(headers, work, self._limiter, repeats=False)
+        await self._run(headers, work, self._places, repeats=False)
 
     async def _send_all(
         self,
@@ -133,7 +131,7 @@ class TcpWay(PuttingWay):
         target: Target,
         source: FileRange,
         streams: int,
-        limiter: trio.CapacityLimiter,
+        places: trio.Semaphore | None,
         passed: Landed = nothing_landed,
     ) -> None:
         fd, offset, length, _ = source
@@ -142,7 +140,7 @@ class TcpWay(PuttingWay):
         def work(channel: Channel, header: Header) -> Reply:
             return self._send(channel, header, fd, offset, passed)
 
-        await self._run(headers, work, limiter)
+        await self._run(headers, work, places)
 
     def _headers(
         self,
@@ -172,7 +170,7 @@ class TcpWay(PuttingWay):
         self,
         headers: list[Header],
         work: Callable[[Channel, Header], Reply],
-        limiter: trio.CapacityLimiter,
+        places: trio.Semaphore | None,
         repeats: bool = True,
     ) -> None:
         """Do each header's work on a connection. If a connection that had been idle turns out to be
@@ -183,7 +181,7 @@ class TcpWay(PuttingWay):
         repeats = repeats and any(channel.was_idle for channel in channels)
         try:
             try:
-                await self._run_on(channels, headers, work, limiter)
+                await self._run_on(channels, headers, work, places)
             except Lost as error:
                 if not repeats or isinstance(error, Silent):
                     raise
@@ -191,7 +189,7 @@ class TcpWay(PuttingWay):
                 transfer = secrets.randbits(63)
                 headers = [header._replace(transfer=transfer) for header in headers]
                 channels = await self.pool.borrow(len(headers))
-                await self._run_on(channels, headers, work, limiter)
+                await self._run_on(channels, headers, work, places)
         except (Lost, BadMessage) as error:
             counters.errors["ENOTCONN"] += 1
             raise Unreachable(link.node, str(error)) from None
@@ -204,7 +202,7 @@ class TcpWay(PuttingWay):
         channels: list[Channel],
         headers: list[Header],
         work: Callable[[Channel, Header], Reply],
-        limiter: trio.CapacityLimiter,
+        places: trio.Semaphore | None,
     ) -> None:
         link = self._link
 
@@ -217,7 +215,7 @@ class TcpWay(PuttingWay):
                 await in_threads(
                     [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
                     stop,
-                    limiter,
+                    places,
                 )
         except (Lost, BadMessage) as error:
             if isinstance(error, BadMessage):
