@@ -237,7 +237,7 @@ class Catalog:
                 self._faults.add(inode_key(ino), str(error), value)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
+                named = Named.by(inode)
         before = self._by_ino.get(ino)
         if before is not None and named is not None and before.content == named.content:
             return ()
@@ -258,7 +258,7 @@ class Catalog:
                 self._by_group.setdefault(group, set()).add(named.content)
                 self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
         self._found_unnamed.discard(named.content)
-        if self._begun:
+        if self._begun and named.content in self._files.quarantine.stripes:
             self._bring_back(named.content)
         for stripe in self._unnamed.pop(named.content, ()):
             self._settle(Extent(named.content, stripe), named)
@@ -270,10 +270,12 @@ class Catalog:
         if found is None:
             return 0
         named = found[1]
-        for stripe, size in self._files.quarantine.stripes_of(content):
+        quarantine = self._files.quarantine
+        for stripe in list(quarantine.stripes.get(content, ())):
             extent = Extent(content, stripe)
             group = named.group(stripe, self._buckets)
-            if extent in self._files or size != named.length(stripe) or not self.is_member(group):
+            is_right = quarantine.size(extent) == named.length(stripe)
+            if extent in self._files or not is_right or not self.is_member(group):
                 continue
             try:
                 self._files.bring_back(extent)
@@ -397,7 +399,7 @@ class Catalog:
         """Decide about every extent that is here."""
         self._unnamed.clear()
         self._found_unnamed.clear()
-        if count := sum(map(self._bring_back, self._files.quarantine.contents())):
+        if count := sum(map(self._bring_back, list(self._files.quarantine.stripes))):
             log.warning("%d extents are named again and taken out of quarantine", count)
         for extent in list(self._files):
             found = self._named.get(extent.content)

@@ -104,6 +104,7 @@ class Files:
                 place.quarantine, usual_s if quarantine_s is None else quarantine_s
             )
             self.identity = Identity(directory, place.top)
+            self.node = self.identity.node
             if self.identity.is_new:
                 self._forget_strays()
                 self.identity.save()
@@ -123,11 +124,6 @@ class Files:
         self.give_up_spares()
         self.reap()
         self._place.close()
-
-    @property
-    def node(self) -> int:
-        """Return the node's number, which never changes."""
-        return self.identity.node
 
     def _forget_strays(self) -> None:
         if os.listdir(self._place.extents):

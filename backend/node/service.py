@@ -63,6 +63,7 @@ class NodeService:
         *,
         scrub: Scrub | None = None,
     ) -> None:
+        self.node = files.node
         self._files = files
         self._catalog = catalog
         self._room = room
@@ -80,10 +81,6 @@ class NodeService:
         self._receiving = 0
         self._quiet = trio.Event()
         self._quiet.set()
-
-    @property
-    def node(self) -> int:
-        return self._files.node
 
     # -- taking in -------------------------------------------------------------------------------
 
@@ -120,14 +117,14 @@ class NodeService:
         config, revision = found
         if revision != target.config:
             raise Fenced(target.group)
-        if self._files.node not in config.members:
+        if self.node not in config.members:
             raise OSError(
                 errno.EINVAL,
-                f"node {self._files.node:x} is not a member of group {target.group:#x}",
+                f"node {self.node:x} is not a member of group {target.group:#x}",
             )
         self._check_wanted(extent)
         if self._catalog.is_named(extent.content) and extent not in self._files:
-            raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
+            raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
         """Make a file for an extent of `length` bytes, with room for all of them, or for the bytes to be
@@ -275,7 +272,7 @@ class NodeService:
     def status(self) -> dict[str, Any]:
         space = self._files.space()
         return {
-            "node": f"{self._files.node:016x}",
+            "node": f"{self.node:016x}",
             "store": self._files.directory,
             "power_safe": self._files.power_safe,
             "uptime_s": round(time.monotonic() - self._started, 1),
@@ -301,9 +298,9 @@ class NodeService:
 
     def _check_serving(self) -> None:
         if self._closed:
-            raise Unreachable(self._files.node, "it is being stopped")
+            raise Unreachable(self.node, "it is being stopped")
         if not self._session.valid():
-            raise Unreachable(self._files.node, "its lease is over")
+            raise Unreachable(self.node, "its lease is over")
 
     def _check_wanted(self, extent: Extent) -> None:
         if not self._catalog.may_store(extent.content):
@@ -318,7 +315,7 @@ class NodeService:
         with trio.move_on_after(_CATCH_UP_S):
             await self._replica.wait_applied(revision)
         if self._replica.applied < revision:
-            raise Unreachable(self._files.node, "it does not hear from etcd")
+            raise Unreachable(self.node, "it does not hear from etcd")
 
     async def _learn(self) -> None:
         """Wait until the replica knows what was superseded a moment ago."""
