@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import rdma
-from cluster import Cluster, ClusterMount, Plan
-from cluster_mount import CLUSTER, OneNodeMount
-from etcd_server import end_shared_etcd
-from guest_tests import GuestTests, starts_guests
+from harness import rdma
 from harness.cluster import living as clusters
+from harness.cluster_mount import CLUSTER, OneNodeMount
+from harness.clusters import Cluster, ClusterMount, Plan
+from harness.etcd_server import end_shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
-from mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
-from processes import Process
+from harness.guest_tests import GuestTests, starts_guests
+from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
+from harness.processes import Process
 
 if TYPE_CHECKING:
-    from spread import Spread
+    from harness.spread import Spread
     from xdist.remote import Producer
 
 # A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Spread":
     # Only here is pytest-xdist known to be installed.
-    from spread import Spread
+    from harness.spread import Spread
 
     return Spread(config, log)
 

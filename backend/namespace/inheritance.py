@@ -25,7 +25,7 @@ def inherited_from(directory: Inode, mode: int, gid: int, umask: int) -> Inherit
     if not stat.S_ISLNK(mode):
         default = directory.xattrs.get(acl.DEFAULT)
         if default is None:
-            mode &= ~umask
+            mode &= ~(umask & 0o777)  # never the type, whatever the umask says
         else:
             mode, xattrs = acl.inherited(default, mode)
     if directory.mode & stat.S_ISGID:

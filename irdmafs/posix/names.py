@@ -13,6 +13,9 @@ from .atimes import Atimes
 from .calls import Attributes, Caller
 from .since import Since
 
+# The types that mknod makes; 0 stands for a regular file, as in mknod(2).
+_NODES = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
+
 
 class Names:
     """Changes directories. Files are created by opening them, see opens."""
@@ -49,10 +52,14 @@ class Names:
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Caller
     ) -> Attributes:
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        if kind not in _NODES:
+            raise fail(errno.EINVAL)
+        mode = kind | stat.S_IMODE(mode)
         return await self._make(parent_inode, name, mode, ctx, rdev=rdev, version=1)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Caller) -> Attributes:
-        mode = mode & ~stat.S_IFMT(mode) | stat.S_IFDIR
+        mode = stat.S_IFDIR | stat.S_IMODE(mode)
         return await self._make(parent_inode, name, mode, ctx)
 
     async def symlink(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mountpoint
+from harness import mountpoint
 from harness.network import Unavailable
 from harness.parts import STATUS_XATTR
 

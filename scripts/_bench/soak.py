@@ -15,7 +15,7 @@ import click
 from harness.cluster import MIB, Cluster, Plan
 from harness.daemons import Daemon
 from harness.network import CommandFailed
-from history import Workers, check
+from harness.storms.history import Workers, check
 from rich.console import Console
 
 from .command import SETTINGS, measuring, wide_console

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 from harness.network import Host, Namespaces
+from harness.transport_nodes import NodeProcess, resolver
 from rich.console import Console
-from transport_nodes import NodeProcess, resolver
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cluster_mount import OneNodeMount
-from etcd_server import EtcdServer
-from mountpoint import INTERRUPTED, Mount, eventually, irdmafs
+from harness.cluster_mount import OneNodeMount
+from harness.etcd_server import EtcdServer
+from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members

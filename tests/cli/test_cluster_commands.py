@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from etcd_server import EtcdServer
-from mountpoint import INTERRUPTED, eventually, irdmafs
-from secure_cluster import SecureEtcd
+from harness.etcd_server import EtcdServer
+from harness.mountpoint import INTERRUPTED, eventually, irdmafs
+from harness.secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig

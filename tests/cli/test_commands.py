@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mountpoint import Mount, eventually, irdmafs
+from harness.mountpoint import Mount, eventually, irdmafs
 
 from irdmafs import __version__
 from irdmafs.mount import mounting, stores

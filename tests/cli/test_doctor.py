@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from mountpoint import irdmafs
+from harness.mountpoint import irdmafs
 
 from irdmafs.cli import status
 from irdmafs.doctor import machine as doctor

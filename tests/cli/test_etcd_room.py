@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import trio
-from etcd_server import EtcdServer
-from mountpoint import irdmafs
+from harness.etcd_server import EtcdServer
+from harness.mountpoint import irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb

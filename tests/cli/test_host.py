@@ -13,9 +13,9 @@ from typing import Self
 
 import pytest
 from click.testing import CliRunner
-from cluster_mount import OneNodeMount
 from harness import forks
-from mountpoint import IRDMAFS, run_checked
+from harness.cluster_mount import OneNodeMount
+from harness.mountpoint import IRDMAFS, run_checked
 from test_careless import config_of, mounted, shared
 
 from irdmafs.cli.command import main
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAILED = 32
-AUTOMOUNTER = Path(__file__).parents[1] / "automounter.py"
+AUTOMOUNTER = Path(__file__).parents[1] / "harness/programs/automounter.py"
 UNITS = "etc/systemd/system"
 NAMES = (
     "sbin/mount.irdmafs", "sbin/umount.irdmafs", "sbin/mount.fuse.irdmafs", "sbin/umount.fuse.irdmafs",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, run_checked
-from processes import Process
+from harness.mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, run_checked
+from harness.processes import Process
 from test_commands import one_line
 
 from irdmafs.__main__ import _interrupts_end_silently

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mountpoint import IRDMAFS, eventually, irdmafs, run_checked
+from harness.mountpoint import IRDMAFS, eventually, irdmafs, run_checked
+from harness.training_runs import newest, ones
 from safetensors.numpy import load_file, save_file
-from training_runs import newest, ones
 
 from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
 from irdmafs.train.directory import TrainDirectory

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, Plan
+from harness.clusters import MIB, Cluster, ClusterMount, Plan
 
 WITHIN_S = 60.0
 DATA = os.urandom(MIB)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
-from mountpoint import eventually
-from patterns import pattern
-from processes import Process
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import eventually
+from harness.patterns import pattern
+from harness.processes import Process
 
 from irdmafs.client._files import open_privately, open_to_read
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from cluster import MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
-from mountpoint import eventually
-from patterns import pattern, version_of
-from processes import Process
-from striped import damage, folder, new_content
+from harness.clusters import MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
+from harness.mountpoint import eventually
+from harness.patterns import pattern, version_of
+from harness.processes import Process
+from harness.striped import damage, folder, new_content
 
 from irdmafs import client
 from irdmafs.backend.store.remote.lent import Lender

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, Plan
+from harness.clusters import MIB, Cluster, Plan
 
 from irdmafs.train.places import is_here, shard_names
 

@@ -5,9 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import Host, need_network
 from harness import forks
-from mountpoint import Mount, eventually
+from harness.clusters import Host, need_network
+from harness.mountpoint import Mount, eventually
 
 pytestmark = pytest.mark.skipif(
     forks.REAL in os.environ or "IRDMAFS_TEST_DIR" in os.environ, reason="nothing is forked"

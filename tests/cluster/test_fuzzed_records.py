@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from cluster import Cluster, Plan
-from fuzzed_records import OF_MOUNTS, OF_OTHERS, records
+from harness.clusters import Cluster, Plan
+from harness.fuzzed_records import OF_MOUNTS, OF_OTHERS, records
+from harness.mountpoint import eventually
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.faults import Faults

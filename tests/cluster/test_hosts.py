@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import need_network
 from harness.cluster import Cluster, Plan
+from harness.clusters import need_network
 from harness.network import NETNS_DIRECTORY, Host, Loopback, Network
 from harness.scratch import sweep
 

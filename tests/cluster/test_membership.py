@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import etcd_server
 import pytest
 import trio
 import trio.testing
-from etcd_server import EtcdServer
-from store_nodes import Cluster, Node, Watcher, Writer, cluster
+from harness import etcd_server
+from harness.etcd_server import EtcdServer
+from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import (

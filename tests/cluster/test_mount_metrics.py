@@ -4,9 +4,9 @@ import re
 import urllib.request
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import make_mount
-from mountpoint import eventually
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import eventually
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
-from mountpoint import eventually
-from patterns import pattern, version_of
-from processes import Process
+from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
+from harness.mountpoint import eventually
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 ITERATIONS = 200
 READERS_KILLED = 5

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from cluster import Cluster, Plan
-from mountpoint import eventually
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.policy import policy_of_rule

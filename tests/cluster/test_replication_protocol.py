@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from explorer import Broken, Explored, explore
-from model_replication import Model
-from replication_state import (
+from harness.models.explorer import Broken, Explored, explore
+from harness.models.replication import Model
+from harness.models.replication_state import (
     ABORT,
     CRASH,
     DAMAGE,

@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, Plan, StoreNode, counters
-from mountpoint import eventually
-from patterns import pattern
-from striped import folder as folder  # a fixture
+from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
+from harness.mountpoint import eventually
+from harness.patterns import pattern
+from harness.striped import folder as folder  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, Plan, StoreNode, counters
-from patterns import pattern
+from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
+from harness.patterns import pattern
 
 from irdmafs.backend.cluster.records import STRIPES_MAX
 

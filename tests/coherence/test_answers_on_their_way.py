@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from mountpoint import Mount, eventually
+from harness.mountpoint import Mount, eventually
 
 READER = """
 import os, sys

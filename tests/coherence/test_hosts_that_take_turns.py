@@ -1,11 +1,12 @@
 """Two hosts that take turns see one filesystem, close-to-open: they do together what a tmpfs does.
 
-differential_hosts.py says what a turn is. `python tests/differential.py --session hosts` is the long run.
+harness/differential/hosts.py says what a turn is. The long run is
+`python tests/harness/differential/command.py --session hosts`.
 """
 
-from differential import Pair, compare, mounts_of, tmpfs_directory
-from differential_hosts import LEFT_OUT
-from differential_steps import Vocabulary
+from harness.differential.command import Pair, compare, mounts_of, tmpfs_directory
+from harness.differential.hosts import LEFT_OUT
+from harness.differential.steps import Vocabulary
 
 STEPS = 500
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, ClusterMount, Plan
 from conftest import make_mount
-from mountpoint import Mount, eventually
-from processes import Process
+from harness.clusters import Cluster, ClusterMount, Plan
+from harness.mountpoint import Mount, eventually
+from harness.processes import Process
 
 ROUNDS = 60
 TakeProcess = Callable[[], Process]

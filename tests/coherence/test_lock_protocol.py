@@ -1,8 +1,8 @@
 """The protocol of locks between hosts keeps its promises in every order of events, and needs its rules."""
 
 import pytest
-from explorer import Broken, explore
-from model_locks import Bounds, Model, Rules, State
+from harness.models.explorer import Broken, explore
+from harness.models.locks import Bounds, Model, Rules, State
 
 ONCE = Bounds(rounds=1)
 SHARED = Bounds(writers=1, readers=1, rounds=1)

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import lock_counters
 import pytest
-from cluster import Cluster, ClusterMount, Plan
-from mountpoint import eventually
+from harness.clusters import Cluster, ClusterMount, Plan
+from harness.mountpoint import eventually
+from harness.storms import lock_counters
 
 INCREMENTS = int(os.environ.get("IRDMAFS_INCREMENTS") or 2000)
 BETWEEN_FAULTS = 50  # increments

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, ClusterMount, Plan, counters
-from mountpoint import eventually
-from processes import Process
+from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.mountpoint import eventually
+from harness.processes import Process
 
 TTL_S = 2
 SLOTS = 6

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import lost_answers
 import pytest
-from at_signal import SIGNAL
-from cluster import Cluster, ClusterOfChangedMounts, Plan
+from harness.at_signal import SIGNAL
+from harness.clusters import Cluster, ClusterOfChangedMounts, Plan
+from harness.programs import lost_answers
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])

@@ -5,11 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import ended_sessions
 import pytest
-from at_signal import SIGNAL
-from cluster import Cluster, ClusterOfChangedMounts, Plan
-from mountpoint import eventually
+from harness.at_signal import SIGNAL
+from harness.clusters import Cluster, ClusterOfChangedMounts, Plan
+from harness.mountpoint import eventually
+from harness.programs import ended_sessions
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import storm
-from cluster import Cluster, Plan
 from conftest import make_mount
+from harness.clusters import Cluster, Plan
+from harness.storms import programs as storm
 
 PROGRAMS = 3
 SECONDS = float(os.environ.get("IRDMAFS_SECONDS") or 1.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
 
 from irdmafs.backend.namespace import Inode
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster import MIB, ClusterMount
-from cluster_mount import CLUSTER
 from conftest import SESSIONS, make_mount
-from mountpoint import eventually
-from patterns import pattern
-from processes import AS_NOBODY
+from harness.cluster_mount import CLUSTER
+from harness.clusters import MIB, ClusterMount
+from harness.mountpoint import eventually
+from harness.patterns import pattern
+from harness.processes import AS_NOBODY
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
 
 from irdmafs.train.directory import move
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
 
 CALLS = 500
 PROGRAMS = 8

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, Plan
-from mountpoint import eventually
-from patterns import pattern, version_of
+from harness.clusters import MIB, Cluster, Plan
+from harness.mountpoint import eventually
+from harness.patterns import pattern, version_of
 
 REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 150)
 SIZE = 9000

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import make_mount
-from mountpoint import Mount, eventually
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, eventually
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from cluster import Cluster, Plan
-from mountpoint import eventually
-from processes import is_waiting
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import eventually
+from harness.processes import is_waiting
 
 from irdmafs.backend.namespace import Inode
 from irdmafs.coherence.kernel_names import KernelNames

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
-from patterns import pattern
-from processes import Process
+from harness.clusters import Cluster, Plan
+from harness.patterns import pattern
+from harness.processes import Process
 
 MIB = 1 << 20
 TakeProcess = Callable[[], Process]

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from changed_tree import Change, File, Tree, carry_out
-from mountpoint import Mount, eventually
-from patterns import pattern, version_of
-from processes import Process
+from harness.changed_tree import Change, File, Tree, carry_out
+from harness.mountpoint import Mount, eventually
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
@@ -69,7 +69,7 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
 
 STORM = """
 import random
-from changed_tree import Tree, carry_out
+from harness.changed_tree import Tree, carry_out
 rng = random.Random(seed)
 error = None
 while error is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history import (
+from harness.mountpoint import Mount
+from harness.storms.history import (
     EMPTY,
     LATE_NS,
     Operation,
@@ -23,7 +24,6 @@ from history import (
     tiny_content,
     value_of,
 )
-from mountpoint import Mount
 
 SECOND = 1e9
 

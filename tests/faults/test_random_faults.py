@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, Plan
-from faults import AT_ONCE, Fault, Faults, Stall, can_write, percentile, stalls
-from history import Operation, Workers, check
-from reachability import LOOK_EVERY_S, Gap, Lookouts, gaps
+from harness.clusters import MIB, Cluster, Plan
+from harness.storms.faults import AT_ONCE, Fault, Faults, Stall, can_write, percentile, stalls
+from harness.storms.history import Operation, Workers, check
+from harness.storms.reachability import LOOK_EVERY_S, Gap, Lookouts, gaps
 
 # Errors that a storm may bring: a mount was killed, a node is full.
 OF_FAULTS = ("ENOTCONN", "ECONNABORTED", "ENOSPC")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import Cluster, Plan, StoreNode, run_irdmafs
-from etcd_server import EtcdServer
+from harness.clusters import Cluster, Plan, StoreNode, run_irdmafs
+from harness.etcd_server import EtcdServer
 
 from irdmafs.backend.kv import Put, WentBack
 from irdmafs.backend.kv.etcd import EtcdEngine

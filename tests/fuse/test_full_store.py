@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mountpoint import Mount
+from harness.mountpoint import Mount
 
 
 def fill(directory: Path) -> None:

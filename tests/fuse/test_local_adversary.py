@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import make_mount
-from mountpoint import Mount, eventually
-from mute_fuse import MuteFuse
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, eventually
+from harness.processes import Process
+from harness.programs.mute_fuse import MuteFuse
 
 NOBODY, NOBODY_ELSE = 65534, 65533
 XATTR = "user.irdmafs.read_into"

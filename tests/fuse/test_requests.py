@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import make_mount
-from mountpoint import NOT_BLOCKING, Mount
-from processes import Process
+from harness.mountpoint import NOT_BLOCKING, Mount
+from harness.processes import Process
 
 TakeProcess = Callable[[], Process]
 pytestmark = [

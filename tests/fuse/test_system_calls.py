@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mountpoint import Mount
-from processes import Process
-from system_calls import system_calls
+from harness.mountpoint import Mount
+from harness.processes import Process
+from harness.system_calls import system_calls
 
 TakeProcess = Callable[[], Process]
 pytestmark = [

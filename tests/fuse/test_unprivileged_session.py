@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from mountpoint import Mount
-from patterns import pattern, version_of
-from processes import Process
+from harness.mountpoint import Mount
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 NOBODY = 65534
 # Another user who may open every file and nothing else: the interpreter may be installed below a

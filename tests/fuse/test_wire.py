@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import shutil
+import stat
 import struct
 import tempfile
 import traceback
@@ -17,9 +18,9 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from invariants import check
 
 from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
@@ -697,6 +698,28 @@ def write_whole(served: Served, name: bytes, content: bytes) -> int:
         os.write(fd, content)  # as the kernel does, or as a WRITE would
     close(served, node_id, fh)
     return node_id
+
+
+@pytest.mark.parametrize(
+    "mode, umask, made",
+    [
+        (0o644, 0, stat.S_IFREG | 0o644),
+        (stat.S_IFIFO | 0o644, 0o7, stat.S_IFIFO | 0o640),
+        (1 << 16 | stat.S_IFREG | 0o644, 0, stat.S_IFREG | 0o644),
+        (stat.S_IFREG | 0o644, 0xFFFFFFFF, stat.S_IFREG),
+        (stat.S_IFDIR | 0o755, 0, None),
+        (0o170644, 0, None),
+    ],
+)
+def test_mknod_makes_nodes_of_a_known_type_only(mode: int, umask: int, made: int | None) -> None:
+    def talk(served: Served) -> None:
+        data = wire.MKNOD_IN.pack(mode, 0, umask, 0) + b"node\0"
+        error, _ = served.request(Opcode.MKNOD, ROOT, data)
+        assert error == (0 if made else errno.EINVAL)
+        found = served.store.namespace.lookup(ROOT, b"node")
+        assert (found and found.mode) == made
+
+    serve("cached", talk)
 
 
 @pytest.mark.parametrize("opcode", [Opcode.CREATE, Opcode.TMPFILE])

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import pytest
 import trio
-from etcd_server import etcd, new_prefix  # noqa: F401
+from harness.etcd_server import etcd, new_prefix  # noqa: F401
+from harness.memory_engine import MemoryEngine, Place
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from memory_engine import MemoryEngine, Place
 
 from irdmafs.backend.kv import (
     Damaged,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import trio
 import trustme
-from etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
+from harness.etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
 
 from irdmafs.backend.etcd import client
 from irdmafs.backend.etcd import etcd_pb2 as pb

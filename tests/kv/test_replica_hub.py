@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import trio
-from etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import rule, run_state_machine_as_test
-from namespace_model import DIRECTORY, FILE, NamespaceAgainstModel, Thing
-from shared_namespaces import (
+from harness.etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
+from harness.models.namespace import DIRECTORY, FILE, NamespaceAgainstModel, Thing
+from harness.shared_namespaces import (
     HostNamespace,
     Lagging,
     Mirror,
@@ -27,6 +25,8 @@ from shared_namespaces import (
     hosts,
     run,
 )
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
 
 from irdmafs.backend.cluster.replica import Replica

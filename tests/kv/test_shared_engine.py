@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
-from etcd_server import etcd, new_prefix  # noqa: F401
+from harness.etcd_server import etcd, new_prefix  # noqa: F401
 
 from irdmafs.backend.kv import (
     Change,

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import trio
-from etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.models.invariants import check, recount, walk
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.shared_namespaces import Lagging, error_of, host, hosts, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from invariants import check, recount, walk
-from namespace_model import DIRECTORY, FILE, SYMLINK
-from shared_namespaces import Lagging, error_of, host, hosts, run
 
 from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.sqlite import SQLiteEngine

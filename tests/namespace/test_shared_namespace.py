@@ -5,9 +5,9 @@ import random
 
 import pytest
 import trio
-from etcd_server import EtcdServer, etcd, etcd_prefix
-from namespace_model import DIRECTORY, FILE, SYMLINK
-from shared_namespaces import (
+from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.shared_namespaces import (
     HostNamespace,
     Lagging,
     Mirror,

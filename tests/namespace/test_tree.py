@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from harness.models.invariants import check, walk
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, error_of, tree
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule
-from invariants import check, walk
-from namespace_model import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, error_of, tree
 
 from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv import Delete, Put

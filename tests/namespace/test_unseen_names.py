@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from etcd_server import EtcdServer, etcd, etcd_prefix
-from namespace_model import DIRECTORY, FILE, SYMLINK
-from shared_namespaces import HostNamespace, all_at_once, error_of, host, run
+from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host, run
 
 from irdmafs.backend.cluster.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from etcd_server import EtcdServer
+from harness.etcd_server import EtcdServer
 
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import ALARM

@@ -22,8 +22,8 @@ from typing import IO
 
 import pytest
 import trio
-from etcd_server import EtcdServer, etcd
 from harness import forks
+from harness.etcd_server import EtcdServer, etcd
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import trio
 import trio.testing
-from etcd_server import EtcdServer
 from google.protobuf.message import DecodeError
+from harness.etcd_server import EtcdServer
+from harness.secure_cluster import in_trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from secure_cluster import in_trio
 
 from irdmafs.backend.cluster.records import pin_key
 from irdmafs.backend.cluster.replica import Replica

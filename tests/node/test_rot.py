@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import MIB, Cluster, Plan, StoreNode
-from striped import damage, folder, new_content
+from harness.clusters import MIB, Cluster, Plan, StoreNode
+from harness.striped import damage, folder, new_content
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport import Extent

@@ -9,10 +9,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
-from cluster_mount import CLUSTER
-from mountpoint import Mount, run_checked
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import Mount, run_checked
+from harness.processes import Process
 
 SESSIONS = ("kernel", CLUSTER)
 USER, GROUP = 12345, 23456

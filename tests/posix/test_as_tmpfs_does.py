@@ -1,6 +1,6 @@
 """A mount does what a tmpfs does: the same steps of several processes on both, every answer compared.
 
-differences.py lists what may differ. `python tests/differential.py --help` is the long run.
+differences.py lists what may differ. `python tests/harness/differential/command.py --help` is the long run.
 """
 
 import ctypes
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from differences import REFUSED, Leniency
-from differential import (
+from harness.cluster_mount import CLUSTER
+from harness.differential.command import (
     Difference,
     Pair,
     compare,
@@ -27,10 +26,11 @@ from differential import (
     shrink,
     tmpfs_directory,
 )
-from differential_sides import Normal
-from differential_steps import Program, Vocabulary
-from mountpoint import Mount, run_checked
-from processes import Process
+from harness.differential.differences import REFUSED, Leniency
+from harness.differential.sides import Normal
+from harness.differential.steps import Program, Vocabulary
+from harness.mountpoint import Mount, run_checked
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 20

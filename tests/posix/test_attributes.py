@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from file_changes import append, publish, replace
-from mountpoint import Mount, eventually
-from processes import Process, is_waiting
+from harness.cluster_mount import CLUSTER
+from harness.file_changes import append, publish, replace
+from harness.mountpoint import Mount, eventually
+from harness.processes import Process, is_waiting
 
 from irdmafs.backend.namespace import ROOT_INO, watches
 from irdmafs.posix import waits

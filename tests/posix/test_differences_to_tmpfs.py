@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mountpoint import run_checked
+from harness.mountpoint import run_checked
 
 SESSIONS = ("kernel",)
 pytestmark = pytest.mark.beyond_posix

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
-from mountpoint import Mount
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount
+from harness.processes import Process
 
 SESSIONS = ("kernel", CLUSTER)
 TakeProcess = Callable[[], Process]

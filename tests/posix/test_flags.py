@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
-from mountpoint import Mount, run_checked
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, run_checked
+from harness.processes import Process
 
 SESSIONS = ("kernel", CLUSTER)
 TakeProcess = Callable[[], Process]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

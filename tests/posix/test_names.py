@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
-from file_changes import append, publish, replace
-from mountpoint import eventually
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.file_changes import append, publish, replace
+from harness.mountpoint import eventually
+from harness.processes import Process
 
 # pyfuse3 does not carry it.
 SESSIONS = ("kernel", CLUSTER)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount, run_checked
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, run_checked
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount, eventually
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import Mount, eventually
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 import trio
-from cluster import MIB, Cluster, ClusterMount, Plan
-from mountpoint import eventually
-from patterns import pattern, version_of
-from processes import Process
+from harness.clusters import MIB, Cluster, ClusterMount, Plan
+from harness.mountpoint import eventually
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 from irdmafs.callers.processes import PendingSignals, Processes
 

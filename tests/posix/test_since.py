@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount, eventually
-from processes import Process, is_waiting
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, eventually
+from harness.processes import Process, is_waiting
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix

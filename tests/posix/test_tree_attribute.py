@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import eventually
-from processes import AS_NOBODY, NOBODY, Process, is_waiting
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import eventually
+from harness.processes import AS_NOBODY, NOBODY, Process, is_waiting
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount, eventually
-from patterns import pattern
-from processes import Process
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, eventually
+from harness.patterns import pattern
+from harness.processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 

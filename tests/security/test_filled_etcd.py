@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from secure_cluster import SecureCluster, in_trio
+from harness.secure_cluster import SecureCluster, in_trio
 
 from irdmafs.backend.kv import NoSpace, Put
 from irdmafs.backend.kv.etcd import EtcdEngine

@@ -1,8 +1,8 @@
 """Whoever follows a directory is waited for when something changes there: not for long if he means harm."""
 
 import trio
-from cluster import Cluster, Plan, counters
-from mountpoint import eventually
+from harness.clusters import Cluster, Plan, counters
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session

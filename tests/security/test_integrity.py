@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import MIB, Cluster, Plan, counters
-from striped import damage, folder, new_content
+from harness.clusters import MIB, Cluster, Plan, counters
+from harness.striped import damage, folder, new_content
 
 from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
 from irdmafs.backend.store.digest import BLOCK_BYTES, digest_of_bytes

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import MIB, Cluster, Plan
-from processes import AS_NOBODY, Process
+from harness.clusters import MIB, Cluster, Plan
+from harness.processes import AS_NOBODY, Process
 
 pytestmark = [
     pytest.mark.timeout(120),

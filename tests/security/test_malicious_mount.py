@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import trio
-from cluster import MIB, Cluster, Plan
-from striped import folder
+from harness.clusters import MIB, Cluster, Plan
+from harness.striped import folder
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, ClusterMount, Plan, counters
-from mountpoint import eventually
-from processes import Process
+from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.mountpoint import eventually
+from harness.processes import Process
 
 OPEN = "import os, select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll(20_000))"

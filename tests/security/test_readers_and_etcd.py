@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster import Cluster, Plan, counters
-from mountpoint import eventually
-from secure_cluster import in_trio
+from harness.clusters import Cluster, Plan, counters
+from harness.mountpoint import eventually
+from harness.secure_cluster import in_trio
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import ClusterSection

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
 from harness.daemons import Daemon
-from mountpoint import eventually
-from transport_nodes import serving
-from transport_place import Place, memory, mounted
+from harness.mountpoint import eventually
+from harness.transport_nodes import serving
+from harness.transport_place import Place, memory, mounted
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers

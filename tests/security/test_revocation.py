@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import Cluster, Plan, run_irdmafs
-from mountpoint import eventually
+from harness.clusters import Cluster, Plan, run_irdmafs
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from secure_cluster import SecureCluster, in_trio
+from harness.secure_cluster import SecureCluster, in_trio
 
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.lock_claims import guard_key

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mountpoint import Mount, eventually, irdmafs
-from patterns import pattern, version_of
-from processes import Process
+from harness.mountpoint import Mount, eventually, irdmafs
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 NewMount = Callable[..., Mount]
 TakeProcess = Callable[[], Process]

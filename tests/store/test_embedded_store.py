@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from harness.memory_engine import MemoryEngine, Place
+from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from invariants import check
-from memory_engine import MemoryEngine, Place
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.kv import Damaged, NoSpace, Put

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from mountpoint import Mount, irdmafs
-from patterns import pattern
+from harness.mountpoint import Mount, irdmafs
+from harness.patterns import pattern
 
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.store.embedded import embedded_store

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mountpoint import eventually
-from numpy.typing import NDArray
-from training_runs import (
+from harness.mountpoint import eventually
+from harness.training_runs import (
     Arrays,
     gradients,
     model,
@@ -24,6 +23,7 @@ from training_runs import (
     start,
     zeros,
 )
+from numpy.typing import NDArray
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.ahead import Staged

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mountpoint import eventually
+from harness.mountpoint import eventually
+from harness.training_runs import check, newest, ones, parameters, reduce, reduce_until, start
 from safetensors.numpy import save_file
-from training_runs import check, newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace

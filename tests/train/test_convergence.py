@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.training_runs import start
 from numpy.typing import NDArray
-from training_runs import start
 
 from irdmafs.train import Reducer, Worker
 

@@ -5,9 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster import Cluster, ClusterMount, Plan
-from mountpoint import eventually
-from training_runs import model, newest, ones, parameters, reduce, reduce_until, same_bits, start
+from harness.clusters import Cluster, ClusterMount, Plan
+from harness.mountpoint import eventually
+from harness.training_runs import (
+    model,
+    newest,
+    ones,
+    parameters,
+    reduce,
+    reduce_until,
+    same_bits,
+    start,
+)
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory

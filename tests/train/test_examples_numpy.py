@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_programs import EXAMPLES, needs, run
+from harness.example_programs import EXAMPLES, needs, run
 
 
 @needs("sklearn")

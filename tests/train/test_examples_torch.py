@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from example_programs import needs, run
+from harness.example_programs import needs, run
 
 pytestmark = needs("torch")
 

@@ -11,10 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.training_runs import (
+    check,
+    model,
+    newest,
+    ones,
+    parameters,
+    reduce,
+    reduce_until,
+    start,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from training_runs import check, model, newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace

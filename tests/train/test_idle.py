@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Callable
 
-from cluster_mount import CLUSTER
-from mountpoint import NOT_BLOCKING, Mount
-from training_runs import newest, ones, reduce_until, start
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import NOT_BLOCKING, Mount
+from harness.training_runs import newest, ones, reduce_until, start
 
 from irdmafs.train import Reducer, Worker
 

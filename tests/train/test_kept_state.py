@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.training_runs import newest, ones, parameters, reduce, start, zeros
 from safetensors import safe_open
-from training_runs import newest, ones, parameters, reduce, start, zeros
 
 from irdmafs.train import Reducer, TrainConfig, Worker
 from irdmafs.train.directory import TrainDirectory, params_of, state_of

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, Plan
+from harness.clusters import Cluster, Plan
+from harness.training_runs import gradients, model, newest, reduce_until, same_bits, start
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from training_runs import gradients, model, newest, reduce_until, same_bits, start
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.training_runs import newest, reduce, reduce_until
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-from training_runs import newest, reduce, reduce_until
 
 from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin, end
 from irdmafs.train.directory import TrainDirectory

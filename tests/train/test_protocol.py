@@ -1,10 +1,10 @@
 """The protocol of training keeps its promises in every order of events, and needs its rules."""
 
 import pytest
-from explorer import Broken, explore
-from model_removal import Model as RemovalModel
-from model_removal import Rules as RemovalRules
-from model_training import Bounds, Model, Rules
+from harness.models.explorer import Broken, explore
+from harness.models.removal import Model as RemovalModel
+from harness.models.removal import Rules as RemovalRules
+from harness.models.training import Bounds, Model, Rules
 
 KEPT = {
     "two coordinators": Bounds(steps=2),

@@ -12,12 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, Plan
-from mountpoint import eventually
+from harness.clusters import Cluster, Plan
+from harness.mountpoint import eventually
+from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
+from harness.storms.training_worker import (
+    COUNTERS,
+    LEDGER,
+    SHAPES,
+    TOTAL,
+    Records,
+    digest,
+    gradients,
+)
+from harness.training_runs import reduce
 from safetensors.numpy import load_file, save_file
-from training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
-from training_runs import reduce
-from training_worker import COUNTERS, LEDGER, SHAPES, TOTAL, Records, digest, gradients
 
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
 from irdmafs.train.directory import TrainDirectory, state_of

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Daemon, Plan
+from harness.clusters import Cluster, Daemon, Plan
+from harness.mountpoint import eventually
 from harness.parts import ClusterMount, irdmafs_command
-from mountpoint import eventually
-from training_runs import newest, ones, reduce_until, start
+from harness.training_runs import newest, ones, reduce_until, start
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from training_runs import newest, ones, parameters, reduce, start
+from harness.training_runs import newest, ones, parameters, reduce, start
 
 from irdmafs.train import Reducer, Worker, directory
 from irdmafs.train.coordinator import Coordinator

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from training_runs import newest, ones, parameters, reduce, reduce_until, start
+from harness.training_runs import newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove

@@ -6,11 +6,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from harness.training_runs import parameters, reduce, start
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from training_runs import parameters, reduce, start
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.arithmetic import accumulate

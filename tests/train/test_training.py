@@ -15,8 +15,7 @@ from unittest.mock import Mock
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from training_runs import (
+from harness.training_runs import (
     BF16,
     SHAPES,
     gradients,
@@ -31,6 +30,7 @@ from training_runs import (
     start,
     zeros,
 )
+from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import Reducer, TrainError, Worker, begin, end
 from irdmafs.train.config import TrainConfig

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.mountpoint import Mount
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mountpoint import Mount
 
 from irdmafs.train.folders import Seen, seen
 from irdmafs.train.trees import Folder, Trees, look

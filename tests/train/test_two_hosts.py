@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from mountpoint import eventually
-from processes import is_waiting
+from harness.mountpoint import eventually
+from harness.processes import is_waiting
+from harness.training_runs import ones, start
 from safetensors.numpy import load_file, save_file
-from training_runs import ones, start
 
 from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory

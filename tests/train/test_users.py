@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from conftest import make_mount
-from mountpoint import Mount, eventually, run_checked
-from processes import Process
-from training_runs import parameters
+from harness.mountpoint import Mount, eventually, run_checked
+from harness.processes import Process
+from harness.training_runs import parameters
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
 OWNER, WORKER, STRANGER = 1000, 2000, 3000
 TAKES_PART = """
 from pathlib import Path
-from training_runs import *
+from harness.training_runs import *
 from irdmafs.train.directory import TrainDirectory
 run = Path(run)
 train = TrainDirectory(run)

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from harness.transport_place import MiB, Place, memory, mounted, random_bytes, until
 from test_extents import TIMEOUT_S, in_cluster
 from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
-from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.cluster.records import NodeAddress
 from irdmafs.backend.transport import (

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import trio
-from transport_nodes import NodeProcess, serving
-from transport_place import MiB, Place, memory, mounted, random_bytes, until
+from harness.transport_nodes import NodeProcess, serving
+from harness.transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from rdma import need_ports
+from harness.rdma import need_ports
+from harness.transport_nodes import Node, serving
+from harness.transport_place import KiB, Place, memory, mounted, random_bytes, until
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
 from test_strangers import frame
-from transport_nodes import Node, serving
-from transport_place import KiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request

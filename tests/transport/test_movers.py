@@ -15,8 +15,8 @@ import trio
 from ferry.messages import MESSAGES, Bring, Fetch
 from ferry.mover import Ferry
 from ferry.way import BYTES_MIN, FerryWay
-from transport_nodes import serving
-from transport_place import MiB, Place, memory, mounted, random_bytes
+from harness.transport_nodes import serving
+from harness.transport_place import MiB, Place, memory, mounted, random_bytes
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.codec import Codec

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import trio
-from transport_nodes import serving
-from transport_place import memory, mounted
+from harness.transport_nodes import serving
+from harness.transport_place import memory, mounted
 
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.frames import BadMessage

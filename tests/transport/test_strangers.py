@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from harness.transport_place import MiB, Place, memory, mounted, until
 from test_extents import TIMEOUT_S, in_cluster
-from transport_place import MiB, Place, memory, mounted, until
 
 from irdmafs.backend.transport import (
     Distrusted,

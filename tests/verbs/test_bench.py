@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import need_cluster
-from rdma import need_ports
+from harness.clusters import need_cluster
+from harness.rdma import need_ports
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
-import rdma as rdma_ports
 import trio
-from transport_nodes import Node, NodeProcess, serving
-from transport_place import MiB, Place, memory, mounted, until
+from harness import rdma as rdma_ports
+from harness.transport_nodes import Node, NodeProcess, serving
+from harness.transport_place import MiB, Place, memory, mounted, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
 from irdmafs.backend.transport.mover import NotThisWay

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from cluster import Cluster, Plan, run_irdmafs
+from harness.clusters import Cluster, Plan, run_irdmafs
 from hypothesis import given
 from hypothesis import strategies as st
 

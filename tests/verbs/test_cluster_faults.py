@@ -14,12 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import breakable
 import pytest
-import rdma
-from cluster import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
+from harness import rdma
+from harness.clusters import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
 from harness.parts import run_instead
-from history import Workers, check
+from harness.programs import breakable
+from harness.storms.history import Workers, check
 
 pytestmark = pytest.mark.verbs
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import rdma
-from cluster import MIB, Cluster, Plan
 from conftest import make_mount
-from patterns import pattern, version_of
-from processes import Process
+from harness import rdma
+from harness.clusters import MIB, Cluster, Plan
+from harness.patterns import pattern, version_of
+from harness.processes import Process
 
 pytestmark = pytest.mark.verbs
 SIZE_BYTES = 64 * MIB
@@ -66,7 +66,7 @@ def test_read_gets_the_peers_mapped_file(ends: tuple[rdma.End, rdma.End]) -> Non
 REGISTER = """
 import mmap, pyverbs.mr, pyverbs.pd, pyverbs.device
 from pyverbs.pyverbs_error import PyverbsRDMAError
-from rdma import constant
+from harness.rdma import constant
 with pyverbs.device.Context(name=device) as context, pyverbs.pd.PD(context) as domain:
     try:
         pyverbs.mr.MR(domain, size, constant("IBV_ACCESS_LOCAL_WRITE")).close()

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import Cluster as WholeCluster
-from cluster import Plan
-from rdma import need_address
-from transport_nodes import Node, NodeProcess, serving
-from transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
+from harness.clusters import Cluster as WholeCluster
+from harness.clusters import Plan
+from harness.rdma import need_address
+from harness.transport_nodes import Node, NodeProcess, serving
+from harness.transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.growth import Growth

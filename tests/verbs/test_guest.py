@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import rdma
-from guest_tests import GUEST, GuestTests
+from harness import rdma
 from harness.guest.kernel import built_kernel
-from mountpoint import eventually
+from harness.guest_tests import GUEST, GuestTests
+from harness.mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None, numb
 
 @pytest.mark.timeout(120)
 def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
-    program = REPOSITORY / "tests/rdma_hosts.py"
+    program = REPOSITORY / "tests/harness/rdma_hosts.py"
     done = run("pair", "--timeout", 100, "--", sys.executable, program)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     assert "[0] the bytes that host 1 wrote are here" in done.stdout

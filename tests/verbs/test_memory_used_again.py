@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import Cluster, Plan
-from rdma import need_address, ports
-from transport_nodes import Node, serving
-from transport_place import MiB, memory, mounted
+from harness.clusters import Cluster, Plan
+from harness.rdma import need_address, ports
+from harness.transport_nodes import Node, serving
+from harness.transport_place import MiB, memory, mounted
 
 from irdmafs.backend.node.files import Files, Held, Incoming
 from irdmafs.backend.store.sparse import segments

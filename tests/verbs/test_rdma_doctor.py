@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mountpoint import irdmafs
-from rdma import DEVICES, IN_GUEST, REMEDY, Port, need_ports
+from harness.mountpoint import irdmafs
+from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, need_ports
 
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.rdma import Choice

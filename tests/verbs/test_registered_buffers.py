@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, Plan, counters
-from mountpoint import eventually
-from patterns import pattern, version_of
-from rdma import IN_GUEST, REMEDY, need_address, need_ports, ports
+from harness.clusters import MIB, Cluster, ClusterMount, Plan, counters
+from harness.mountpoint import eventually
+from harness.patterns import pattern, version_of
+from harness.rdma import IN_GUEST, REMEDY, need_address, need_ports, ports
 
 from irdmafs import client
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from cluster import Cluster, Plan, train
-from rdma import need_address, ports
-from transport_nodes import serving
-from transport_place import KiB, MiB, memory, mounted, random_bytes
+from harness.clusters import Cluster, Plan, train
+from harness.rdma import need_address, ports
+from harness.transport_nodes import serving
+from harness.transport_place import KiB, MiB, memory, mounted, random_bytes
 
 from irdmafs.backend.store import digest as digest_module
 from irdmafs.backend.store.digest import Stripe, digest_of_bytes

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, ClusterMount, Host, Plan, StoreNode
-from rdma import need_address
-from training_runs import Arrays, start
+from harness.clusters import Cluster, ClusterMount, Host, Plan, StoreNode
+from harness.rdma import need_address
+from harness.training_runs import Arrays, start
 
 from irdmafs.backend.cluster.inquiry import ask_nodes
 from irdmafs.backend.cluster.report import report_of

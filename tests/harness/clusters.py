@@ -1,0 +1,91 @@
+"""Clusters for tests, with skips where it cannot run and logs of what failed."""
+
+import os
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+import harness.cluster
+from harness.cluster import MIB, Plan
+from harness.daemons import Daemon
+from harness.etcd_server import need_etcd
+from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
+from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.training import train
+
+__all__ = [
+    "MIB",
+    "Cluster",
+    "ClusterMount",
+    "ClusterOfChangedMounts",
+    "CommandFailed",
+    "Daemon",
+    "Host",
+    "NoNamespaces",
+    "Plan",
+    "StoreNode",
+    "counters",
+    "need_cluster",
+    "need_network",
+    "run_irdmafs",
+    "train",
+]
+
+
+def counters(mount: ClusterMount) -> dict[str, Any]:
+    """Return what `irdmafs status` tells of a mount and its cluster."""
+    found: dict[str, Any] = mount.status()["cluster"]
+    return found
+
+
+def need_cluster() -> None:
+    """Skip the test where no cluster can run."""
+    need_etcd()
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("no /dev/fuse on this machine")
+
+
+def need_network() -> Network:
+    """A network whose links can be cut. Skips the test where there can be none."""
+    try:
+        return make_network(True)
+    except NoNamespaces as error:
+        pytest.skip(f"links cannot be cut: {error}")
+
+
+class Cluster(harness.cluster.Cluster):
+    """A cluster for a test, which is skipped where it cannot run.
+
+    links: they are to be cut or slowed down, so that it takes namespaces."""
+
+    def __init__(self, plan: Plan, *, links: bool = False) -> None:
+        need_cluster()
+        if links:
+            need_network().close()
+        super().__init__(plan)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, pytest.skip.Exception):
+            # conftest comes too late for a cluster that is the test's own.
+            print(self.logs())
+        super().__exit__(kind, error, traceback)
+
+
+class ClusterOfChangedMounts(Cluster):
+    """Its mounts are run by another program, which is the command `irdmafs` with changes."""
+
+    def __init__(self, plan: Plan, program: str) -> None:
+        super().__init__(plan)
+        self._program = program
+
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        mount = super()._make_mount(host, *arguments, certificate=certificate)
+        return run_instead(mount, self._program)

@@ -1,0 +1,1 @@
+"""Programs of the differential tests: the same steps on two filesystems, and every answer compared."""

@@ -1,0 +1,151 @@
+"""Real etcd for tests: one member or a cluster on this machine, its data in memory.
+
+    with EtcdServer() as server:
+        server.endpoints  # ["127.0.0.1:12345"]
+
+A test that only needs a place of its own takes the fixtures `etcd` (a server for the whole session)
+and `etcd_prefix`. Import both where they are used: a fixture belongs to the module it is found in,
+the server behind it is the same everywhere.
+"""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Self
+
+import pytest
+import trustme
+
+from harness.etcd import Etcd, free_port, missing_programs
+from harness.network import Host
+from harness.scratch import scratch_directory, sweep
+from irdmafs.backend.trust.authority import list_revoked
+
+__all__ = ["PASSWORD", "USER", "EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
+
+USER, PASSWORD = "irdmafs", "a secret"
+
+
+def need_etcd() -> None:
+    """Skip the test where no etcd can run."""
+    if missing := missing_programs():
+        pytest.skip(missing)
+
+
+class EtcdServer(Etcd):
+    """`members` etcd processes that are one cluster. A context manager.
+
+    tls: clients must show a certificate of `ca`; `ca_file`, `cert_file`, `key_file` are theirs.
+    credentials: the same, with the files of `irdmafs cluster init --prepare` in a directory.
+    auth: only USER with PASSWORD may come in; a token is good for `token_ttl_s`.
+    """
+
+    def __init__(
+        self,
+        members: int = 1,
+        *,
+        tls: bool = False,
+        credentials: Path | None = None,
+        auth: bool = False,
+        token_ttl_s: int = 300,
+        quota_bytes: int = 0,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        need_etcd()
+        sweep()
+        directory = scratch_directory()
+        if tls:
+            credentials = directory
+            _make_certificates(directory)
+        files = (str(credentials / name) if credentials else "" for name in _OF_CLIENTS)
+        self.ca_file, self.cert_file, self.key_file = files
+        self._auth = auth
+        super().__init__(
+            [Host(f"m{number}", "127.0.0.1") for number in range(members)],
+            directory,
+            credentials,
+            (
+                "--bcrypt-cost=4",
+                f"--auth-token-ttl={token_ttl_s}",
+                f"--quota-backend-bytes={quota_bytes}",
+                *arguments,
+            ),
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            if self._auth:
+                self._enable_auth()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.kill9()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _enable_auth(self) -> None:
+        self.ctl("user", "add", f"root:{PASSWORD}")
+        self.ctl("user", "grant-role", "root", "root")
+        self.ctl("user", "add", f"{USER}:{PASSWORD}")
+        self.ctl("user", "grant-role", USER, "root")
+        self.ctl("auth", "enable")
+        self.user = f"{USER}:{PASSWORD}"
+
+
+_OF_CLIENTS = ("ca.pem", "admin.pem", "admin.key")
+
+
+def _make_certificates(directory: Path) -> None:
+    """Make the files that `irdmafs cluster init --prepare` makes, by other means."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(directory / "ca.pem"))
+    for name, certificate in (
+        ("etcd", authority.issue_cert("127.0.0.1", "localhost")),
+        ("admin", authority.issue_cert("irdmafs", common_name="irdmafs")),
+    ):
+        certificate.private_key_pem.write_to_path(str(directory / f"{name}.key"))
+        for number, pem in enumerate(certificate.cert_chain_pems):
+            pem.write_to_path(str(directory / f"{name}.pem"), append=number > 0)
+    authority.private_key_pem.write_to_path(str(directory / "ca.key"))
+    (directory / "ca.key").chmod(0o600)
+    list_revoked(str(directory), ())
+
+
+_shared: list[EtcdServer] = []
+_prefixes = itertools.count(1)
+
+
+def shared_etcd() -> EtcdServer:
+    """The etcd server that all tests of the session share; do not stop it."""
+    if not _shared:
+        _shared.append(EtcdServer().__enter__())
+    return _shared[0]
+
+
+def end_shared_etcd() -> None:
+    while _shared:
+        _shared.pop().close()
+
+
+@pytest.fixture(scope="session")
+def etcd() -> EtcdServer:
+    """The etcd server that all tests of the session share; do not stop it."""
+    return shared_etcd()
+
+
+def new_prefix() -> bytes:
+    """A key prefix that no other test uses."""
+    return b"/test-%d-%d/" % (os.getpid(), next(_prefixes))
+
+
+@pytest.fixture
+def etcd_prefix() -> bytes:
+    """A key prefix that no other test uses."""
+    return new_prefix()

@@ -1,0 +1,1 @@
+"""Models of protocols, and what explores them."""

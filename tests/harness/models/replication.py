@@ -1,0 +1,727 @@
+"""The replication protocol of docs/replication.md as a state machine, for explorer.explore.
+
+One group, three nodes, two writers of one file. What is atomic here is atomic there: a transaction in
+etcd, a node applying one revision, a node sealing an extent. All else happens in any order:
+
+* A message is a fact that may be acted on at any later time, any number of times, or never: that is
+  loss, delay, reordering and duplication.
+* A process that does not move is paused, cut off or slow. Nothing here looks at a clock, and whoever
+  holds the lead in its own view may believe any other node dead: leases are not needed for safety.
+* Decisions are taken on the decider's view, which may lag behind etcd by any number of revisions.
+
+The transitions of the configuration are backend.groups', not copies of them. `Rules` names what the
+protocol demands; taking one away must lead to a state that breaks an invariant (test_replication_protocol).
+"""
+
+from collections.abc import Iterator
+
+from harness.models.explorer import Broken
+from harness.models.replication_state import (
+    ABORT,
+    CRASH,
+    DAMAGE,
+    DAMAGED,
+    DOWN,
+    EMPTY,
+    EXPIRY,
+    GAVE_UP,
+    GONE,
+    IDLE,
+    LOSS,
+    NOTHING,
+    PIN,
+    PUBLISHED,
+    REMOVAL,
+    REMOVED,
+    SENDING,
+    UP,
+    Bounds,
+    Etcd,
+    Message,
+    Node,
+    Rules,
+    State,
+    Writer,
+)
+from irdmafs.backend.cluster import groups
+from irdmafs.backend.cluster.records import GroupConfig
+
+Step = tuple[str, State]
+# The log, and the nodes that look at it.
+Seen = tuple[tuple[Etcd, ...], tuple[Node, ...]]
+
+
+class Model:
+    def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
+        self.bounds = bounds
+        self.rules = rules or Rules()
+        # A broken rule may make a difference where the protocol makes none.
+        self._eager = self.rules == Rules()
+        self.configs: list[GroupConfig] = []
+        self._numbers: dict[GroupConfig, int] = {}
+        self._changes: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self._members: list[int] = []
+        self._in_sync: list[int] = []
+        self._shown: list[str] = []
+        # Many states have these in common.
+        self._moved: dict[Seen, Seen] = {}
+        self._swapped: dict[Seen, Seen] = {}
+
+    # --- configurations, by number
+
+    def number(self, config: GroupConfig) -> int:
+        number = self._numbers.get(config)
+        if number is None:
+            number = self._numbers[config] = len(self.configs)
+            self.configs.append(config)
+            self._members.append(sum(1 << node for node in config.members))
+            self._in_sync.append(sum(1 << node for node in config.in_sync))
+            joining = f", joining {config.joining}" if config.joining else ""
+            self._shown.append(f"epoch {config.epoch}, in sync {config.in_sync}{joining}")
+        return number
+
+    def changes(self, config: int, node: int) -> list[tuple[str, int]]:
+        """What the node may put as leader, whoever it believes dead and whatever target it sees."""
+        known = self._changes.get((config, node))
+        if known is not None:
+            return known
+        found: dict[int, str] = {}
+        present = self.configs[config]
+        every = range(self.bounds.nodes)
+        for dead in range(1 << self.bounds.nodes):
+            live = {other for other in every if not dead >> other & 1}
+            if node not in live:
+                continue
+            for target in self.bounds.targets:
+                new = None
+                if groups.leader(present, live) == node:
+                    new = groups.next_step(present, live, target)
+                elif (
+                    not self.rules.last_in_sync_stays
+                    and groups.leader(present, live) is None
+                    and node in present.joining
+                ):
+                    new = GroupConfig(present.epoch + 1, (node,))
+                if new is not None:
+                    reason = f"believes {sorted(set(every) - live)} dead, wants {target}"
+                    found.setdefault(self.number(new), reason)
+        result = [(reason, new) for new, reason in found.items()]
+        self._changes[config, node] = result
+        return result
+
+    # --- the machine
+
+    def initial(self) -> State:
+        bounds = self.bounds
+        config = self.number(GroupConfig(1, bounds.targets[0]))
+        contents = bounds.writers * bounds.contents
+        return State(
+            log=(Etcd(config, NOTHING, (1 << contents) - 1, NOTHING),),
+            nodes=(Node(UP, 0, 0, 0),) * bounds.nodes,
+            writers=tuple(
+                Writer(IDLE, writer * bounds.contents, NOTHING, 0)
+                for writer in range(bounds.writers)
+            ),
+            puts=frozenset(),
+            promotions=frozenset(),
+            owed=0,
+            lost=0,
+            left=bounds.events,
+        )
+
+    def may(self, state: State, kind: str) -> bool:
+        return state.left > 0 and kind in self.bounds.kinds
+
+    def steps(self, state: State) -> Iterator[Step]:
+        for index, writer in enumerate(state.writers):
+            yield from self._writer_steps(state, index, writer)
+        for index, node in enumerate(state.nodes):
+            if node.mode == UP:
+                yield from self._node_steps(state, index, node)
+                yield from self._change_steps(state, index, node)
+                yield from self._crash_steps(state, index, node)
+            elif node.mode in (DOWN, DAMAGED):
+                yield from self._restart_steps(state, index, node)
+        yield from self._late_promotions(state)
+        yield from self._removal_steps(state)
+        yield from self._expiry_steps(state)
+        yield from self._pin_steps(state)
+
+    # --- writers
+
+    def _writer_steps(self, state: State, index: int, writer: Writer) -> Iterator[Step]:
+        head = state.log[-1]
+        name = f"writer {index}"
+        if writer.phase == GAVE_UP:
+            # Its abort messages are still under way.
+            for number, node in enumerate(state.nodes):
+                bit = 1 << writer.content
+                if node.mode == UP and node.sealed & bit and not self._kept_for(state, node, bit):
+                    after = node._replace(sealed=node.sealed & ~bit)
+                    yield (
+                        f"node {number}: drops content {writer.content}, as its writer says",
+                        self._with_node(state, number, after),
+                    )
+            if self.rules.abort_only_when_not_committing:
+                return
+        if writer.phase == PUBLISHED:
+            return
+        if writer.phase in (IDLE, SENDING):
+            yield from self._send_steps(state, index, writer)
+        if writer.phase in (SENDING, GAVE_UP) and self._may_commit(head, writer):
+            self._check_commit(state, head, writer.content)
+            published = Writer(PUBLISHED, writer.content, NOTHING, 0)
+            done = self._with_writer(state, index, published)
+            yield (
+                f"{name}: commits content {writer.content} under {self.show(writer.config)}",
+                self._put(done, head._replace(named=writer.content)),
+            )
+        if writer.phase != SENDING:
+            return
+        if not head.sessions >> writer.content & 1:
+            last = (writer.content + 1) % self.bounds.contents == 0
+            again = Writer(GAVE_UP, writer.content, writer.config, 0)
+            if not last:
+                again = Writer(IDLE, writer.content + 1, NOTHING, 0)
+            yield (
+                f"{name}: learns that its session is over",
+                self._with_writer(state, index, again),
+            )
+        elif self.may(state, ABORT):
+            gone = writer._replace(phase=GAVE_UP)
+            yield (
+                f"{name}: gives content {writer.content} up",
+                self._with_writer(state, index, gone)._replace(left=state.left - 1),
+            )
+
+    def _send_steps(self, state: State, index: int, writer: Writer) -> Iterator[Step]:
+        """Send to the members of a configuration that it may know; what was acknowledged under the one
+        before counts where groups.has_still says so."""
+        before = None if writer.config == NOTHING else self.configs[writer.config]
+        for config in {etcd.config for etcd in state.log}:
+            now = self.configs[config]
+            if before is not None and now.epoch <= before.epoch:
+                continue
+            acks = 0
+            if before is not None:
+                for node in now.members:
+                    if writer.acks >> node & 1 and (
+                        groups.has_still(before, now, node)
+                        or not self.rules.acknowledgement_is_of_one_configuration
+                    ):
+                        acks |= 1 << node
+            sending = Writer(SENDING, writer.content, config, acks)
+            yield (
+                f"writer {index}: sends content {writer.content} to {self.show(config)}",
+                self._with_put(self._with_writer(state, index, sending), writer.content, config),
+            )
+
+    def _may_commit(self, head: Etcd, writer: Writer) -> bool:
+        rules = self.rules
+        needed = self._members if rules.writer_includes_joining else self._in_sync
+        if needed[writer.config] & ~writer.acks:
+            return False
+        if rules.commit_compares_configuration and head.config != writer.config:
+            return False
+        return not rules.commit_compares_session or bool(head.sessions >> writer.content & 1)
+
+    # --- nodes
+
+    def _node_steps(self, state: State, index: int, node: Node) -> Iterator[Step]:
+        view = state.log[node.view]
+        here = 1 << index
+        if node.view + 1 < len(state.log):
+            moved = self._applied(state, index, node)
+            yield f"node {index}: applies a revision", self._with_node(state, index, moved)
+
+        for content, config in state.puts:
+            if not self._accepts(view, here, content, config):
+                continue
+            bit = 1 << content
+            if node.torn & bit:
+                continue
+            if self.bounds.torn and not node.sealed & bit:
+                receiving = Node(UP, node.view, node.sealed, node.torn | bit)
+                yield (
+                    f"node {index}: begins to receive content {content}",
+                    self._with_node(state, index, receiving),
+                )
+                continue
+            sealed = Node(UP, node.view, node.sealed | bit, node.torn)
+            after = self._acknowledged(self._with_node(state, index, sealed), here, content, config)
+            if after != state:
+                yield f"node {index}: seals content {content}, acknowledges", after
+        for content in range(node.torn.bit_length()):
+            bit = 1 << content
+            if not node.torn & bit:
+                continue
+            if not self.rules.node_serves_only_sealed:
+                raise Broken(f"a reader gets part of content {content} from node {index}")
+            # It may have begun under an older configuration: what counts is who is told of it.
+            sealed = Node(UP, node.view, node.sealed | bit, node.torn & ~bit)
+            after = self._with_node(state, index, sealed)
+            for _, config in sorted(put for put in state.puts if put[0] == content):
+                if self._members[config] & here and self._is_known(config, view):
+                    after = self._acknowledged(after, here, content, config)
+            yield f"node {index}: has all of content {content}, seals, acknowledges", after
+            dropped = Node(UP, node.view, node.sealed, node.torn & ~bit)
+            yield (
+                f"node {index}: loses the connection that brings content {content}",
+                self._with_node(state, index, dropped),
+            )
+
+        if self._members[view.config] & here and view.named != NOTHING:
+            bit = 1 << view.named
+            have = any(
+                other.mode == UP and other.sealed & bit and number != index
+                for number, other in enumerate(state.nodes)
+            )
+            if not node.sealed & bit and have:
+                copied = Node(UP, node.view, node.sealed | bit, node.torn)
+                yield (
+                    f"node {index}: copies content {view.named} from another",
+                    self._with_node(state, index, copied),
+                )
+        left_behind = node.sealed & ~self._bit(view.pin)
+        if left_behind and not self._members[view.config] & here:
+            freed = Node(UP, node.view, node.sealed & ~left_behind, node.torn)
+            yield (
+                f"node {index}: frees what it kept as a member",
+                self._with_node(state, index, freed),
+            )
+        if not self.rules.pending_lives_with_its_session:
+            for content in range(node.sealed.bit_length()):
+                bit = 1 << content
+                if node.sealed & bit and not self._kept_for(state, node, bit):
+                    freed = node._replace(sealed=node.sealed & ~bit)
+                    yield (
+                        f"node {index}: frees content {content}, which nobody names for long",
+                        self._with_node(state, index, freed),
+                    )
+        named = self._bit(view.named)
+        if (
+            not self.rules.old_version_stays_until_superseded
+            and node.sealed & named
+            and node.sealed != named
+        ):
+            newer = node._replace(sealed=node.sealed & ~named)
+            yield (
+                f"node {index}: frees content {view.named}, as a newer one is here",
+                self._with_node(state, index, newer),
+            )
+
+    def _accepts(self, view: Etcd, here: int, content: int, config: int) -> bool:
+        if not view.sessions >> content & 1:
+            return False
+        if config == view.config:
+            return bool(self._members[config] & here)
+        if not self._is_known(config, view):
+            waits = self.rules.node_waits_for_newer_configuration
+            return not waits and bool(self._members[config] & here)
+        member = self._members[view.config] & self._members[config] & here
+        return not self.rules.node_fences_older_configuration and bool(member)
+
+    def _is_known(self, config: int, view: Etcd) -> bool:
+        return self.configs[config].epoch <= self.configs[view.config].epoch
+
+    def _acknowledged(self, state: State, here: int, content: int, config: int) -> State:
+        for index, writer in enumerate(state.writers):
+            if writer[:3] == (SENDING, content, config) and not writer.acks & here:
+                return self._with_writer(state, index, writer._replace(acks=writer.acks | here))
+        return state
+
+    def _applied(self, state: State, index: int, node: Node) -> Node:
+        """The node follows etcd by one revision, and frees what it shows not to be needed."""
+        old, new = state.log[node.view], state.log[node.view + 1]
+        if self._is_removed(state, index, new.config):
+            return Node(DOWN, NOTHING, node.sealed, 0)
+        pinned = 1 << new.pin if new.pin != NOTHING and self.rules.pinned_stays else 0
+        free = 0
+        if old.named != new.named and old.named != NOTHING:
+            free |= 1 << old.named
+        if old.pin != new.pin and old.pin not in (NOTHING, new.named):
+            free |= 1 << old.pin
+        free |= (old.sessions & ~new.sessions) & ~self._bit(new.named)
+        torn = node.torn & new.sessions
+        if not self._members[new.config] >> index & 1 and not self.bounds.leftovers:
+            free, torn = -1, 0
+        return Node(UP, node.view + 1, node.sealed & ~(free & ~pinned), torn)
+
+    def _kept_for(self, state: State, node: Node, bit: int) -> int:
+        view = state.log[node.view]
+        return bit & (self._bit(view.named) | self._bit(view.pin))
+
+    # --- configurations
+
+    def _change_steps(self, state: State, index: int, node: Node) -> Iterator[Step]:
+        head, view = state.log[-1], state.log[node.view]
+        present = self.configs[view.config]
+        if present.epoch >= self.bounds.epochs:
+            return
+        if head.config != view.config and self.rules.change_compares_configuration:
+            return
+        for reason, new in self.changes(view.config, index):
+            yield (
+                f"node {index}: {reason}: {self.show(new)}",
+                self._put(state, head._replace(config=new)),
+            )
+        if index not in present.joining:
+            return
+        shown = view
+        if not self.rules.promotion_looks_at_its_own_revision:
+            # It made its list before it was told to join.
+            shown = state.log[0]
+        missing = self._bit(shown.named) & ~node.sealed & ~state.lost
+        if missing and self.rules.promotion_compares_contents:
+            return
+        if self.bounds.late_promotions:
+            message = (index, view.config)
+            if message not in state.promotions:
+                yield (
+                    f"node {index}: has all and asks to be in sync",
+                    state._replace(promotions=state.promotions | {message}),
+                )
+            return
+        new = self.number(groups.promoted(present, index))
+        yield (
+            f"node {index}: has all and is in sync: {self.show(new)}",
+            self._put(state, head._replace(config=new)),
+        )
+
+    def _late_promotions(self, state: State) -> Iterator[Step]:
+        head = state.log[-1]
+        for node, config in state.promotions:
+            if config == head.config and node not in (REMOVED, EMPTY):
+                new = self.number(groups.promoted(self.configs[config], node))
+                yield (
+                    f"etcd: node {node} is in sync: {self.show(new)}",
+                    self._put(state, head._replace(config=new)),
+                )
+
+    def _is_removed(self, state: State, node: int, config: int) -> bool:
+        """Whether the node was in sync when all who were had been removed. If it lives it learns that
+        with the configuration which was put then: its session was over before, and there is no new one."""
+        return (REMOVED, config) in state.promotions and bool(self._in_sync[config] >> node & 1)
+
+    def _removal_steps(self, state: State) -> Iterator[Step]:
+        head = state.log[-1]
+        present = self.configs[head.config]
+        removed, empty = (REMOVED, head.config), (EMPTY, head.config)
+        if present.epoch >= self.bounds.epochs:
+            return
+        if removed not in state.promotions:
+            if not self.may(state, REMOVAL):
+                return
+            config, after = head.config, state
+            if self.rules.group_is_fenced_before_it_is_emptied:
+                config = self.number(groups.refenced(present))
+                after = self._put(state, head._replace(config=config))
+            elif any(state.nodes[node].mode == UP for node in present.in_sync):
+                return  # how it learns of it is not what this is about
+            yield (
+                f"admin: removes all in sync: {self.show(config)}",
+                after._replace(
+                    promotions=state.promotions | {(REMOVED, config)}, left=state.left - 1
+                ),
+            )
+            return
+        if head.named != NOTHING:
+            yield (
+                f"admin: unlinks what names content {head.named}",
+                self._put(state, head._replace(named=NOTHING)),
+            )
+        is_empty = head.named == NOTHING or not self.rules.group_is_emptied_when_nothing_is_named
+        if is_empty and empty not in state.promotions:
+            yield (
+                "elected node: sees that nothing is named",
+                state._replace(promotions=state.promotions | {empty}),
+            )
+        if empty in state.promotions:
+            for target in self.bounds.targets:
+                nodes = tuple(
+                    node
+                    for node in target
+                    if node not in present.in_sync and state.nodes[node].mode != GONE
+                )
+                if nodes:
+                    new = self.number(groups.emptied(present, *nodes))
+                    yield (
+                        f"elected node: begins anew: {self.show(new)}",
+                        self._put(state, head._replace(config=new)),
+                    )
+
+    # --- faults
+
+    def _crash_steps(self, state: State, index: int, node: Node) -> Iterator[Step]:
+        if (
+            not node.sealed | node.torn
+            and not self._members[state.log[node.view].config] >> index & 1
+        ):
+            return  # to be dead, slow or unemployed is one
+        owed = state.owed & ~(1 << index)
+        left = state.left - 1
+        if self.may(state, CRASH):
+            down = self._with_node(state, index, Node(DOWN, NOTHING, node.sealed, 0))
+            yield f"node {index}: dies", down._replace(left=left)
+        if self.may(state, LOSS):
+            gone = self._with_node(state, index, Node(GONE, NOTHING, 0, 0))
+            yield f"node {index}: dies with its store", gone._replace(left=left, owed=owed)
+        if self.may(state, DAMAGE) and node.sealed:
+            damaged = self._with_node(state, index, Node(DAMAGED, NOTHING, 0, 0))
+            yield (
+                f"node {index}: dies; what it kept is damaged",
+                damaged._replace(left=left, owed=owed),
+            )
+
+    def _restart_steps(self, state: State, index: int, node: Node) -> Iterator[Step]:
+        """The node looks at etcd and at its store before it comes back."""
+        head = state.log[-1]
+        config = self.configs[head.config]
+        if self._is_removed(state, index, head.config):
+            return
+        here = 1 << index
+        keep = self._bit(head.named) | self._bit(head.pin)
+        if self.rules.restart_keeps_pending:
+            keep |= head.sessions
+        if not self._members[head.config] & here and not self.bounds.leftovers:
+            keep = self._bit(head.pin)
+        sealed = node.sealed & keep
+        changed: GroupConfig | None = None
+        lost = state.lost
+        if node.mode == DAMAGED and index in config.members:
+            missing = self._bit(head.named) & ~sealed
+            if index in config.in_sync and missing and self.rules.restart_verifies:
+                if len(config.in_sync) > 1:
+                    changed = groups.demoted(config, index)
+                else:
+                    lost |= missing
+            if changed is None and self.rules.restart_refences:
+                changed = groups.refenced(config)
+        if changed is not None and config.epoch >= self.bounds.epochs:
+            return
+        after = state._replace(lost=lost)
+        said = ""
+        if changed is not None:
+            after = self._put(after, head._replace(config=self.number(changed)))
+            said = f": {self.show(self.number(changed))}"
+        up = Node(UP, len(after.log) - 1, sealed, 0)
+        yield f"node {index}: comes back{said}", self._with_node(after, index, up)
+
+    def _expiry_steps(self, state: State) -> Iterator[Step]:
+        if not self.may(state, EXPIRY):
+            return
+        head = state.log[-1]
+        for index, writer in enumerate(state.writers):
+            bit = 1 << writer.content
+            if writer.phase == IDLE or not head.sessions & bit:
+                continue
+            after = self._put(state, head._replace(sessions=head.sessions & ~bit))
+            yield f"etcd: the session of writer {index} ends", after._replace(left=state.left - 1)
+
+    def _pin_steps(self, state: State) -> Iterator[Step]:
+        head = state.log[-1]
+        if head.pin != NOTHING:
+            after = self._put(state, head._replace(pin=NOTHING))
+            yield f"reader: unpins content {head.pin}", after._replace(owed=0)
+            return
+        if not self.may(state, PIN):
+            return
+        for content in {etcd.named for etcd in state.log} - {NOTHING}:
+            if content != head.named and self.rules.pin_compares_version:
+                continue
+            if state.lost >> content & 1:
+                continue
+            owed = 0
+            for node in self.configs[head.config].in_sync:
+                if state.nodes[node].mode in (UP, DOWN):
+                    owed |= 1 << node
+            after = self._put(state, head._replace(pin=content))
+            yield f"reader: pins content {content}", after._replace(owed=owed, left=state.left - 1)
+
+    # --- small parts
+
+    def _bit(self, content: int) -> int:
+        return 0 if content == NOTHING else 1 << content
+
+    def _with_node(self, state: State, index: int, node: Node) -> State:
+        # As state._replace does, in half the time: this is most of what the explorer does.
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        nodes = (*nodes[:index], node, *nodes[index + 1 :])
+        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+
+    def _with_writer(self, state: State, index: int, writer: Writer) -> State:
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        writers = (*writers[:index], writer, *writers[index + 1 :])
+        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+
+    def _with_put(self, state: State, content: int, config: int) -> State:
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        puts = puts | {(content, config)}
+        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+
+    def _put(self, state: State, etcd: Etcd) -> State:
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        return State((*log, etcd), nodes, writers, puts, promotions, owed, lost, left)
+
+    def show(self, config: int) -> str:
+        return self._shown[config]
+
+    # --- what must hold
+
+    def check(self, state: State) -> None:
+        head = state.log[-1]
+        named = self._bit(head.named) & ~state.lost
+        in_sync = self._in_sync[head.config]
+        for index, node in enumerate(state.nodes):
+            if node.mode not in (UP, DOWN):
+                continue
+            if named & ~node.sealed and in_sync >> index & 1:
+                raise Broken(
+                    f"node {index} is in sync and lacks content {head.named}, the current one"
+                )
+            if head.pin != NOTHING and state.owed >> index & 1 and not node.sealed >> head.pin & 1:
+                raise Broken(f"node {index} freed content {head.pin}, which a reader has pinned")
+            if node.mode == UP and node.view == len(state.log) - 1:
+                allowed = named | state.lost | self._bit(head.pin)
+                if self._members[head.config] >> index & 1 or self.bounds.leftovers:
+                    allowed |= head.sessions
+                if node.sealed & ~allowed:
+                    raise Broken(f"node {index} keeps what nobody will ever need: {node}")
+
+    def canonical(self, state: State) -> State:
+        """One state for all that are alike: reduced, and with the writers in one order."""
+        if len(state.writers) == 2:
+            first, second = state.writers
+            own = first.content, second.content - self.bounds.contents
+            if (first.phase, own[0], *first[2:]) < (second.phase, own[1], *second[2:]):
+                return self.swapped(state)
+        return state
+
+    def _check_commit(self, state: State, head: Etcd, content: int) -> None:
+        for index, node in enumerate(state.nodes):
+            if (
+                self._members[head.config] >> index & 1
+                and node.mode in (UP, DOWN)
+                and not node.sealed >> content & 1
+            ):
+                raise Broken(f"content {content} is committed, and member {index} lacks it")
+
+    def alike(self, state: State) -> tuple[State, ...]:
+        return (state, self.swapped(state)) if len(state.writers) == 2 else (state,)
+
+    def reduced(self, state: State) -> State:
+        """Without what no step looks at any more."""
+        before = state.log, state.nodes
+        after = self._moved.get(before)
+        if after is None:
+            after = self._moved[before] = self._as_moved(*before)
+        log, nodes = after
+        promotions = state.promotions
+        if promotions:
+            promotions = frozenset(sent for sent in promotions if sent[1] == log[-1].config)
+        puts = state.puts
+        if puts:
+            puts = self._awaited(puts, log, nodes, state.writers)
+        if (
+            after == before
+            and len(puts) == len(state.puts)
+            and len(promotions) == len(state.promotions)
+        ):
+            return state
+        return State(
+            log, nodes, state.writers, puts, promotions, state.owed, state.lost, state.left
+        )
+
+    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+        """Return the log and the nodes, each node as far as it gets without doing anything."""
+        head = len(log) - 1
+        oldest = head
+        for index, node in enumerate(nodes):
+            if node.mode != UP:
+                continue
+            view = node.view
+            while view < head and self._is_unmoved(index, node, log[view], log[view + 1]):
+                view += 1
+            if view != node.view:
+                node = Node(UP, view, node.sealed, node.torn)
+                nodes = (*nodes[:index], node, *nodes[index + 1 :])
+            if view < oldest:
+                oldest = view
+        if oldest:
+            log = log[oldest:]
+            nodes = tuple(
+                Node(UP, node.view - oldest, node.sealed, node.torn) if node.mode == UP else node
+                for node in nodes
+            )
+        return log, nodes
+
+    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd) -> bool:
+        """Whether the node does the same whether it has seen a revision or not: it need not wait."""
+        if not self._eager:
+            return False
+        if not self._members[old.config] >> index & 1 and not node.sealed:
+            return not self._members[new.config] >> index & 1
+        return (
+            old.config == new.config
+            and old.sessions == new.sessions
+            and not node.sealed & (self._bit(old.named) | self._bit(old.pin))
+            and bool(self._in_sync[old.config] >> index & 1)
+        )
+
+    def _awaited(
+        self,
+        puts: frozenset[Message],
+        log: tuple[Etcd, ...],
+        nodes: tuple[Node, ...],
+        writers: tuple[Writer, ...],
+    ) -> frozenset[Message]:
+        """The puts that some node may still take, or is taking."""
+        if self.bounds.late_puts:
+            kept = frozenset(put for put in puts if log[0].sessions >> put[0] & 1)
+        else:
+            kept = puts & {writer[1:3] for writer in writers if writer.phase == SENDING}
+        if kept and self.rules.node_fences_older_configuration:
+            known = {etcd.config for etcd in log}
+            torn = 0
+            for node in nodes:
+                torn |= node.torn
+            kept = frozenset(put for put in kept if put[1] in known or torn >> put[0] & 1)
+        return kept
+
+    def swapped(self, state: State) -> State:
+        """The two writers, and their contents, change places."""
+        before = state.log, state.nodes
+        after = self._swapped.get(before)
+        if after is None:
+            after = self._swapped[before] = self._as_swapped(*before)
+        first, second = (
+            Writer(writer.phase, self._other(writer.content), writer.config, writer.acks)
+            for writer in state.writers
+        )
+        return State(
+            *after,
+            (second, first),
+            frozenset((self._other(content), config) for content, config in state.puts),
+            state.promotions,
+            state.owed,
+            self._others(state.lost),
+            state.left,
+        )
+
+    def _as_swapped(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+        other, others = self._other, self._others
+        return (
+            tuple(Etcd(e.config, other(e.named), others(e.sessions), other(e.pin)) for e in log),
+            tuple(Node(n.mode, n.view, others(n.sealed), others(n.torn)) for n in nodes),
+        )
+
+    def _other(self, content: int) -> int:
+        """The content of the other writer that has the same place among its contents."""
+        size = self.bounds.contents
+        return content if content == NOTHING else (content + size) % (2 * size)
+
+    def _others(self, contents: int) -> int:
+        """The same for a set of contents."""
+        size = self.bounds.contents
+        low = (1 << size) - 1
+        return contents >> size | (contents & low) << size

@@ -1,0 +1,411 @@
+"""The protocol of docs/training.md as a state machine, for explorer.explore.
+
+Workers push; coordinators and reducers make versions. Each step of a process is one operation on files,
+which is atomic there, and happens at any time: so a process that stops anywhere, for as long as others
+take its place, is every order of steps. Locks are left out: any number of coordinators and reducers may
+believe that the part is theirs.
+
+The decisions are irdmafs.train.plan's, not copies of them. `Rules` names what the protocol demands; taking
+one away must lead to a push that counts twice, or never, or to a version made from two plans.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import permutations, product
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from harness.models.explorer import Broken
+from irdmafs.train.config import TrainConfig
+from irdmafs.train.plan import Push, first_plan, next_plan, pending
+
+T = TypeVar("T")
+
+
+class Key(NamedTuple):
+    """A push: its worker and its step, and which process of that name made it."""
+
+    worker: str
+    step: int
+    by: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"{self.worker}@{self.step};by={self.by}"
+
+
+class Rules(NamedTuple):
+    plan_is_made_once: bool = True
+    commit_never_replaces: bool = True
+    only_pending_pushes_count: bool = True
+    tidies_only_what_counted: bool = True
+    commits_when_all_shards_are_there: bool = True
+    attempts_have_directories_of_their_own: bool = True
+    joining_removes_what_is_staged: bool = True
+    joining_lists_pushes_after_removing: bool = True
+    joining_reads_clocks_after_listing: bool = True
+    sums_ahead_are_of_the_planned_files: bool = True
+
+
+class Bounds(NamedTuple):
+    """`workers` push `steps` each; `coordinators` and, for each of `shards`, `reducers` make
+    versions. `again`: a worker that does not know that its push was acknowledged may push it again.
+    `removals`: pushes that somebody removes who should not. `replaced`: the first worker may be stopped
+    for a while, and another process takes its place. `ahead`: reducers sum what is staged before there is
+    a plan."""
+
+    workers: int = 2
+    steps: int = 1
+    coordinators: int = 2
+    shards: int = 1
+    reducers: int = 1
+    sync: str = "async"
+    again: bool = False
+    removals: int = 0
+    replaced: bool = False
+    ahead: bool = False
+
+
+class Made(NamedTuple):
+    """A plan, and by which plan each shard was made: None, not yet. `skipped`: pushes that were gone when
+    this attempt was planned, and count for nothing."""
+
+    pushes: tuple[Key, ...]
+    clocks: tuple[tuple[str, int], ...]
+    shards: tuple[tuple[Key, ...] | None, ...]
+    skipped: tuple[Key, ...] = ()
+
+
+class Process(NamedTuple):
+    """A coordinator or a reducer: how far it is, the newest version that it knows, and what it read.
+    `attempt`: whose plan that is."""
+
+    phase: str = "idle"
+    newest: int = 0
+    read: tuple[Key, ...] = ()
+    attempt: int = 0
+
+
+class Worker(NamedTuple):
+    """A process with the name of the worker that is replaced. `step`: the last one that it knows to be
+    pushed; `joined`: how many of the operations of joining it has done."""
+
+    phase: str = "idle"
+    step: int = 0
+    joined: int = 0
+
+
+class State(NamedTuple):
+    """`acknowledged`: pushes whose rename returned; `present`: files in push/; `removed`: those that were
+    removed while they had to count. `versions` and `next`: the directories, by number, and in next by
+    number and attempt."""
+
+    acknowledged: frozenset[Key]
+    present: frozenset[Key]
+    removed: frozenset[Key]
+    versions: tuple[tuple[int, Made], ...]
+    next: tuple[tuple[tuple[int, int], Made], ...]
+    coordinators: tuple[Process, ...]
+    reducers: tuple[Process, ...]
+    replaced: tuple[Worker, ...] = ()
+
+
+class Model:
+    """A machine for explorer.explore."""
+
+    def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
+        self._bounds = bounds
+        self._rules = rules or Rules()
+        self._config = TrainConfig(sync=bounds.sync, workers=bounds.workers)
+        self._joining = ["removes", "lists", "reads clocks"]
+        if not self._rules.joining_removes_what_is_staged:
+            self._joining.remove("removes")
+        elif not self._rules.joining_lists_pushes_after_removing:
+            self._joining = ["lists", "removes", "reads clocks"]
+        elif not self._rules.joining_reads_clocks_after_listing:
+            self._joining = ["removes", "reads clocks", "lists"]
+
+    def initial(self) -> State:
+        bounds = self._bounds
+        first = Made((), (), ((),) * bounds.shards)
+        return State(
+            frozenset(), frozenset(), frozenset(), ((0, first),), (),
+            (Process(),) * bounds.coordinators, (Process(),) * (bounds.reducers * bounds.shards),
+            (Worker(joined=len(self._joining)), Worker("joins")) if bounds.replaced else (),
+        )  # fmt: skip
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        for number, worker in enumerate(state.replaced):
+            for label, after, then in self._work(state, worker, number):
+                workers = _with(after.replaced, number, then)
+                yield f"process {number} of worker 0 {label}", after._replace(replaced=workers)
+        for number in range(self._bounds.replaced, self._bounds.workers):
+            done = sum(key.worker == f"w{number}" for key in state.acknowledged)
+            if done < self._bounds.steps:
+                key = Key(f"w{number}", done + 1)
+                yield (
+                    f"worker {number} pushes {done + 1}",
+                    state._replace(
+                        acknowledged=state.acknowledged | {key}, present=state.present | {key}
+                    ),
+                )
+        if self._bounds.again:
+            for key in sorted(state.acknowledged - state.present):
+                yield f"{key} is pushed again", state._replace(present=state.present | {key})
+        if len(state.removed) < self._bounds.removals:
+            for key in sorted(state.present):
+                yield (
+                    f"{key} is removed by its user",
+                    state._replace(present=state.present - {key}, removed=state.removed | {key}),
+                )
+        for number, process in enumerate(state.coordinators):
+            for label, after, now in self._coordinate(state, process):
+                processes = _with(after.coordinators, number, now)
+                yield f"coordinator {number} {label}", after._replace(coordinators=processes)
+        for number, process in enumerate(state.reducers):
+            shard = number % self._bounds.shards
+            for label, after, now in self._reduce(state, process, shard):
+                processes = _with(after.reducers, number, now)
+                yield f"reducer {number} {label}", after._replace(reducers=processes)
+
+    # -- a worker that is replaced -----------------------------------------------------------------
+
+    def _work(self, state: State, me: Worker, number: int) -> Iterator[tuple[str, State, Worker]]:
+        if me.phase == "ended":
+            return
+        if me.joined < len(self._joining):
+            label = self._joining[me.joined]
+            after, step = state, me.step
+            if label == "removes":
+                # The other is stopped, or will find its directory gone.
+                after = state._replace(replaced=_with(state.replaced, 0, Worker("ended")))
+            elif label == "lists":
+                step = max([step, *(key.step for key in state.present if key.worker == "w0")])
+            else:
+                step = max(step, dict(state.versions[-1][1].clocks).get("w0", 0))
+            joined = me.joined + 1
+            phase = "idle" if joined == len(self._joining) else me.phase
+            yield label, after, Worker(phase, step, joined)
+        elif me.phase == "idle" and me.step < self._bounds.steps:
+            yield "writes a push", state, me._replace(phase="publishes")
+        elif me.phase == "publishes":
+            key = Key("w0", me.step + 1, number)
+            after = state._replace(
+                acknowledged=state.acknowledged | {key}, present=state.present | {key}
+            )
+            yield f"publishes {key.step}", after, me._replace(phase="idle", step=key.step)
+
+    # -- a coordinator -----------------------------------------------------------------------------
+
+    def _coordinate(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
+        versions = dict(state.versions)
+        if me.phase == "idle":
+            newest = max(versions)
+            yield f"sees version {newest}", state, Process("tidies", newest)
+        elif me.phase == "tidies":
+            gone = {*versions[me.newest].pushes, *versions[me.newest].skipped}
+            if not self._rules.tidies_only_what_counted:
+                gone = set(state.present)
+            after = state._replace(
+                present=state.present - gone,
+                next=tuple(item for item in state.next if item[0][0] > me.newest),
+            )
+            yield "tidies", after, me._replace(phase="looks")
+        elif me.phase == "looks":
+            made = _making(state, me.newest + 1)
+            if made is not None:
+                attempt, plan = made
+                read = me._replace(phase="commits", read=plan.pushes, attempt=attempt)
+                yield "reads the plan", state, read
+            else:
+                listed = tuple(sorted(state.present))
+                yield "lists pushes", state, me._replace(phase="plans", read=listed)
+        elif me.phase == "plans":
+            yield from self._plan(state, me)
+        elif me.phase == "commits":
+            yield from self._commit(state, me)
+        elif me.phase == "tries again":
+            yield from self._try_again(state, me)
+
+    def _plan(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
+        clocks = dict(dict(state.versions)[me.newest].clocks)
+        if not self._rules.only_pending_pushes_count:
+            clocks = {}
+        read = {key.path: key for key in me.read}
+        pushes = [Push(key.worker, key.step, path) for path, key in read.items()]
+        newest = msgspec.structs.replace(
+            first_plan(self._config, 0), version=me.newest, clocks=clocks
+        )
+        plan = next_plan(self._config, newest, pushes, ())
+        if plan is None:
+            yield "finds too few", state, Process()
+            return
+        keys = tuple(read[push.path] for push in plan.pushes)
+        made = Made(keys, tuple(sorted(plan.clocks.items())), (None,) * self._bounds.shards)
+        yield from self._write(state, (plan.version, 0), made)
+
+    def _write(
+        self, state: State, target: tuple[int, int], made: Made
+    ) -> Iterator[tuple[str, State, Process]]:
+        nexts = dict(state.next)
+        there = nexts.get(target)
+        if there is not None and self._rules.plan_is_made_once:
+            yield "finds a plan", state, Process()
+            return
+        nexts[target] = made if there is None else made._replace(shards=there.shards)
+        yield "plans", state._replace(next=tuple(sorted(nexts.items()))), Process()
+
+    def _commit(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
+        versions, nexts = dict(state.versions), dict(state.next)
+        number = me.newest + 1
+        made = nexts.get((number, me.attempt))
+        complete = made is not None and None not in made.shards
+        if made is None:
+            yield "finds the directory gone", state, Process()
+        elif not (complete or not self._rules.commits_when_all_shards_are_there):
+            gone = bool(set(made.pushes) - state.present)
+            after = me._replace(phase="tries again", read=tuple(sorted(state.present)))
+            yield "finds shards missing", state, after if gone else Process()
+        elif number in versions and self._rules.commit_never_replaces:
+            yield "finds the version there", state, Process()
+        else:
+            del nexts[number, me.attempt]
+            versions[number] = made
+            yield (
+                "commits",
+                state._replace(
+                    versions=tuple(sorted(versions.items())), next=tuple(sorted(nexts.items()))
+                ),
+                Process(),
+            )
+
+    def _try_again(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
+        """Plan without the pushes that were gone."""
+        target = (me.newest + 1, me.attempt)
+        made = dict(state.next).get(target)
+        if made is None or max(number for number, _ in state.versions) > me.newest:
+            yield "finds the directory gone", state, Process()
+            return
+        kept = tuple(key for key in made.pushes if key in me.read)
+        skipped = (*made.skipped, *(key for key in made.pushes if key not in me.read))
+        again = Made(kept, made.clocks, (None,) * self._bounds.shards, skipped)
+        if self._rules.attempts_have_directories_of_their_own:
+            yield from self._write(state, (target[0], target[1] + 1), again)
+            return
+        nexts = dict(state.next)
+        nexts[target] = again._replace(shards=made.shards)
+        yield "plans again", state._replace(next=tuple(sorted(nexts.items()))), Process()
+
+    # -- a reducer ---------------------------------------------------------------------------------
+
+    def _reduce(
+        self, state: State, me: Process, shard: int
+    ) -> Iterator[tuple[str, State, Process]]:
+        if me.phase == "idle":
+            newest = max(number for number, _ in state.versions)
+            found = _making(state, newest + 1)
+            if found is not None:
+                attempt, made = found
+                if made.shards[shard] is None and state.present.issuperset(made.pushes):
+                    read = Process("writes", newest, made.pushes, attempt)
+                    yield "reads the plan and its pushes", state, read
+            elif self._bounds.ahead:
+                foreseen = self._foresee(state, newest)
+                if foreseen:
+                    yield "sums ahead", state, Process("foresaw", newest, foreseen)
+        elif me.phase == "foresaw":
+            yield from self._take_what_was_foreseen(state, me, shard)
+        elif me.phase == "writes":
+            nexts = dict(state.next)
+            target = nexts.get((me.newest + 1, me.attempt))
+            if target is None:
+                yield "finds its directory gone", state, Process()
+                return
+            shards = _with(target.shards, shard, me.read)
+            nexts[me.newest + 1, me.attempt] = target._replace(shards=shards)
+            yield "writes its shard", state._replace(next=tuple(sorted(nexts.items()))), Process()
+
+    def _foresee(self, state: State, newest: int) -> tuple[Key, ...]:
+        """Return the pushes of the next plan, if nothing changes that is there or staged."""
+        staged = [
+            Key("w0", worker.step + 1, number)
+            for number, worker in enumerate(state.replaced)
+            if worker.phase == "publishes"
+        ]
+        keys = {key.path: key for key in sorted({*state.present, *staged})}
+        pushes = [Push(key.worker, key.step, path) for path, key in keys.items()]
+        clocks = dict(dict(state.versions)[newest].clocks)
+        before = msgspec.structs.replace(first_plan(self._config, 0), version=newest, clocks=clocks)
+        plan = next_plan(self._config, before, pushes, ())
+        return tuple(keys[push.path] for push in plan.pushes) if plan is not None else ()
+
+    def _take_what_was_foreseen(
+        self, state: State, me: Process, shard: int
+    ) -> Iterator[tuple[str, State, Process]]:
+        found = _making(state, me.newest + 1)
+        if found is None:
+            if max(number for number, _ in state.versions) > me.newest:
+                yield "finds the version there", state, Process()
+            return
+        attempt, made = found
+        planned, summed = made.pushes, me.read
+        if not self._rules.sums_ahead_are_of_the_planned_files:
+            # The names are the same: another process of the worker may have made the files.
+            planned, summed = (
+                tuple(key._replace(by=0) for key in keys) for keys in (planned, summed)
+            )
+        if planned == summed and made.shards[shard] is None:
+            yield "has what the plan wants", state, me._replace(phase="writes", attempt=attempt)
+        else:
+            yield "has something else", state, Process()
+
+    # -- promises ----------------------------------------------------------------------------------
+
+    def check(self, state: State) -> None:
+        counted: list[Key] = []
+        for number, made in state.versions:
+            if any(shard != made.pushes for shard in made.shards):
+                raise Broken(f"version {number} is made from more than one plan")
+            counted += made.pushes
+            if not state.removed.issuperset(made.skipped):
+                raise Broken(f"version {number} lacks a push that nobody removed")
+        if len(counted) != len(set(counted)):
+            raise Broken("a push counts twice")
+        clocks = dict(state.versions[-1][1].clocks)
+        expected = state.acknowledged - state.removed
+        lost = expected - set(counted) - state.present
+        if lost:
+            raise Broken(f"{sorted(lost)} will never count")
+        there = [Push(key.worker, key.step, key.path) for key in state.present]
+        kept = {push.path for push in pending(there, clocks)}
+        if {key.path for key in expected - set(counted)} - kept:
+            raise Broken("a push that is there is not pending, and does not count")
+
+    def reduced(self, state: State) -> State:
+        return state
+
+    def canonical(self, state: State) -> State:
+        """Sort the processes that have no part of their own."""
+        shards = self._bounds.shards
+        groups = [sorted(state.reducers[shard::shards]) for shard in range(shards)]
+        reducers = tuple(group[turn] for turn in range(self._bounds.reducers) for group in groups)
+        return state._replace(coordinators=tuple(sorted(state.coordinators)), reducers=reducers)
+
+    def alike(self, state: State) -> Iterable[State]:
+        shards = self._bounds.shards
+        groups = [permutations(state.reducers[shard::shards]) for shard in range(shards)]
+        for coordinators, *chosen in product(permutations(state.coordinators), *groups):
+            reducers = tuple(
+                group[turn] for turn in range(self._bounds.reducers) for group in chosen
+            )
+            yield state._replace(coordinators=coordinators, reducers=reducers)
+
+
+def _making(state: State, number: int) -> tuple[int, Made] | None:
+    """Return the last attempt to make a version."""
+    attempts = [(key[1], made) for key, made in state.next if key[0] == number]
+    return attempts[-1] if attempts else None
+
+
+def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])

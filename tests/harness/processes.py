@@ -1,0 +1,184 @@
+"""Other processes, driven one step at a time.
+
+A `Process` keeps a Python interpreter whose names live on between steps, so that a test can hold a
+descriptor, a mapping or a lock in one process while it does something in another. Steps are ordered
+by their replies.
+"""
+
+import ast
+import contextlib
+import gc
+import os
+import signal
+import stat
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STEP_TIMEOUT_S = 60.0
+# The user who owns nothing, and the command prefix that makes a program his.
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+
+
+def is_waiting(pid: int) -> bool:
+    """Return whether a process sleeps in a call that waits for an answer of a mount."""
+    return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
+
+
+class Process:
+    """A Python interpreter of its own. A context manager; leaving it kills the process."""
+
+    def __init__(self, launcher: tuple[str, ...] = (), pass_fds: tuple[int, ...] = ()) -> None:
+        """`launcher` is a command prefix, such as setpriv and its options; `pass_fds` it inherits."""
+        ours, theirs = os.pipe(), os.pipe()
+        self._sender = Connection(theirs[1], readable=False)
+        self._receiver = Connection(ours[0], writable=False)
+        command = [*launcher, sys.executable, __file__, str(theirs[0]), str(ours[1])]
+        self._popen = subprocess.Popen(
+            command,
+            pass_fds=(theirs[0], ours[1], *pass_fds),
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            # It imports the modules of what it is sent.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        os.close(theirs[0])
+        os.close(ours[1])
+        self.pid = self._popen.pid
+        self._busy = False
+
+    def start(self, source: str, /, **values: object) -> None:
+        """Begin to run `source` with `values` as names; collect the outcome with `result`."""
+        self._sender.send((source, values))
+        self._busy = True
+
+    def result(self, timeout_s: float = STEP_TIMEOUT_S) -> Any:
+        """The value of the last expression of what was started.
+
+        Raises what the step raised, TimeoutError (the process is then killed), EOFError when it died.
+        """
+        if not self._receiver.poll(timeout_s):
+            self.kill()
+            raise TimeoutError(f"the step did not end within {timeout_s} s; process killed")
+        succeeded, value = self._receiver.recv()
+        self._busy = False
+        if not succeeded:
+            raise value
+        return value
+
+    def do(self, source: str, /, **values: object) -> Any:
+        """Run one step and wait for it: `start` and `result`."""
+        self.start(source, **values)
+        return self.result()
+
+    def finished(self, within_s: float = 0.0) -> bool:
+        """Whether the step that was started has an outcome by now."""
+        return self._receiver.poll(within_s)
+
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def reset(self) -> bool:
+        """Forget names and close descriptors. False when the process is not usable any more."""
+        if self._busy:
+            return False
+        try:
+            self.start("__reset__")
+            return bool(self.result(10) == "reset")
+        except (OSError, EOFError):
+            return False
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End it by a signal and wait until it is gone (its files are closed then)."""
+        self._popen.send_signal(number)
+        self._popen.wait(STEP_TIMEOUT_S)
+
+    def close(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.kill()
+            try:
+                self._popen.wait(10)
+            except subprocess.TimeoutExpired:
+                print(f"process {self.pid} does not die: stuck in the kernel", file=sys.stderr)
+        self._sender.close()
+        self._receiver.close()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def _evaluate(source: str, names: dict[str, Any]) -> Any:
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<step>", "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    return eval(compile(ast.Expression(last.value), "<step>", "eval"), names)
+
+
+def _fresh_names() -> dict[str, Any]:
+    import ctypes
+    import errno
+    import fcntl
+    import mmap
+
+    from harness.patterns import pattern, version_of
+
+    modules = (ctypes, errno, fcntl, mmap, os, signal, stat, subprocess, sys)
+    names: dict[str, Any] = {module.__name__: module for module in modules}
+    return names | {"pattern": pattern, "version_of": version_of}
+
+
+def _close_files() -> None:
+    """Close files and directories, but not the sockets and pipes that a library's threads use."""
+    # Objects that still own a descriptor would close it later, when its number is another file's.
+    gc.collect()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(int(name)).st_mode
+            if int(name) > 2 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                os.close(int(name))
+    os.chdir("/")
+
+
+def _serve(receiver: Connection, sender: Connection) -> None:
+    # What it starts itself shall not hold our end of the pipes.
+    os.set_inheritable(receiver.fileno(), False)
+    os.set_inheritable(sender.fileno(), False)
+    names = _fresh_names()
+    outcome: tuple[bool, Any] | None
+    while True:
+        try:
+            source, values = receiver.recv()
+        except EOFError:
+            return
+        if source == "__reset__":
+            names.clear()
+            outcome = None
+            _close_files()
+            names = _fresh_names()
+            sender.send((True, "reset"))
+            continue
+        names.update(values)
+        try:
+            outcome = (True, _evaluate(source, names))
+        except BaseException as error:
+            error.add_note(f"in process {os.getpid()}, step: {source}")
+            outcome = (False, error)
+        try:
+            sender.send(outcome)
+        except Exception:
+            sender.send((False, RuntimeError(f"cannot be sent: {outcome!r}")))
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONPATH", None)
+    _serve(
+        Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    )

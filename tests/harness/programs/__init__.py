@@ -1,0 +1,1 @@
+"""Programs that tests run instead of, or beside, the command `irdmafs`."""

@@ -1,0 +1,1 @@
+"""What storms do, harm and check: workers, faults and histories."""

@@ -1,0 +1,143 @@
+"""Small training runs: a model, workers and reducers, in a directory on any filesystem."""
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from harness.mountpoint import eventually
+from irdmafs.client import FormatError
+from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin
+from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.pushes import (
+    check_identity,
+    check_shard,
+    header_of,
+    identity_of_directory,
+    read_file,
+    scales_of,
+)
+
+Arrays = Mapping[str, NDArray[Any]]
+
+# Sizes that no cut is a multiple of, a scalar, and a parameter without elements.
+SHAPES = {
+    "embedding": (37, 11),
+    "head.weight": (5, 64),
+    "norm": (3,),
+    "scale": (),
+    "nothing": (0, 4),
+}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def model(seed: int = 0, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
+    """Return random parameters."""
+    random = np.random.default_rng(seed)
+    return {
+        name: np.asarray(random.standard_normal(shape), np.float32).astype(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(worker: int, step: int) -> dict[str, NDArray[Any]]:
+    """Return what a worker pushes in a step: always the same."""
+    return model(1000 * (worker + 1) + step)
+
+
+def ones(value: float = 1.0) -> dict[str, NDArray[Any]]:
+    return {name: np.full(shape, value, np.float32) for name, shape in SHAPES.items()}
+
+
+def zeros() -> dict[str, NDArray[Any]]:
+    return ones(0.0)
+
+
+def check(run: Path, fd: int, name: str) -> None:
+    """Check a push as reducers do; `name` is its path from push/. Raises Refused and TrainError."""
+    train = TrainDirectory(run)
+    config, layout = train.config(), train.layout()
+    *folders, last = name.split("/")
+    if not folders:
+        identity = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
+        check_identity(train, config, identity)
+        return
+    shard = next(one for one in layout.shards() if one.name == last)
+    assert identity_of_directory(folders[-1]) is not None
+    try:
+        header = header_of(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
+    except FormatError as error:
+        raise Refused(errno.EINVAL, str(error)) from None
+    scales_of(header)
+    check_shard(shard, header, cut=True)
+
+
+def start(
+    folder: Path, parameters: Arrays | None = None, *, shards: int = 1, **config: Any
+) -> Path:
+    """Begin to train a model in a new directory."""
+    folder.mkdir()
+    save_file(dict(parameters or zeros()), folder / "model.safetensors")
+    begin(folder, TrainConfig(**({"rule": "sum"} | config)), shards=shards)
+    return folder
+
+
+def reduce(reducer: Reducer) -> None:
+    """Do all that can be done now."""
+    while reducer.step():
+        pass
+
+
+def reduce_until(reducer: Reducer, condition: Callable[[], bool], what: str) -> None:
+    """Go on until something has happened that needs time: a worker that ended is looked after."""
+
+    def goes_on() -> bool:
+        reduce(reducer)
+        return condition()
+
+    eventually(goes_on, what, within_s=30)
+
+
+def newest(folder: Path) -> int:
+    return TrainDirectory(folder).newest()
+
+
+def parameters(folder: Path) -> dict[str, NDArray[Any]]:
+    """Return the newest version's parameters, as another library reads them."""
+    found: dict[str, NDArray[Any]] = load_file(
+        folder / ".train" / "versions" / str(newest(folder)) / "model.safetensors"
+    )
+    return found
+
+
+def same_bits(one: Arrays, other: Arrays) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and one[name].tobytes() == other[name].tobytes()
+        for name in one
+    )
+
+
+def run_bsp(
+    folder: Path, *, workers: int = 3, steps: int = 4, shards: int = 1, **config: Any
+) -> dict[str, NDArray[Any]]:
+    """Train in lockstep, and return the parameters."""
+    dtype = config.pop("dtype", np.float32)
+    start(folder, model(dtype=dtype), shards=shards, **config)
+    members = [Worker(folder, f"w{number}") for number in range(workers)]
+    with Reducer(folder, threads=2) as reducer:
+        for step in range(1, steps + 1):
+            # Nobody's place in the sum is the order in which pushes come.
+            for number in np.random.default_rng(step).permutation(workers):
+                members[number].push(gradients(int(number), step))
+            reduce(reducer)
+        for member in members:
+            member.close()
+    return parameters(folder)

@@ -1,0 +1,86 @@
+"""Where tests of the transport take place: nodes in this process, and a mount that asks them."""
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from harness.transport_nodes import ExtentDirectory, Node, resolver
+from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport.mover import Mover
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.peers import Peers, open_peers
+from irdmafs.backend.transport.verbs.rdma import Rdma
+
+KiB = 1 << 10
+MiB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, with one for addresses in it."""
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-transport-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+class Place:
+    """Nodes 1 and further, by number, and the mount's end of the transport."""
+
+    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node]) -> None:
+        self.memory = memory
+        self.peers = peers
+        self.nodes = nodes
+
+    def service(self, node: int) -> ExtentDirectory:
+        service: ExtentDirectory = self.nodes[node].service
+        return service
+
+    def have(self, extent: Extent, data: bytes) -> list[int]:
+        """The nodes that keep exactly this."""
+        paths = {node: Path(self.service(node).path(extent)) for node in self.nodes}
+        return [node for node, path in paths.items() if path.exists() and path.read_bytes() == data]
+
+    def file(self, name: str, data: bytes = b"") -> int:
+        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
+        os.write(fd, data)
+        return fd
+
+
+@asynccontextmanager
+async def mounted(
+    memory: Path,
+    *,
+    movers: Sequence[Mover] | None = None,
+    rdma: Rdma | None = None,
+    encrypt_data: bool = False,
+    stages: bool = True,
+    role: str = "mount",
+    **options: Any,
+) -> AsyncIterator[Peers]:
+    """A mount's end of the transport, with all movers unless told otherwise; `options` are those of
+    open_peers."""
+    movers = movers or all_movers(rdma, encrypt_data=encrypt_data, stages=stages)
+    async with open_peers(
+        resolver(f"{memory}/addresses"), movers, name="test", role=role, **options
+    ) as peers:
+        yield peers
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what happens in a thread, in another process or in the kernel, which tell nobody."""
+    with trio.fail_after(60):
+        while not condition():
+            await trio.sleep(0.01)
