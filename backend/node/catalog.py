@@ -18,9 +18,10 @@ A mark (Files.mark_named) tells an extent that was published, and superseded whi
 pending one. If the node died before it could set the mark, the extent stays as long as its session.
 """
 
+import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,9 +37,9 @@ from ..store.digest import Digests
 from ..store.sparse import allocated_bytes
 from ..transport import Extent
 from .figures import CatalogFigures
-from .files import Files
+from .files import Files, Incoming
 from .named import Named
-from .spares import SPARE_S
+from .reuse import SPARE_S
 
 __all__ = ["Catalog", "Check"]
 
@@ -368,8 +369,25 @@ class Catalog:
         wanted. The next `Files.reap` gives the memory back."""
         for group in list(self._left):
             self._free_left(group, seen=True)
-        self._files.give_up_spares()
+        self._files.spares.give_up()
         self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
+
+    async def make_file(
+        self, length: int, allocated: int, learn: Callable[[], Awaitable[None]] | None = None
+    ) -> Incoming:
+        """Make a file of `length` bytes, of which so many are allocated, for an extent that comes. If the
+        store is full, `learn` is awaited, and extents kept just in case are removed first. Raises OSError
+        ENOSPC."""
+        try:
+            return await self._files.make(length, allocated)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        if learn is not None:
+            await learn()
+        self.make_room(allocated)
+        await self._files.give_back()
+        return await self._files.make(length, allocated)
 
     async def run(self) -> None:
         """Give back the memory of freed extents, and look now and then for extents that may go."""
@@ -377,9 +395,8 @@ class Catalog:
             with trio.move_on_after(_TIDY_S):
                 await self._busy.wait()
             self._busy = trio.Event()
-            self._files.give_up_spares(SPARE_S)
-            await trio.to_thread.run_sync(self._files.reap)
-            self._files.let_go()
+            self._files.spares.give_up(SPARE_S)
+            await self._files.give_back()
             self.tidy(time.monotonic())
 
     def tidy(self, now: float) -> None:

@@ -64,7 +64,6 @@ from .handover import Handover
 from .inspection import Inspection
 from .readers import Kept, Readers
 from .resync import Resync
-from .room import Room
 from .scrub import Scrub
 from .service import NodeService
 from .witness import NodeHistory
@@ -266,9 +265,9 @@ class _Node:
         self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
         checks = Checks(files, catalog, members, groups, peers.device)
-        wrong, room = WrongExtents(files, catalog), Room(files, catalog)
+        wrong = WrongExtents(files, catalog)
         copier = Copier(
-            members, catalog, files, peers.device, room, Throttle(section.rebalance_rate), checks,
+            members, catalog, files, peers.device, Throttle(section.rebalance_rate), checks,
             wrong.keep,
         )  # fmt: skip
         self._resync = resync = Resync(
@@ -288,7 +287,7 @@ class _Node:
 
         # Service to other processes.
         self._service = service = NodeService(
-            files, catalog, room, replica, members, groups, session, agent.evict, self._status,
+            files, catalog, replica, members, groups, session, agent.evict, self._status,
             inspection.report, scrub=scrub,
         )  # fmt: skip
         self._listener = listener = Listener(

@@ -2,24 +2,16 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Protocol
 
 import trio
 
 from ..transport import Extent
+from .catalog import Catalog
 from .files import Files
 
 __all__ = ["WrongExtents"]
 
 log = logging.getLogger(__name__)
-
-
-class Catalog(Protocol):
-    """Knows what inodes name (backend/node/catalog.py)."""
-
-    def is_named(self, content: int) -> bool: ...
-
-    def ino_of(self, content: int) -> int: ...
 
 
 class WrongExtents:

@@ -25,7 +25,6 @@ from ..transport.session_keys import session_digest
 from .catalog import Catalog
 from .files import Files, Held, Incoming
 from .own_copies import OwnCopies
-from .room import Room
 from .scrub import Scrub
 
 __all__ = ["NodeService"]
@@ -52,7 +51,6 @@ class NodeService:
         self,
         files: Files,
         catalog: Catalog,
-        room: Room,
         replica: Replica,
         members: Members,
         groups: Groups,
@@ -66,8 +64,7 @@ class NodeService:
         self.node = files.node
         self._files = files
         self._catalog = catalog
-        self._room = room
-        self._own_copies = OwnCopies(files, room)
+        self._own_copies = OwnCopies(files)
         self._replica = replica
         self._members = members
         self._groups = groups
@@ -128,49 +125,36 @@ class NodeService:
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
         """Make a file for an extent of `length` bytes, with room for all of them, or for the bytes to be
-        allocated. The caller gives it to `seal` or `drop`. Raises OSError ENOSPC."""
-        incoming = await self._room.create(
-            length, length if allocated is None else allocated, self._learn
-        )
-        self._begin()
-        return incoming
+        allocated. The caller closes it. Raises OSError ENOSPC."""
+        allocated = length if allocated is None else allocated
+        return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
         """Open a mount's working copy NAME on this host, as a file like that of `create`.
 
         Raises OSError ENOENT, EPERM.
         """
-        incoming = self._files.incoming.take_over(name, extent.content)
-        self._begin()
-        return incoming
+        return self._begin(self._files.incoming.take_over(name, extent.content))
 
     async def share(self, source: Extent, length: int) -> Incoming:
         """Return another name of an extent's file, as a file like that of `create`. Raises OSError
         ENOENT."""
-        incoming = self._files.share(source, length)
-        self._begin()
-        return incoming
+        return self._begin(self._files.share(source, length))
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         """Store an extent whose bytes have arrived. When this returns it is stored, even after a power loss
         if the store is on a disk. If it is here already, the first copy is kept. Raises OSError: as
-        `admit`, EEXIST if the first one has another length; the new file is dropped then."""
-        try:
-            if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-            # The lease and the session may have ended while the bytes were arriving.
-            self._check_serving()
-            self._check_wanted(extent)
-            if not self._is_here(extent, incoming):
-                self._files.seal(incoming, extent)
-                self._catalog.sealed(extent)
-            if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.settle)
-        except BaseException:
-            self._files.incoming.discard(incoming)
-            raise
-        finally:
-            self._end()
+        `admit`, EEXIST if the first one has another length."""
+        if self._files.power_safe:
+            await trio.to_thread.run_sync(self._files.harden, incoming)
+        # The lease and the session may have ended while the bytes were arriving.
+        self._check_serving()
+        self._check_wanted(extent)
+        if not self._is_here(extent, incoming):
+            self._files.seal(incoming, extent)
+            self._catalog.sealed(extent)
+        if self._files.power_safe:
+            await trio.to_thread.run_sync(self._files.settle)
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
         """Return whether the extent is here already. Raises OSError EEXIST if that one differs in
@@ -181,13 +165,7 @@ class NodeService:
         if size != os.fstat(incoming.fd).st_size:
             text = f"extent {extent.content:x}.{extent.stripe:x} is here, with {size} bytes"
             raise FileExistsError(errno.EEXIST, text)
-        self._files.incoming.discard(incoming)
         return True
-
-    def drop(self, incoming: Incoming) -> None:
-        """Drop a file whose bytes did not arrive."""
-        self._files.incoming.discard(incoming)
-        self._end()
 
     def abort(self, content: int) -> None:
         """Note that the content's writer will not publish it."""
@@ -325,10 +303,12 @@ class NodeService:
             except OSError as error:
                 log.info("the store is full, and what can go is not known: %s", error)
 
-    def _begin(self) -> None:
+    def _begin(self, incoming: Incoming) -> Incoming:
         if not self._receiving:
             self._quiet = trio.Event()
         self._receiving += 1
+        incoming.closed = self._end
+        return incoming
 
     def _end(self) -> None:
         self._receiving -= 1

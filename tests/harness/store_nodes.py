@@ -44,7 +44,6 @@ from irdmafs.backend.node.copier import Copier, Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.inspection import Inspection
 from irdmafs.backend.node.resync import Resync
-from irdmafs.backend.node.room import Room
 from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
 
@@ -122,10 +121,9 @@ class Node:
         def device(there: int) -> Link:
             return Link(cluster, self.id, there)
 
-        room = Room(files, self.catalog)
         checks = Checks(files, self.catalog, self.members, self.groups, device)
         copier = Copier(
-            self.members, self.catalog, files, device, room, Throttle(), checks,
+            self.members, self.catalog, files, device, Throttle(), checks,
         )  # fmt: skip
         self.resync = Resync(
             self.id, engine, self.replica, self.members, self.groups, self.session, self.catalog,
@@ -141,7 +139,7 @@ class Node:
             ping, rereplicate_after_s=cluster.rereplicate_after_s,
         )  # fmt: skip
         self.service = NodeService(
-            files, self.catalog, room, self.replica, self.members, self.groups, self.session,
+            files, self.catalog, self.replica, self.members, self.groups, self.session,
             self.agent.evict, damaged=inspection.report,
         )  # fmt: skip
 

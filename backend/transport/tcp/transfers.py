@@ -16,7 +16,6 @@ from typing import Any
 
 import trio
 
-from ...store.intake import Intake
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
@@ -46,7 +45,7 @@ class Receiving:
         self._expected = header.length if self.is_sparse else header.total
         self.begun = Promise()
         self.sealed = Promise()
-        self.intake: Intake[Incoming] | None = None
+        self.incoming: Incoming | None = None
         self.fd = -1
         self.is_here_already = False
         self.is_sealing = False
@@ -149,16 +148,16 @@ class Transfers:
             await receiving.begun.ended()
             if receiving.is_sealing:
                 await receiving.sealed.ended()
-        if receiving.intake is not None:
-            receiving.intake.close()
+        if receiving.incoming is not None:
+            receiving.incoming.close()
         elif receiving.fd >= 0:
             os.close(receiving.fd)
 
     def seal(self, receiving: Receiving) -> None:
         """Seal a complete extent; `receiving.sealed` is the outcome."""
         receiving.is_sealing = True
-        assert receiving.intake is not None
-        incoming = receiving.intake.take()
+        incoming = receiving.incoming
+        assert incoming is not None
         self._nursery.start_soon(
             receiving.sealed.fulfil, lambda: self._service.seal(receiving.extent, incoming)
         )
@@ -166,15 +165,15 @@ class Transfers:
     async def _begin(self, receiving: Receiving, header: Header) -> None:
         extent, total = header.extent, header.total
         allocated = header.length if receiving.is_sparse else total
-        intake = await begin(self._service, extent, header.target, total, allocated)
-        if intake is None:
+        incoming = await begin(self._service, extent, header.target, total, allocated)
+        if incoming is None:
             receiving.fd = self._service.open(extent)
             receiving.is_here_already = True
             return
-        receiving.intake = intake
-        receiving.fd = intake.fd
+        receiving.incoming = incoming
+        receiving.fd = incoming.fd
         if header.target.chain:
-            intake.incoming.lend()
+            incoming.lend()
         receiving.check()
 
 

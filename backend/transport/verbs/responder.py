@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import trio
 
-from ...store.intake import Intake
 from .. import Extent, FileRange, Target
 from ..growth import Growth
 from ..mover import Host
@@ -56,7 +55,7 @@ class _Given:
 
 
 class _Arrival:
-    """An extent that a peer writes. `intake` is the file that it comes into, and `given` the peer's right
+    """An extent that a peer writes. `incoming` is the file that it comes into, and `given` the peer's right
     to it. Both are None if the extent is here already: then `held` is only handed on."""
 
     def __init__(
@@ -67,7 +66,7 @@ class _Arrival:
         growth: Growth,
         piece: int,
         held: Held,
-        intake: Intake[Incoming] | None = None,
+        incoming: Incoming | None = None,
         given: _Given | None = None,
     ) -> None:
         self.end = end
@@ -76,17 +75,13 @@ class _Arrival:
         self.growth = growth
         self.piece = piece
         self.held = held
-        self.intake = intake
+        self.incoming = incoming
         self.given = given
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
         if not target.chain:
             self.handed_on.set()
-
-    def close(self) -> None:
-        """Close the file, and drop it unless it was sealed. Nobody hands it on any more."""
-        (self.intake or self.held).close()
 
 
 class Responder:
@@ -200,18 +195,19 @@ class Responder:
         """Return a handle, an address, an rkey, and whether the bytes are wanted. Raises OSError: that of
         `begin`, NOT_BY_VERBS, NO_QUEUE_PAIR."""
         end = self._end(number)
-        intake = await self._begin(end, extent, target, length)
-        if intake is None:
+        incoming = await self._begin(end, extent, target, length)
+        if incoming is None:
             growth, held = Growth(length, length), self._service.hold(extent)
             arrival = _Arrival(end, extent, target, growth, piece, held)
         else:
-            held = intake.incoming
             try:
-                given = await self._give(end, held, length, 0, length, True)
+                given = await self._give(end, incoming, length, 0, length, True)
             except BaseException:
-                intake.close()
+                incoming.close()
                 raise
-            arrival = _Arrival(end, extent, target, Growth(length), piece, held, intake, given)
+            arrival = _Arrival(
+                end, extent, target, Growth(length), piece, incoming, incoming, given
+            )
         handle = next(self._handles)
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
@@ -244,7 +240,7 @@ class Responder:
 
     async def _begin(
         self, end: _End, extent: Extent, target: Target, length: int
-    ) -> Intake[Incoming] | None:
+    ) -> Incoming | None:
         try:
             return await begin(self._service, extent, target, length)
         except OSError as error:
@@ -262,10 +258,10 @@ class Responder:
             self._counters.received_bytes += arrival.growth.done - before
 
     async def _seal(self, arrival: _Arrival) -> None:
-        if arrival.intake is not None and arrival.given is not None:
+        if arrival.incoming is not None and arrival.given is not None:
             # A sealed extent never changes: end the right to write first.
             arrival.given.take_back()
-            await self._service.seal(arrival.extent, arrival.intake.take())
+            await self._service.seal(arrival.extent, arrival.incoming)
 
     def _drop(self, handle: int, why: str) -> None:
         given = self._given.pop(handle, None)
@@ -282,7 +278,7 @@ class Responder:
 
     def _leave(self, arrival: _Arrival) -> None:
         if arrival.handed_on.is_set():
-            arrival.close()
+            arrival.held.close()
         else:
             self._nursery.start_soon(_close_after, arrival)
 
@@ -369,4 +365,4 @@ class Responder:
 async def _close_after(arrival: _Arrival) -> None:
     with trio.CancelScope(shield=True):
         await arrival.handed_on.wait()
-    arrival.close()
+    arrival.held.close()
