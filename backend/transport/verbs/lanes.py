@@ -17,8 +17,7 @@ from ..counters import Counters
 from ..frames import BadMessage
 from ..growth import Growth
 from ..mover import NotThisWay
-from .ends import Rail
-from .messages import QUEUE_PAIRS_MAX, Rails, RailsFound, check_rails
+from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound, check_rails
 from .path import Path, ask, open_path
 from .rails import OwnRail, name_of, pair
 from .rdma import Rdma

@@ -19,7 +19,6 @@ from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay
 from .adapter import Adapter
-from .ends import Rail
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -29,6 +28,7 @@ from .messages import (
     Detach,
     Expose,
     Exposed,
+    Rail,
     Release,
     Reserve,
     check_end,

@@ -13,16 +13,17 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import trio
 
 from ..mover import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
-from .ends import QueueEnd
 from .library import immediate, status_name
+from .messages import QueueEnd
 from .opened import OpenedPort
+from .regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,20 @@ class Batch:
         self.succeeded = False
 
 
-class Granted(Protocol):
-    """A right that was granted to the peer."""
+class Window:
+    """A peer's right to touch one range of a file, made by `QueuePair.grant`. It ends with `close` and with
+    its queue pair."""
 
-    def close(self) -> None: ...
+    def __init__(self, pair: "QueuePair", handle: Any, address: int, key: int) -> None:
+        self._pair = pair
+        self._handle = handle
+        self.address = address
+        self.key = key
+        pair.windows.add(self)
+
+    def close(self) -> None:
+        self._pair.windows.discard(self)
+        self._handle.close()
 
 
 class QueuePair:
@@ -101,7 +112,7 @@ class QueuePair:
         self.failed = trio.Event()
         self.is_closed = False
         # The rights granted to the peer. A bound window must be closed before its queue pair.
-        self.windows: set[Granted] = set()
+        self.windows: set[Window] = set()
         library = self._library
         self._sent = Completions(
             # One entry for each work request: even an unsignalled one completes if it fails.
@@ -215,13 +226,46 @@ class QueuePair:
         await self._find_room()
         return self._post([self._request(self._write, piece, number) for piece in pieces])
 
-    async def bind(self, window: Any, info: Any) -> int:
+    # -- rights of the peer ----------------------------------------------------------------------
+
+    async def grant(self, region: Region, offset: int, length: int, writable: bool) -> Window:
+        """Give the peer the right to `length` bytes of the region's file, from `offset` of the file. The
+        region must stay in use until the window is closed. Raises OSError, Broken.
+
+        A device with memory windows gets one of type 2: its rkey works on this queue pair only, for one
+        range, for reading or for writing. The memory region below it has no remote rights and stays
+        registered. Making a window costs a system call and a work request. (Soft-RoCE checks only that the
+        range of an rkey lies in the memory region, which is one extent's file.)
+
+        Other devices get a memory region of its own for each right, registered in a protection domain that
+        holds only this queue pair. A file that this process may only read gets one on every device, because
+        a window needs a writable region; on a device with windows, its protection domain is the one of all
+        queue pairs.
+        """
+        library, port = self._library, self._port
+        rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
+        address = region.address(offset)
+        if not (port.has_windows and region.writable):
+            rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
+            with library.errors:
+                registration = library.MR(self.pd, length, rights, address=address)
+            return Window(self, registration, address, registration.rkey)
+        with library.errors:
+            handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
+        window = Window(self, handle, address, 0)
+        try:
+            info = library.MWBindInfo(region.registration, address, length, rights)
+            window.key = await self._bound(handle, info)
+        except BaseException:
+            window.close()
+            raise
+        return window
+
+    async def _bound(self, window: Any, info: Any) -> int:
         """Bind a memory window and return its rkey. Raises Broken."""
         # A closed queue pair has closed its windows; a closed window must not be used.
         await self._find_room()
-        request = self._library.SendWR(
-            wr_id=0, opcode=self._bind, send_flags=self._signalled
-        )  # fmt: skip
+        request = self._library.SendWR(wr_id=0, opcode=self._bind, send_flags=self._signalled)
         request.set_bind_wr(window, info)
         key = int(request.rkey)
         await self.finish([self._post([request])])
