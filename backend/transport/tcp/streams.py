@@ -29,7 +29,7 @@ from functools import partial
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from .channel import Channel, Lost, Patience
-from .wire import Reply, ReplyKind
+from .wire import Header, Reply, ReplyKind
 
 # The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
@@ -86,6 +86,31 @@ def send_range(
             patience.renew()
         patience.check()
     return None
+
+
+def end_sending(channel: Channel, timeout_s: float) -> Reply:
+    """Return the final reply after all bytes of a write were sent. Raises Lost when the peer takes nothing
+    and says nothing for `timeout_s`."""
+    channel.end_sending(Patience(timeout_s))
+    reply = wait_for_reply(channel, timeout_s)
+    channel.clean = not reply.closing
+    return reply
+
+
+def send_part(
+    channel: Channel,
+    header: Header,
+    fd: int,
+    offset: int,
+    timeout_s: float,
+    passed: Landed = nothing_landed,
+) -> Reply:
+    """Send a header of a write and its bytes, which begin at `offset` of a file, and return the final
+    reply. Raises as `send_range` does."""
+    channel.clean = False
+    channel.send_header(header, Patience(timeout_s))
+    reply = send_range(channel, fd, offset, header.length, timeout_s, passed)
+    return end_sending(channel, timeout_s) if reply is None else reply
 
 
 def _show(passed: Landed, start: int, data: memoryview) -> None:

@@ -15,14 +15,14 @@ from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_fr
 from ..frames import BadMessage
 from ..growth import Growth
 from ..link import Link
-from ..messages import Put, error_of
+from ..messages import Put
 from ..mover import PuttingWay, Transfer
 from .channel import Channel, Lost, Patience, Silent
 from .parts import Parts
 from .pool import Pool
-from .streams import receive_range, send_range, wait_for_reply
+from .streams import receive_range, send_part, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, Reply, ReplyKind
+from .wire import Header, Op, ReplyKind
 
 __all__ = ["TcpWay"]
 
@@ -75,8 +75,8 @@ class TcpWay(PuttingWay):
         nowhere = Target(0, 0, ())
         headers = self._headers(Op.READ, extent, nowhere, start, into.length, self._streams)
 
-        def work(channel: Channel, header: Header) -> Reply:
-            return self._receive(channel, header, into.fd, into.offset, start, landed)
+        def work(channel: Channel, header: Header) -> None:
+            self._receive(channel, header, into.fd, into.offset, start, landed)
 
         await self._run(headers, work, self._places)
 
@@ -118,9 +118,9 @@ class TcpWay(PuttingWay):
         headers = [base, *([base._replace(op=Op.PART)] * streams)]
         parts = Parts(fd, offset, found, self._timeout_s)
 
-        def work(channel: Channel, header: Header) -> Reply:
+        def work(channel: Channel, header: Header) -> None:
             move = parts.begin if header.op is Op.SPARSE else parts.send
-            return self._checked(move(channel, header), header)
+            move(channel, header)
 
         # `parts` knows which segments were sent, not which arrived, so the caller's next try begins anew.
         await self._run(headers, work, self._places, repeats=False)
@@ -137,8 +137,8 @@ class TcpWay(PuttingWay):
         fd, offset, length, _ = source
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
 
-        def work(channel: Channel, header: Header) -> Reply:
-            return self._send(channel, header, fd, offset, passed)
+        def work(channel: Channel, header: Header) -> None:
+            self._send(channel, header, fd, offset, passed)
 
         await self._run(headers, work, places)
 
@@ -169,7 +169,7 @@ class TcpWay(PuttingWay):
     async def _run(
         self,
         headers: list[Header],
-        work: Callable[[Channel, Header], Reply],
+        work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
         repeats: bool = True,
     ) -> None:
@@ -201,7 +201,7 @@ class TcpWay(PuttingWay):
         self,
         channels: list[Channel],
         headers: list[Header],
-        work: Callable[[Channel, Header], Reply],
+        work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
     ) -> None:
         link = self._link
@@ -226,26 +226,16 @@ class TcpWay(PuttingWay):
         finally:
             self.pool.give_back(channels)
 
-    def _send(
-        self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed
-    ) -> Reply:
-        timeout_s, begin = self._timeout_s, header.offset
+    def _send(self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed) -> None:
+        begin = header.offset
         if passed is not nothing_landed:
             passed = landed_from(passed, begin)
-        channel.clean = False
-        patience = Patience(timeout_s)
-        channel.send_header(header, patience)
-        reply = send_range(channel, fd, offset + begin, header.length, timeout_s, passed)
-        if reply is None:
-            patience.renew()
-            channel.end_sending(patience)
-            reply = wait_for_reply(channel, timeout_s)
-            channel.clean = not reply.closing
-        return self._checked(reply, header)
+        reply = send_part(channel, header, fd, offset + begin, self._timeout_s, passed)
+        reply.check(header.target.group)
 
     def _receive(
         self, channel: Channel, header: Header, fd: int, offset: int, start: int, landed: Landed
-    ) -> Reply:
+    ) -> None:
         timeout_s = self._timeout_s
         channel.clean = False
         channel.send_header(header, Patience(timeout_s))
@@ -257,9 +247,4 @@ class TcpWay(PuttingWay):
                 landed=landed_from(landed, begin),
             )  # fmt: skip
         channel.clean = True
-        return self._checked(reply, header)
-
-    def _checked(self, reply: Reply, header: Header) -> Reply:
-        if reply.kind is ReplyKind.FAILED:
-            raise error_of(reply.code, reply.node, reply.text, header.target.group)
-        return reply
+        reply.check(header.target.group)
