@@ -19,7 +19,6 @@ from ..cluster.membership import Members
 from ..store.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog, Check
-from .files import Files
 
 __all__ = ["Checks", "Source", "Verdict"]
 
@@ -57,13 +56,12 @@ class Checks:
 
     def __init__(
         self,
-        files: Files,
         catalog: Catalog,
         members: Members,
         groups: Groups,
         device: Callable[[int], Source],
     ) -> None:
-        self._files = files
+        self._files = catalog.files
         self._catalog = catalog
         self._members = members
         self._groups = groups

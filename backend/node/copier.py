@@ -25,7 +25,7 @@ from ..transport import Extent, FileRange
 from . import checks
 from .catalog import Catalog
 from .checks import Checks, Verdict
-from .files import Files, Incoming
+from .files import Incoming
 
 __all__ = ["Copier", "Source", "Throttle"]
 
@@ -71,7 +71,6 @@ class Copier:
         self,
         members: Members,
         catalog: Catalog,
-        files: Files,
         device: Callable[[int], Source],
         throttle: Throttle,
         checks: Checks,
@@ -80,10 +79,10 @@ class Copier:
         self.copied_bytes = 0
         self._kept_wrong = kept_wrong
         self._checks = checks
-        self._node = files.node
+        self._node = catalog.files.node
         self._members = members
         self._catalog = catalog
-        self._files = files
+        self._files = catalog.files
         self._device = device
         self._throttle = throttle
         self._reads = trio.Semaphore(READS_AT_ONCE)

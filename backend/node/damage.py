@@ -7,7 +7,6 @@ import trio
 
 from ..transport import Extent
 from .catalog import Catalog
-from .files import Files
 
 __all__ = ["WrongExtents"]
 
@@ -17,10 +16,10 @@ log = logging.getLogger(__name__)
 class WrongExtents:
     """Wrong extents, each with whether a right copy may be somewhere, as far as is known."""
 
-    def __init__(self, files: Files, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.found = self.mended = 0
         self._waiting = trio.Event()
-        self._files = files
+        self._files = catalog.files
         self._catalog = catalog
         self._extents: dict[Extent, bool] = {}
 

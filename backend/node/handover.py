@@ -36,18 +36,17 @@ class _Copy(NamedTuple):
 
 
 class Handover:
-    """The handover in the groups that the node `node` leads. `doubt` makes this node check a copy of its
+    """The handover in the groups that this node leads. `doubt` makes this node check a copy of its
     own."""
 
     def __init__(
         self,
-        node: int,
         catalog: Catalog,
         checks: Checks,
         device: Callable[[int], Source],
         doubt: Callable[[Extent], None],
     ) -> None:
-        self._node = node
+        self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks
         self._device = device

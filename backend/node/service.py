@@ -14,18 +14,16 @@ from typing import Any, TypeVar
 
 import trio
 
-from ..cluster.group_configs import Groups
-from ..cluster.membership import Members, Session
 from ..cluster.records import session_of
-from ..cluster.replica import Replica
 from ..store.sparse import segments
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer
 from ..transport.session_keys import session_digest
 from .catalog import Catalog
-from .files import Files, Held, Incoming
+from .files import Held, Incoming
 from .own_copies import OwnCopies
 from .scrub import Scrub
+from .state import ClusterState
 
 __all__ = ["NodeService"]
 
@@ -49,26 +47,19 @@ class NodeService:
 
     def __init__(
         self,
-        files: Files,
+        cluster: ClusterState,
         catalog: Catalog,
-        replica: Replica,
-        members: Members,
-        groups: Groups,
-        session: Session,
         evict: Callable[[int, int], Awaitable[bool]],
         figures: Callable[[], dict[str, Any]] = dict,
         damaged: Callable[[Extent], None] = lambda extent: None,
         *,
         scrub: Scrub | None = None,
     ) -> None:
-        self.node = files.node
-        self._files = files
+        self.node = cluster.node
+        self._cluster = cluster
+        self._files = files = catalog.files
         self._catalog = catalog
         self._own_copies = OwnCopies(files)
-        self._replica = replica
-        self._members = members
-        self._groups = groups
-        self._session = session
         self._evict = evict
         self._figures = figures
         self._damaged = damaged
@@ -86,10 +77,10 @@ class NodeService:
         for all its sessions, one after another. Raises OSError: ECANCELED if the content's session is over,
         EACCES if it is another's, Unreachable if this node lags behind."""
         number = session_of(content)
-        if number == peer.owned and number in self._members.sessions:
+        if number == peer.owned and number in self._cluster.members.sessions:
             return
         await self._catch_up(number)
-        record = self._members.sessions.get(number)
+        record = self._cluster.members.sessions.get(number)
         if record is None:
             raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
@@ -108,7 +99,7 @@ class NodeService:
         self._check_serving()
         session = session_of(extent.content)
         await self._catch_up(max(target.config, session))
-        found = self._groups.get(target.group)
+        found = self._cluster.groups.get(target.group)
         if found is None:
             raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
         config, revision = found
@@ -254,9 +245,9 @@ class NodeService:
             "store": self._files.directory,
             "power_safe": self._files.power_safe,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "lease_valid_s": round(self._session.left_s(), 1),
-            "session": self._session.number,
-            "revision": self._replica.applied,
+            "lease_valid_s": round(self._cluster.session.left_s(), 1),
+            "session": self._cluster.session.number,
+            "revision": self._cluster.replica.applied,
             "bytes": space.used,
             "total_bytes": space.total,
             "free_bytes": space.free,
@@ -277,7 +268,7 @@ class NodeService:
     def _check_serving(self) -> None:
         if self._closed:
             raise Unreachable(self.node, "it is being stopped")
-        if not self._session.valid():
+        if not self._cluster.session.valid():
             raise Unreachable(self.node, "its lease is over")
 
     def _check_wanted(self, extent: Extent) -> None:
@@ -288,18 +279,18 @@ class NodeService:
             )
 
     async def _catch_up(self, revision: int) -> None:
-        if self._replica.applied >= revision:
+        if self._cluster.replica.applied >= revision:
             return
         with trio.move_on_after(_CATCH_UP_S):
-            await self._replica.wait_applied(revision)
-        if self._replica.applied < revision:
+            await self._cluster.replica.wait_applied(revision)
+        if self._cluster.replica.applied < revision:
             raise Unreachable(self.node, "it does not hear from etcd")
 
     async def _learn(self) -> None:
         """Wait until the replica knows what was superseded a moment ago."""
         with trio.move_on_after(_CATCH_UP_S):
             try:
-                await self._replica.barrier()
+                await self._cluster.replica.barrier()
             except OSError as error:
                 log.info("the store is full, and what can go is not known: %s", error)
 
