@@ -218,13 +218,7 @@ class Files:
         made = self._made.get(source)
         if made is not None:
             made.is_lent = True
-        name = self.incoming.new_name()
-        os.link(
-            extent_name(source),
-            name,
-            src_dir_fd=self._place.extents,
-            dst_dir_fd=self._place.incoming,
-        )
+        name = self._other_name(source)
         return self.incoming.open_shared(name, is_own=source not in self._foreign)
 
     def harden(self, incoming: Incoming) -> None:
@@ -260,16 +254,15 @@ class Files:
     def replace(self, incoming: Incoming, extent: Extent) -> None:
         """Do as `seal`, in place of an extent that is here: one that has turned out to be damaged, or in
         another file. The memory of that goes with the next `reap`."""
-        old = self.incoming.new_name()
         with suppress(FileNotFoundError):
-            os.link(
-                extent_name(extent),
-                old,
-                src_dir_fd=self._place.extents,
-                dst_dir_fd=self._place.incoming,
-            )
-            self.incoming.condemn(old)
+            self.incoming.condemn(self._other_name(extent))
         self._put_in_place(incoming, extent)
+
+    def _other_name(self, extent: Extent) -> str:
+        """Give the file of an extent another name, in incoming/. Raises FileNotFoundError."""
+        name, place = self.incoming.new_name(), self._place
+        os.link(extent_name(extent), name, src_dir_fd=place.extents, dst_dir_fd=place.incoming)
+        return name
 
     def is_foreign(self, extent: Extent) -> bool:
         """Return whether an extent lies in a file that an application made, without holes."""

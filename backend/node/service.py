@@ -18,6 +18,7 @@ from ..cluster.records import session_of
 from ..store.sparse import segments
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer
+from ..transport.service import Service
 from ..transport.session_keys import session_digest
 from .catalog import Catalog
 from .files import Held, Incoming
@@ -37,7 +38,7 @@ _CATCH_UP_S = 5.0
 _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
-class NodeService:
+class NodeService(Service[Incoming]):
     """`evict(group, node)` takes an unreachable node out of a group, if that is right; `figures` returns
     more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
     `scrub` checks extents that others say are wrong here.
@@ -121,15 +122,9 @@ class NodeService:
         return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
-        """Open a mount's working copy NAME on this host, as a file like that of `create`.
-
-        Raises OSError ENOENT, EPERM.
-        """
         return self._begin(self._files.incoming.take_over(name, extent.content))
 
     async def share(self, source: Extent, length: int) -> Incoming:
-        """Return another name of an extent's file, as a file like that of `create`. Raises OSError
-        ENOENT."""
         return self._begin(self._files.share(source, length))
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
@@ -159,13 +154,11 @@ class NodeService:
         return True
 
     def abort(self, content: int) -> None:
-        """Note that the content's writer will not publish it."""
         self._catalog.give_up(content)
 
     # -- giving out ------------------------------------------------------------------------------
 
     def size(self, extent: Extent) -> int | None:
-        """Return the bytes of an extent, None if it is not here."""
         return self._files.size(extent)
 
     def open(self, extent: Extent) -> int:
@@ -179,7 +172,6 @@ class NodeService:
         return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
 
     async def hold_own(self, extent: Extent) -> Held:
-        """Open an extent as `hold` does, in a file that can stay registered, if there is room for one."""
         await self._own_copies.make(extent)
         return self.hold(extent)
 
@@ -214,18 +206,15 @@ class NodeService:
         return await self._evict(group, node)
 
     def doubt(self, extent: Extent) -> None:
-        """Note that the caller says it got wrong bytes of an extent."""
         if self._scrub is not None:
             self._scrub.doubt(extent)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest of the bytes that are here. Raises OSError: ENOENT."""
         if self._scrub is None:
             raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
         return await self._scrub.checks.tell(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Return where the data of an extent is. Raises OSError: ENOENT."""
         held = self.hold(extent)
         try:
             length = os.fstat(held.fd).st_size
@@ -234,7 +223,6 @@ class NodeService:
             held.close()
 
     def scrub(self) -> None:
-        """Begin to check everything that is kept here."""
         if self._scrub is not None:
             self._scrub.begin()
 

@@ -16,7 +16,7 @@ from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
 from .counters import Counters
-from .device import RemoteDevice
+from .device import Device
 from .link import Link
 from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
@@ -79,7 +79,7 @@ class Peers:
         self.nursery = caller.nursery
         self._caller = caller
         self._movers = movers
-        self._devices: dict[int, RemoteDevice] = {}
+        self._devices: dict[int, Device] = {}
 
     def close(self) -> None:
         """End all calls."""
@@ -93,11 +93,11 @@ class Peers:
                 nursery.start_soon(mover.run)
             await self._tidy()
 
-    def device(self, node: int) -> RemoteDevice:
+    def device(self, node: int) -> Device:
         device = self._devices.get(node)
         if device is None:
             link = Link(self._caller, node)
-            device = RemoteDevice(link, [mover.way(link) for mover in self._movers])
+            device = Device(link, [mover.way(link) for mover in self._movers])
             self._devices[node] = device
         return device
 

@@ -44,10 +44,8 @@ class Service(Protocol[I]):
     The same extent may be on its way several times, with the same bytes.
     """
 
-    @property
-    def node(self) -> int:
-        """Return the node's id."""
-        ...
+    node: int
+    """The node's id."""
 
     async def check_owner(self, peer: Peer, content: int) -> None:
         """Raise OSError unless the content is of a session of the peer's: ECANCELED when the session is

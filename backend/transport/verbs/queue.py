@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 BATCH = 8
 BATCHES = 16
 SENDS = BATCH * BATCHES
-# WRITEs up to this size are posted inline: the device need not fetch their bytes. Some devices cannot do
-# it.
-INLINE_BYTES = 64
 # Receive requests that are posted. A peer that sends more before this end polls gets RNR and tries again.
 RECEIVES = 256
 # A queue pair in the error state returns all work requests at once. A device that takes longer is broken.
@@ -131,31 +128,30 @@ class QueuePair:
                     library, port.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
-            try:
-                self._pair, self.inline_bytes = self._make(INLINE_BYTES), INLINE_BYTES
-            except OSError:
-                self._pair, self.inline_bytes = self._make(0), 0
+            self._pair = self._make()
         except BaseException:
             self._close_rest()
             raise
         # WRITE with immediate data uses no buffer of the receive request, but pyverbs wants an element.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")
-        self._inline = library.enum("SEND_INLINE")
         self._read = library.enum("WR_RDMA_READ")
         self._write = library.enum("WR_RDMA_WRITE")
         self._write_number = library.enum("WR_RDMA_WRITE_WITH_IMM")
         self._bind = library.enum("WR_BIND_MW")
 
-    def _make(self, inline_bytes: int) -> Any:
+    def _make(self) -> Any:
         """Return a queue pair in RESET: `connect` sets the peer's rights on the way to INIT. Raises
         OSError."""
         library = self._library
         with library.errors:
             capacity = library.QPCap(
-                max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
-                max_send_sge=1, max_recv_sge=1, max_inline_data=inline_bytes,
-            )  # fmt: skip
+                max_send_wr=SENDS,
+                max_recv_wr=max(1, self._receives),
+                max_send_sge=1,
+                max_recv_sge=1,
+                max_inline_data=0,
+            )
             return library.QP(
                 self.pd,
                 library.QPInitAttr(
@@ -288,13 +284,12 @@ class QueuePair:
 
     def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
         library = self._library
-        goes_along = opcode == self._write and 0 < piece.length <= self.inline_bytes
         request = library.SendWR(
             opcode=opcode if number is None else self._write_number,
             num_sge=1,
             imm_data=0 if number is None else immediate(number),
             sg=[library.SGE(piece.address, piece.length, piece.key)],
-            send_flags=self._inline if goes_along else 0,
+            send_flags=0,
         )
         request.set_wr_rdma(piece.remote_key, piece.remote_address)
         return request
