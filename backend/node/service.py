@@ -39,9 +39,10 @@ _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class NodeService(Service[Incoming]):
-    """`evict(group, node)` takes an unreachable node out of a group, if that is right; `figures` returns
-    more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
-    `scrub` checks extents that others say are wrong here.
+    """The service of one store node; Service says what each method promises. `evict(group, node)` takes an
+    unreachable node out of a group, if that is right; `figures` returns more to tell in `status`; `damaged`
+    is told, in any thread, of an extent that should be readable; `scrub` checks extents that others say are
+    wrong here.
 
     After `close` nothing is received any more; extents that are here can still be read.
     """

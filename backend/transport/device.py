@@ -27,9 +27,10 @@ from .messages import (
     Get,
     Map,
     Mapped,
+    Put,
     Share,
 )
-from .mover import NotThisWay, PuttingWay, Transfer, W, Way
+from .mover import NotThisWay, Transfer, W, Way
 
 __all__ = ["Device"]
 
@@ -43,7 +44,6 @@ class Device:
         self.link = link
         self._counters = link.caller.counters
         self._ways = ways
-        self._putting = [way for way in ways if isinstance(way, PuttingWay)]
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
         """Store a small extent on the node and down the chain; it is sealed everywhere when this
@@ -51,15 +51,10 @@ class Device:
         _check_chain(target)
         if len(data) > PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        for way in self._putting:
-            try:
-                await way.put(extent, target, data)
-                break
-            except NotThisWay as error:
-                log.info("store node %x: not over %s: %s", self.link.node, way.name, error)
-        else:
-            raise OSError(errno.EOPNOTSUPP, f"no mover puts to store node {self.link.node:x}")
-        self._counters.moved_bytes[way.name] += len(data)
+        await self.link.ask(
+            lambda number: Put(number, current_request(), extent, target, data), target.group
+        )
+        self._counters.message_bytes += len(data)
         self._counters.sent_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:

@@ -12,7 +12,7 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -34,7 +34,6 @@ __all__ = [
     "Mover",
     "NotThisWay",
     "Others",
-    "PuttingWay",
     "Serving",
     "Transfer",
     "Way",
@@ -106,15 +105,6 @@ class Way(Protocol):
 
     def tidy(self) -> None:
         """Let go of what was not used for long. Called now and then."""
-        ...
-
-
-@runtime_checkable
-class PuttingWay(Way, Protocol):
-    """A way that moves small extents, too, out of this process's memory."""
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Do as Device.put. Raises NotThisWay, too."""
         ...
 
 

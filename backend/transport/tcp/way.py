@@ -15,8 +15,7 @@ from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_fr
 from ..frames import BadMessage
 from ..growth import Growth
 from ..link import Link
-from ..messages import Put
-from ..mover import PuttingWay, Transfer
+from ..mover import Transfer, Way
 from .channel import Channel, Lost, Patience, Silent
 from .parts import Parts
 from .pool import Pool
@@ -34,7 +33,7 @@ _STREAM_BYTES_MIN = 4 << 20
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 
 
-class TcpWay(PuttingWay):
+class TcpWay(Way):
     """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that move
     this process's own extents; those that send on bytes are limited by its receiving."""
 
@@ -64,12 +63,6 @@ class TcpWay(PuttingWay):
     def shows_bytes(self) -> bool:
         # Where there are certificates, bytes have a code or are encrypted.
         return self._link.caller.credentials is not None
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        await self._link.ask(
-            lambda number: Put(number, current_request(), extent, target, data), target.group
-        )
-        self._counters.message_bytes += len(data)
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         nowhere = Target(0, 0, ())
