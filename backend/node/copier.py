@@ -25,6 +25,7 @@ from ..transport import Extent, FileRange
 from . import checks
 from .catalog import Catalog
 from .checks import Checks, Verdict
+from .damage import WrongExtents
 from .files import Incoming
 
 __all__ = ["Copier", "Source", "Throttle"]
@@ -64,7 +65,7 @@ class Throttle:
 
 
 class Copier:
-    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `kept_wrong` is told
+    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `wrong` is told
     of each extent that was kept although it is wrong, as no member in sync has it right."""
 
     def __init__(
@@ -74,10 +75,10 @@ class Copier:
         device: Callable[[int], Source],
         throttle: Throttle,
         checks: Checks,
-        kept_wrong: Callable[[Extent], None] = lambda extent: None,
+        wrong: WrongExtents,
     ) -> None:
         self.copied_bytes = 0
-        self._kept_wrong = kept_wrong
+        self._wrong = wrong
         self._checks = checks
         self._node = catalog.files.node
         self._members = members
@@ -159,7 +160,7 @@ class Copier:
                     continue
                 await trio.to_thread.run_sync(self._files.harden, incoming)
                 if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
-                    self._kept_wrong(extent)
+                    self._wrong.keep(extent)
                 return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
@@ -168,7 +169,7 @@ class Copier:
                 await self._read(wrong[-1], extent, incoming.fd, size)
                 await trio.to_thread.run_sync(self._files.harden, incoming)
                 if self._seal(incoming, extent, left):
-                    self._kept_wrong(extent)
+                    self._wrong.keep(extent)
                 return []
         return [extent]
 
@@ -292,7 +293,7 @@ class Copier:
             self._count(len(data))
             sealed = self._seal(incoming, extent, left)
             if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
-                self._kept_wrong(extent)
+                self._wrong.keep(extent)
 
     def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""

@@ -269,7 +269,7 @@ class _Node:
         checks = Checks(catalog, members, groups, peers.device)
         wrong = WrongExtents(catalog)
         throttle = Throttle(section.rebalance_rate)
-        copier = Copier(members, catalog, peers.device, throttle, checks, wrong.keep)
+        copier = Copier(members, catalog, peers.device, throttle, checks, wrong)
         self._resync = resync = Resync(cluster, catalog, inspection, copier)
         self._scrub = scrub = Scrub(
             cluster,
@@ -292,7 +292,7 @@ class _Node:
 
         # Service to other processes.
         self._service = service = NodeService(
-            cluster, catalog, agent.evict, self._status, inspection.report, scrub=scrub
+            cluster, catalog, agent, inspection, scrub, self._status
         )
         self._listener = listener = Listener(
             service, peers, movers, where.bind, where.port, credentials=credentials,

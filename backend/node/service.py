@@ -9,7 +9,7 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import trio
@@ -20,8 +20,10 @@ from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer
 from ..transport.service import Service
 from ..transport.session_keys import session_digest
+from .agent import Agent
 from .catalog import Catalog
 from .files import Held, Incoming
+from .inspection import Inspection
 from .own_copies import OwnCopies
 from .scrub import Scrub
 from .state import ClusterState
@@ -39,10 +41,8 @@ _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class NodeService(Service[Incoming]):
-    """The service of one store node; Service says what each method promises. `evict(group, node)` takes an
-    unreachable node out of a group, if that is right; `figures` returns more to tell in `status`; `damaged`
-    is told, in any thread, of an extent that should be readable; `scrub` checks extents that others say are
-    wrong here.
+    """The service of one store node; Service says what each method promises. `figures` returns more to tell
+    in `status`.
 
     After `close` nothing is received any more; extents that are here can still be read.
     """
@@ -51,20 +51,19 @@ class NodeService(Service[Incoming]):
         self,
         cluster: ClusterState,
         catalog: Catalog,
-        evict: Callable[[int, int], Awaitable[bool]],
-        figures: Callable[[], dict[str, Any]] = dict,
-        damaged: Callable[[Extent], None] = lambda extent: None,
-        *,
+        agent: Agent,
+        inspection: Inspection,
         scrub: Scrub | None = None,
+        figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.node = cluster.node
         self._cluster = cluster
         self._files = files = catalog.files
         self._catalog = catalog
         self._own_copies = OwnCopies(files)
-        self._evict = evict
+        self._agent = agent
         self._figures = figures
-        self._damaged = damaged
+        self._inspection = inspection
         self._scrub = scrub
         self._started = time.monotonic()
         self._closed = False
@@ -195,7 +194,7 @@ class NodeService(Service[Incoming]):
             close(opened)
         # An extent that was freed a moment ago is gone from the files, and not damaged.
         if self._files.size(extent) is not None:
-            self._damaged(extent)
+            self._inspection.report(extent)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class NodeService(Service[Incoming]):
         """Evict a member of a group that a writer cannot reach. Return whether it is not a member any
         more."""
         self._check_serving()
-        return await self._evict(group, node)
+        return await self._agent.evict(group, node)
 
     def doubt(self, extent: Extent) -> None:
         if self._scrub is not None:

@@ -41,6 +41,7 @@ from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks
 from irdmafs.backend.node.copier import Copier, Throttle
+from irdmafs.backend.node.damage import WrongExtents
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.inspection import Inspection
 from irdmafs.backend.node.resync import Resync
@@ -122,7 +123,9 @@ class Node:
             return Link(cluster, self.id, there)
 
         checks = Checks(self.catalog, self.members, self.groups, device)
-        copier = Copier(self.members, self.catalog, device, Throttle(), checks)
+        copier = Copier(
+            self.members, self.catalog, device, Throttle(), checks, WrongExtents(self.catalog)
+        )
         self.resync = Resync(here, self.catalog, inspection, copier)
 
         async def ping(there: int) -> None:
@@ -130,7 +133,7 @@ class Node:
                 raise Unreachable(there, "the link is cut")
 
         self.agent = Agent(here, self.resync, ping, rereplicate_after_s=cluster.rereplicate_after_s)
-        self.service = NodeService(here, self.catalog, self.agent.evict, damaged=inspection.report)
+        self.service = NodeService(here, self.catalog, self.agent, inspection)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
