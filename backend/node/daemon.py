@@ -41,7 +41,6 @@ from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
-from ..transport.counters import Counters
 from ..transport.movers import all_movers
 from ..transport.operations import codec_for
 from ..transport.peers import Peers, patience_s
@@ -261,9 +260,16 @@ class _Node:
         # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
         caller = Caller(
-            f"{node:x}", "node", members.address, lambda: session.number, b"", credentials,
-            certificates.is_revoked, patience_s(settings), codec_for(movers), Counters(), nursery,
-        )  # fmt: skip
+            f"{node:x}",
+            "node",
+            members.address,
+            codec_for(movers),
+            nursery,
+            credentials=credentials,
+            is_revoked=certificates.is_revoked,
+            session=lambda: session.number,
+            timeout_s=patience_s(settings),
+        )
         self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
         checks = Checks(catalog, members, groups, peers.device)

@@ -15,7 +15,6 @@ from ..observe.logs import current_request
 from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
-from .counters import Counters
 from .device import Device
 from .link import Link
 from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
@@ -53,9 +52,17 @@ async def open_peers(
     with ExitStack() as stack:
         async with trio.open_nursery() as nursery:
             caller = Caller(
-                name, role, resolve, session, session_key, credentials, is_revoked, timeout_s,
-                codec_for(movers), Counters(), nursery,
-            )  # fmt: skip
+                name,
+                role,
+                resolve,
+                codec_for(movers),
+                nursery,
+                credentials=credentials,
+                is_revoked=is_revoked,
+                session=session,
+                session_key=session_key,
+                timeout_s=timeout_s,
+            )
             peers = stack.enter_context(closing(Peers(caller, movers)))
             nursery.start_soon(peers.run)
             try:

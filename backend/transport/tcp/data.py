@@ -6,17 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import trio
 
 from ...observe import logs
-from ..counters import ServerFigures
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
-from ..mover import Others
+from ..mover import Host
 from ..rights import Peer, tell_of_denial
-from ..service import Service, check_right
+from ..service import check_right
 from .channel import Channel, Patience
 from .messages import RIGHTS
 from .onward import Onward
@@ -37,19 +35,12 @@ _HEADER_S = 5.0
 class Data:
     """Serves requests of data connections, one at a time each."""
 
-    def __init__(
-        self,
-        service: Service[Any],
-        others: Others,
-        transfers: Transfers,
-        counters: ServerFigures,
-        timeout_s: float,
-    ) -> None:
-        self._service = service
-        self._others = others
+    def __init__(self, host: Host, transfers: Transfers) -> None:
+        self._service = host.service
+        self._others = host.others
         self._transfers = transfers
-        self._counters = counters
-        self._timeout_s = timeout_s
+        self._counters = host.counters
+        self._timeout_s = host.timeout_s
         self._places = trio.Semaphore(THREADS_MAX)
         self._token = trio.lowlevel.current_trio_token()
 

@@ -52,7 +52,7 @@ class TcpServing(Serving):
         self._timeout_s = host.timeout_s
         self._port = port
         self._transfers = Transfers(host.service, host.nursery)
-        self._data = Data(host.service, host.others, self._transfers, host.counters, host.timeout_s)
+        self._data = Data(host, self._transfers)
         self.office = Office()
 
     @property
