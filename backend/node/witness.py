@@ -206,5 +206,8 @@ class NodeHistory(History):
     # -- consumer of the replica -----------------------------------------------------------------
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        super().apply(revision, events)
-        self._changed = self._changed or any(event.key.startswith(b"i") for event in events)
+        for event in events:
+            if event.key.startswith(b"i"):
+                self._changed = True
+            else:
+                self._take(event.key, event.value)
