@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 from ..backend.clock import now_ns
 from ..backend.namespace import acl, fail
 from ..coherence.nodes import Handle
-from ..posix import ioctls
 from ..posix.calls import Attributes, OpenInfo
 from ..posix.locks import Lock
 from ..posix.operations import Operations
@@ -54,7 +53,7 @@ _PASSTHROUGH: Final = int(wire.Open.PASSTHROUGH)
 _NOT_SERVED: Final = frozenset(
     {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
-        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING),
+        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
     }
 )
 
@@ -132,7 +131,6 @@ class Requests:
             Opcode.GETXATTR: row(wire.GETXATTR_IN, self._getxattr),
             Opcode.LISTXATTR: row(wire.GETXATTR_IN, self._listxattr),
             Opcode.REMOVEXATTR: row(None, named(ops.removexattr)),
-            Opcode.IOCTL: row(wire.IOCTL_IN, self._ioctl),
             # Files
             Opcode.OPEN: row(wire.OPEN_IN, self._open, self._pack_open),
             Opcode.CREATE: row(wire.CREATE_IN, changing(self._create), self._pack_created),
@@ -292,7 +290,7 @@ class Requests:
         lose_set_ids = bool(valid & Valid.KILL_SUIDGID) or not valid & ~_VALID_HANDLES
         return self._operations.setattr(
             asked.nodeid, wanted, SetattrFields(valid), fh if valid & Valid.FH else None, asked,
-            lose_set_ids=lose_set_ids, touch=not _VALID_NOW & ~valid,
+            lose_set_ids=lose_set_ids,
         )  # fmt: skip
 
     def _statx(self, asked: Request) -> bytes:
@@ -325,21 +323,6 @@ class Requests:
         room, _ = wire.GETXATTR_IN.unpack_from(self._buffer, BODY)
         names = await self._operations.listxattr(asked.nodeid, asked)
         return sized(b"".join(name + b"\0" for name in names), room)
-
-    def _ioctl(self, asked: Request) -> Result:
-        _, _, command, _, size, room = wire.IOCTL_IN.unpack_from(self._buffer, BODY)
-        if command not in ioctls.KNOWN:
-            return self._refuse(asked, errno.ENOTTY)
-        start = BODY + wire.IOCTL_IN.size
-        asked.refuse_shorter(start + size)
-        flags = ioctls.asked_flags(command, bytes(self._view[start : start + size]))
-        return self._flags(asked.nodeid, command, flags, room)
-
-    async def _flags(self, node_id: int, command: int, flags: int | None, room: int) -> bytes:
-        if flags is not None:
-            await self._operations.set_flags(node_id, flags)
-        answer = ioctls.answer(command, self._operations.flags(node_id))[:room]
-        return wire.IOCTL_OUT.pack(0, 0, 0, 0) + answer
 
     def _refuse(self, asked: Request, code: int) -> Answered:
         """Answer with an error that is asked for often: an exception takes 2 us more."""

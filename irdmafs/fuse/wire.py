@@ -170,7 +170,6 @@ FORGET_ONE: Final = struct.Struct("<QQ")
 FALLOCATE_IN: Final = struct.Struct("<QQQII")
 LSEEK_IN: Final = struct.Struct("<QqI4x")
 COPY_FILE_RANGE_IN: Final = struct.Struct("<QQ8xQQQ8x")
-IOCTL_IN: Final = struct.Struct("<QIIQII")
 POLL_IN: Final = struct.Struct("<QQII")
 
 INIT_OUT: Final = struct.Struct("<IIIIHHIIHHIIH22x")
@@ -182,7 +181,6 @@ STATFS_OUT: Final = struct.Struct("<QQQQQIIII24x")
 XATTR_SIZE_OUT: Final = struct.Struct("<II")
 LOCK_OUT: Final = struct.Struct("<QQII")
 LSEEK_OUT: Final = struct.Struct("<Q")
-IOCTL_OUT: Final = struct.Struct("<iIII")
 STATX_OUT: Final = struct.Struct("<QII16x")
 # As struct statx begins: mask, block size, attributes, links, owners, mode, number, size, blocks, what
 # attributes mean; four times; device numbers of a node and of the filesystem.

@@ -243,7 +243,6 @@ class _Daemon:
                 nursery.start_soon(self._announce, ready)
                 await self._session.run()
                 tell_manager("STOPPING=1", status="unmounted; what was written is being stored")
-                await self._operations.ended()
                 nursery.cancel_scope.cancel()
         finally:
             self._unmount()

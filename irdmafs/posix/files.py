@@ -9,7 +9,6 @@ from typing import Any, Final
 import trio
 
 from ..backend.namespace import fail
-from ..backend.namespace.protection import APPEND, IMMUTABLE
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.content import Content
@@ -25,7 +24,6 @@ from .privileges import Closer, privileges_of
 from .waits import Waits
 
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
-_FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,10 +78,6 @@ class OpenFiles:
         if off > OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._handle(fh, writing=True)
-        inode = self._inodes[handle.node.ino]
-        # The kernel lets programs take O_APPEND off: it does not know the append-only flag.
-        if inode.flags & APPEND and off < self._answers.attributes(handle.node, inode).st_size:
-            raise fail(errno.EPERM)
         return await self._cache.write(handle, off, buf)
 
     async def flush(self, fh: int, pid: int = 0) -> None:
@@ -125,9 +119,6 @@ class OpenFiles:
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         handle = self._handle(fh, writing=True)
-        protected = self._inodes[handle.node.ino].flags
-        if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
-            raise fail(errno.EPERM)
         if offset + length > self._store.size_max:
             raise fail(errno.EFBIG)
 
@@ -156,9 +147,7 @@ class OpenFiles:
             raise fail(errno.EOVERFLOW)
         source = self._content(self._handle(fh_in))
         target = self._handle(fh_out, writing=True)
-        if self._inodes[target.node.ino].flags & (IMMUTABLE | APPEND):
-            raise fail(errno.EPERM)
-        length = min(length, 16 * 1024 * 1024)  # other requests wait meanwhile
+        length = min(length, _COPIED_MAX_BYTES)
         copied = 0
 
         def change(out: int) -> None:

@@ -4,7 +4,6 @@ import errno
 import os
 
 from ..backend.namespace import ROOT_INO, Inode, fail
-from ..backend.namespace.protection import APPEND, IMMUTABLE
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.protocol import Coherence
@@ -17,7 +16,7 @@ from .privileges import Caller as Changer
 
 
 class Metadata:
-    """Shows and changes the attributes that stat(2), statfs(2) and lsattr(1) show."""
+    """Shows and changes the attributes that stat(2) and statfs(2) show."""
 
     def __init__(
         self, store: Store, cache: Cache, coherence: Coherence, answers: Answers, atimes: Atimes
@@ -50,10 +49,9 @@ class Metadata:
         ctx: Caller,
         *,
         lose_set_ids: bool = False,
-        touch: bool = False,
     ) -> Attributes:
         """Set attributes. `lose_set_ids`: the caller is about to change the content, or does so by this
-        truncation, and may not keep set-user-id and set-group-id. `touch`: set both times to now."""
+        truncation, and may not keep set-user-id and set-group-id."""
         node, found = self._nodes.get(inode)
         await self._coherence.before_change()
         if fields.update_size:
@@ -61,10 +59,6 @@ class Metadata:
             self._answers.refresh_other_nodes(node, node.ino)  # one may show the cut content
             found = self._nodes.inode_of(inode)
         changes: dict[str, int] = {}
-        if touch and found.flags & IMMUTABLE:
-            raise fail(errno.EPERM)
-        sets_times = (fields.update_atime or fields.update_mtime) and not touch
-        asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
         if lose_set_ids or fields.update_uid or fields.update_gid:
             changes["mode"] = await mode_left(found, ctx, self._processes)
             if lose_set_ids and not fields.update_size and not self._cache.is_written(found.ino):
@@ -85,7 +79,7 @@ class Metadata:
             changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
         if changes:
             changes.setdefault("atime_ns", atime_ns)
-            await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
+            await self._namespace.set_attributes(node.ino, **changes)
             self._atimes.saved(self._inodes[node.ino])
             self._answers.refresh_other_nodes(node, node.ino)
         answer = self._answers.attributes(node, self._inodes[node.ino])
@@ -94,8 +88,6 @@ class Metadata:
 
     async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         refuse_other_than_file(inode)
-        if inode.flags & APPEND or (inode.flags & IMMUTABLE and fh is None):
-            raise fail(errno.EPERM)
         if not 0 <= size <= OFFSET_MAX:
             raise fail(errno.EINVAL)
         if size > self._store.size_max:
@@ -124,7 +116,7 @@ class Metadata:
                 lose = not await may_keep_set_ids(ctx, self._processes)
             mode = await mode_left(found, ctx, self._processes) if lose else found.mode
             if mode != found.mode:
-                await self._namespace.set_attributes(ino, mode=mode, asked_for=False)
+                await self._namespace.set_attributes(ino, mode=mode)
                 self._answers.refresh_other_nodes(None, ino)
 
     def has_set_ids(self, node_id: int) -> bool:
@@ -133,16 +125,6 @@ class Metadata:
     def birth_ns(self, node_id: int) -> int:
         """Return when an inode was made (ns), 0 if nobody noted it."""
         return self._nodes.inode_of(node_id).birth_ns
-
-    def flags(self, node_id: int) -> int:
-        """Return the flags of an inode that chattr(1) sets."""
-        return self._nodes.inode_of(node_id).flags
-
-    async def set_flags(self, node_id: int, flags: int) -> None:
-        node, _ = self._nodes.get(node_id)
-        await self._coherence.before_change()
-        await self._namespace.set_attributes(node.ino, flags=flags)
-        self._answers.refresh_other_nodes(None, node.ino)
 
     async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""

@@ -6,7 +6,6 @@ import stat
 from typing import Final
 
 from ..backend.namespace import Inode, fail
-from ..backend.namespace.protection import refuse_open
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.kernel_cache import Name
@@ -49,12 +48,6 @@ class Opens:
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
-        if not flags:
-            # The kernel's own open, for an ioctl on a file that a program has open: an open by name has
-            # O_LARGEFILE among its flags (or is of a 32-bit program without it). It would not come again.
-            node, found = self._nodes.get(inode)
-            refuse_other_than_file(found)
-            return self._opened(self._cache.open_here(found, node, flags, ctx.pid))
         name = None
         arrived = self._coherence.arrived(inode)
         if arrived is not None:
@@ -63,8 +56,6 @@ class Opens:
             node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
         if not found.is_file:
             refuse_other_than_file(found)
-        if found.flags:
-            refuse_open(found, flags)
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]

@@ -5,7 +5,6 @@ Operations raise OSError. Those that pyfuse3 has no name for (fallocate, lseek, 
 tmpfile) only the kernel session asks for.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +24,6 @@ from .opens import Opens
 from .since import Since
 from .waits import Waits
 from .xattrs import Xattrs
-
-log = logging.getLogger(__name__)
 
 
 class Operations:
@@ -51,7 +48,7 @@ class Operations:
         self._namespace = store.namespace
         self.processes = cache.processes
         self.kernel_locks = coherence.kernel_locks
-        self.listings_stay = coherence.listings_stay and not options.strictatime
+        self.listings_stay = coherence.listings_stay
         self.atimes = atimes
         self.locking = locking
         answers = Answers(cache, coherence, options, atimes)
@@ -72,7 +69,6 @@ class Operations:
         metadata = Metadata(store, cache, coherence, answers, atimes)
         self.attributes, self.getattr = metadata.attributes, metadata.getattr
         self.setattr, self.statfs = metadata.setattr, metadata.statfs
-        self.flags, self.set_flags = metadata.flags, metadata.set_flags
         self.birth_ns, self.has_set_ids = metadata.birth_ns, metadata.has_set_ids
 
         xattrs = Xattrs(store, cache, coherence, answers, status, waits, acls=acls)
@@ -101,10 +97,3 @@ class Operations:
     async def idle(self) -> None:
         """Tidy up: no request came for a while."""
         await self._namespace.idle()
-
-    async def ended(self) -> None:
-        """Store, after the unmount, what was put off to a later change, if the store has room for it."""
-        try:
-            await self._namespace.note_reads(self.atimes.unsaved())
-        except OSError as error:
-            log.warning("the times of the last reads could not be stored: %s", error)

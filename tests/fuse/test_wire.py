@@ -65,7 +65,7 @@ def test_every_layout_has_the_size_that_the_kernel_gives_it() -> None:
         "OPEN_IN": 8, "CREATE_IN": 16, "MKNOD_IN": 16, "MKDIR_IN": 8, "RENAME_IN": 8,
         "RENAME2_IN": 16, "LINK_IN": 8, "SETATTR_IN": 88, "READ_IN": 40, "WRITE_IN": 40,
         "FLUSH_IN": 24, "RELEASE_IN": 24, "FSYNC_IN": 16, "SETXATTR_IN": 16, "GETXATTR_IN": 8,
-        "IOCTL_IN": 32, "IOCTL_OUT": 16, "STATX_OUT": 32, "STATX": 256,
+        "STATX_OUT": 32, "STATX": 256,
         "LOCK_IN": 48, "ACCESS_IN": 8, "INTERRUPT_IN": 8, "INIT_IN": 16, "INIT_IN_FLAGS2": 4,
         "FORGET_IN": 8, "BATCH_FORGET_IN": 8, "FORGET_ONE": 16, "FALLOCATE_IN": 32,
         "LSEEK_IN": 24, "COPY_FILE_RANGE_IN": 56, "POLL_IN": 24,
