@@ -6,18 +6,14 @@ from collections.abc import Coroutine
 from types import CoroutineType
 from typing import Any
 
-import trio
-
 from .. import inline
-from ..posix.operations import Operations
-from .backings import Backings
 from .connection import Connection
 from .counts import Counts
 from .deferred import Deferred
-from .interrupts import Waiting
-from .notices import Notices
-from .requests import ANSWERED, Requests, Row
-from .wire import Malformed, Opcode, Request
+from .interrupts import Waiting, WaitingRequests
+from .requests import NoPayload, Row
+from .tasks import Tasks
+from .wire import Malformed, Opcode, Request, decode_header
 
 log = logging.getLogger(__name__)
 
@@ -36,39 +32,32 @@ _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 
 
 class Answering:
-    """Answers the requests that are read into a connection's buffer."""
+    """Answers the requests that are read into a connection's buffer, by the rows of a table."""
 
     def __init__(
         self,
         connection: Connection,
-        operations: Operations,
-        backings: Backings,
-        notices: Notices,
+        rows: dict[int, Row],
+        deferred: Deferred,
+        waiting: WaitingRequests,
+        tasks: Tasks,
         counts: Counts,
-        nursery: trio.Nursery,
     ) -> None:
         self._connection = connection
         self._buffer = connection.buffer
-        self._processes = operations.processes
-        self._nursery = nursery
+        self._rows = rows
+        self._deferred = deferred
+        self._released, self._forgotten = deferred.released, deferred.forgotten
+        self._waiting = waiting
+        self._tasks = tasks
         self._counts = counts
         self._counted = counts.by_opcode
         self._trace = log.isEnabledFor(logging.DEBUG)
-        self.deferred = Deferred(operations, nursery)
-        self._released, self._forgotten = self.deferred.released, self.deferred.forgotten
-        # Requests that wait in tasks of their own, by number.
-        self.waiting: dict[int, Waiting] = {}
-        # The number of those that wait for others, which may take long.
-        self._resting = 0
-        table = Requests(
-            connection, operations, backings, notices, self.deferred, self._interrupted
-        )
-        self._rows = table.rows
 
     def answer(self, received: int) -> None:
         """Answer the request of `received` bytes that is in the buffer."""
         try:
-            request = Request(self._buffer, received)
+            request = decode_header(self._buffer, received)
         except Malformed as error:
             log.error("from the kernel: %s", error)
             return
@@ -81,7 +70,7 @@ class Answering:
         if (self._released or self._forgotten) and (
             opcode not in _GO_AHEAD or len(self._released) + len(self._forgotten) > _PUT_OFF_MAX
         ):
-            self.deferred.settle()
+            self._deferred.settle()
         row = self._rows.get(opcode)
         if row is None:
             self._connection.refuse(request.unique, errno.ENOSYS)
@@ -93,17 +82,14 @@ class Answering:
             result = carry_out(request)
             if result.__class__ is CoroutineType:
                 result = inline.run(result)
-            if result is not ANSWERED:
-                self._connection.answer(
-                    request.unique, (result or b"") if pack is None else pack(result)
-                )
+            if result.__class__ is not NoPayload:
+                payload = (result or b"") if pack is None else pack(result)
+                self._connection.answer(request.unique, payload)
+            elif result.code:
+                self._connection.refuse(request.unique, result.code)
         except inline.Detached as detached:
-            waiting = Waiting(
-                opcode, request.pid, detached.any_signal, trio.CancelScope(), trio.Event()
-            )
-            self.waiting[request.unique] = waiting
-            self._resting += waiting.any_signal
-            self._nursery.start_soon(self._finish, request, row, waiting, result)
+            waiting = self._waiting.add(request, any_signal=detached.any_signal)
+            self._tasks.start_soon(self._finish, request, row, waiting, result)
         except Exception as error:
             self.fail(request, error)
 
@@ -119,23 +105,9 @@ class Answering:
             except Exception as error:
                 self.fail(request, error)
             finally:
-                waiting.ended.set()
-                del self.waiting[request.unique]
-                self._resting -= waiting.any_signal
+                self._waiting.remove(request.unique)
         if scope.cancelled_caught:
             self._connection.refuse(request.unique, errno.EINTR)
-
-    def want_turn(self) -> bool:
-        """Return whether tasks of requests may have something to do."""
-        if len(self.waiting) > self._resting:
-            return True
-        return self._resting > 0 and trio.lowlevel.current_statistics().tasks_runnable > 0
-
-    def _interrupted(self, unique: int) -> None:
-        """Handle INTERRUPT: the caller of a request got a signal."""
-        waiting = self.waiting.get(unique)
-        if waiting is not None:
-            self._nursery.start_soon(waiting.interrupted, self._processes)
 
     def fail(self, request: Request, error: Exception) -> None:
         """Answer with an error, and log it if it is none that a filesystem answers with."""

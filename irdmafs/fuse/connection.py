@@ -59,7 +59,7 @@ class Connection:
         self.buffer = bytearray(_BUFFER_BYTES)
         self.buffers = (self.buffer,)  # as readv(2) takes it
         received = os.readv(device_fd, self.buffers)
-        request = Request(self.buffer, received)
+        request = wire.decode_header(self.buffer, received)
         if request.opcode != Opcode.INIT:
             raise ProtocolError(f"the kernel began with request {request.opcode}, not INIT")
         request.refuse_shorter(BODY + wire.INIT_IN.size)

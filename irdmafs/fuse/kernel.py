@@ -17,12 +17,15 @@ from typing import Final
 
 import trio
 
-from ..posix.operations import Operations
+from ..posix.filesystem import Filesystem
 from .answering import Answering
 from .backings import Backings
 from .connection import Connection
 from .counts import Counts
+from .deferred import Deferred
+from .interrupts import WaitingRequests
 from .notices import Notices
+from .requests import Requests
 from .session import Session
 from .tasks import Tasks
 from .wakeups import FastWakeups
@@ -45,7 +48,7 @@ class KernelSession(Session):
     def __init__(
         self,
         connection: Connection,
-        operations: Operations,
+        filesystem: Filesystem,
         backings: Backings,
         notices: Notices,
         tasks: Tasks,
@@ -53,41 +56,40 @@ class KernelSession(Session):
         wakeups: FastWakeups,
     ) -> None:
         self._connection = connection
-        self._operations = operations
-        self._backings = backings
+        self._namespace = filesystem.namespace
         self._notices = notices
         self._tasks = tasks
         self._wakeups = wakeups
-        self._counts = counts
+        self._deferred = deferred = Deferred(filesystem, tasks)
+        self._waiting = waiting = WaitingRequests(filesystem.processes, tasks)
+        table = Requests(connection, filesystem, backings, deferred, waiting)
+        self._answering = Answering(connection, table.rows, deferred, waiting, tasks, counts)
         self._finished = trio.Event()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            answering = Answering(
-                self._connection, self._operations, self._backings, self._notices, self._counts,
-                nursery,
-            )  # fmt: skip
             nursery.start_soon(self._tasks.run)
-            nursery.start_soon(self._read_requests, answering)
+            nursery.start_soon(self._read_requests)
             await self._finished.wait()
+            self._deferred.settle()
             self._tasks.stop()
-            answering.deferred.settle()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
         self._finished.set()
 
     def close(self) -> None:
-        self._tasks.close()
         self._notices.close()
         self._wakeups.close()
         self._connection.close()
 
-    async def _read_requests(self, answering: Answering) -> None:
-        device = self._connection.fd
+    async def _read_requests(self) -> None:
+        device, buffers = self._connection.fd, self._connection.buffers
         poller = select.poll()
         poller.register(device, select.POLLIN)
-        clock = time.monotonic_ns
+        answer, waiting = self._answering.answer, self._waiting
+        clock, readv = time.monotonic_ns, os.readv
+        spin_ends = 0
         while True:
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
@@ -98,7 +100,14 @@ class KernelSession(Session):
             self._wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
-                if self._serve_one(answering):
+                try:
+                    received = readv(device, buffers)
+                except OSError as error:
+                    more = self._without_request(error)
+                else:
+                    answer(received)
+                    more = True
+                if more:
                     spin_ends = clock() + _SPIN_NS
                     if spin_ends > turn_ends:
                         await trio.lowlevel.checkpoint()
@@ -106,7 +115,7 @@ class KernelSession(Session):
                     continue
                 if self._finished.is_set():
                     return
-                if answering.waiting and answering.want_turn():
+                if waiting.by_unique and waiting.want_turn():
                     break  # requests that wait in their own tasks want their turn
                 while not (ready := poller.poll(0)) and clock() < spin_ends:
                     pass
@@ -115,22 +124,20 @@ class KernelSession(Session):
 
     async def _tidy_up(self) -> None:
         try:
-            await self._operations.idle()
+            await self._namespace.idle()
         except Exception:
             log.exception("tidying up failed")
 
-    def _serve_one(self, answering: Answering) -> bool:
-        """Read and answer one request; False when there is none."""
-        try:
-            received = os.readv(self._connection.fd, self._connection.buffers)
-        except BlockingIOError:
-            return answering.deferred.settle()
-        except OSError as error:
-            if error.errno in (errno.EINTR, errno.ENOENT):
-                return True
-            if error.errno != errno.ENODEV:
-                log.error("reading from the kernel failed: %s", error)
-            self._finished.set()
-            return False
-        answering.answer(received)
-        return True
+    def _without_request(self, error: OSError) -> bool:
+        """Do what was put off, as there is no request. Return whether to look for one at once."""
+        if error.errno == errno.EAGAIN:
+            work = self._deferred.released or self._deferred.forgotten
+            if work:
+                self._deferred.settle()
+            return bool(work)
+        if error.errno in (errno.EINTR, errno.ENOENT):
+            return True
+        if error.errno != errno.ENODEV:
+            log.error("reading from the kernel failed: %s", error)
+        self._finished.set()
+        return False

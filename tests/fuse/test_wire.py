@@ -35,14 +35,18 @@ from irdmafs.fuse.answering import Answering
 from irdmafs.fuse.backings import Backings
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
+from irdmafs.fuse.deferred import Deferred
+from irdmafs.fuse.interrupts import WaitingRequests
 from irdmafs.fuse.notices import Notices
+from irdmafs.fuse.requests import Requests
 from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
 from irdmafs.posix.atimes import Atimes
+from irdmafs.posix.filesystem import Filesystem
 from irdmafs.posix.locking import Locking
-from irdmafs.posix.operations import Operations
+from irdmafs.posix.superblock import Superblock
 
 ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
@@ -81,16 +85,16 @@ def test_a_header_is_taken_only_with_the_length_it_names(data: bytes, received: 
     buffer = data.ljust(100, b"\0")
     named = int.from_bytes(buffer[:4], "little")
     if received >= 40 and named == received:
-        assert Request(buffer, received).length == received
+        assert wire.decode_header(buffer, received).length == received
     else:
         with pytest.raises(Malformed):
-            Request(buffer, received)
+            wire.decode_header(buffer, received)
 
 
 @given(size=st.integers(1, 200))
 def test_a_header_is_decoded_field_by_field(size: int) -> None:
     buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
-    found = Request(buffer, 40 + size)
+    found = wire.decode_header(buffer, 40 + size)
     assert (found.length, found.opcode, found.unique, found.nodeid) == (40 + size, 1, 2, 3)
     assert (found.uid, found.gid, found.pid) == (4, 5, 6)
 
@@ -98,7 +102,7 @@ def test_a_header_is_decoded_field_by_field(size: int) -> None:
 @given(size=st.integers(0, 100), wanted=st.integers(0, 200))
 def test_a_request_that_is_too_short_for_its_kind_is_refused(size: int, wanted: int) -> None:
     buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
-    request = Request(buffer, 40 + size)
+    request = wire.decode_header(buffer, 40 + size)
     if wanted <= 40 + size:
         request.refuse_shorter(wanted)
     else:
@@ -184,6 +188,14 @@ class Checked(Answering):
         super().fail(request, error)
 
 
+class StartedTasks(Tasks):
+    """Tasks of a nursery that runs already, whose children tell whether any is left."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        super().__init__()
+        self._nursery = nursery
+
+
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
@@ -201,12 +213,15 @@ class Served:
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
         locking = Locking("local", None, self.cache, self.notices, store.namespace.describe)
-        self.operations = Operations(
-            store, self.cache, coherence, locking, MountOptions(), atimes, dict, acls=False
-        )
+        block = Superblock(store, self.cache, coherence, atimes, MountOptions())
+        filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
+        tasks = StartedTasks(nursery)
+        self.deferred = Deferred(filesystem, tasks)
+        self.waiting = WaitingRequests(self.processes, tasks)
+        table = Requests(self.connection, filesystem, backings, self.deferred, self.waiting)
         self.session = Checked(
-            self.connection, self.operations, backings, self.notices, Counts(), nursery
+            self.connection, table.rows, self.deferred, self.waiting, tasks, Counts()
         )
         self.session.surprises = []
         self.expected: Counter[int] = Counter()
@@ -216,7 +231,6 @@ class Served:
 
     def close(self) -> None:
         self.processes.close()
-        self.tasks.close()
         self.notices.close()
         self.connection.close()
 
@@ -227,7 +241,7 @@ class Served:
         self._unique += 2
         unique = self._unique
         self.send(message(opcode, nodeid, body, unique=unique, pid=pid))
-        self.session.deferred.settle()  # as the reader does when no other request is there
+        self.deferred.settle()  # as the reader does when no other request is there
         if opcode in NO_REPLY:
             assert unique not in self.replies
             return 0, b""
@@ -252,7 +266,7 @@ class Served:
 
     async def finish(self) -> None:
         """Wait until nothing waits any more."""
-        self.session.deferred.settle()
+        self.deferred.settle()
         while self.nursery.child_tasks:
             await trio.testing.wait_all_tasks_blocked(0.001)
         self.collect()
@@ -280,7 +294,7 @@ class Served:
         assert not self.session.surprises, self.session.surprises[0]
 
     def interrupt_all(self) -> None:
-        for unique in list(self.session.waiting):
+        for unique in list(self.waiting.by_unique):
             self.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
 
     def let_go(self) -> None:
@@ -888,7 +902,7 @@ def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
 def test_every_kind_of_request_is_carried_out_but_those_that_the_kernel_answers_itself() -> None:
     unknown = {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
-        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING),
+        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
     }
 
     def talk(served: Served) -> None:
