@@ -135,12 +135,11 @@ class Namespace:
         once. If another host has removed it when this returns, it is a local orphan.
         """
 
-        made = await self._carry_out(
-            lambda: self._planner.create(
-                parent, name, mode, uid, gid, rdev=rdev, target=target,
-                version=version, durable=durable, layout=layout, umask=umask, seen=seen,
-            )
+        plan = partial(
+            self._planner.create, parent, name, mode, uid, gid, rdev=rdev, target=target,
+            version=version, durable=durable, layout=layout, umask=umask, seen=seen,
         )  # fmt: skip
+        made = await self._carry_out(plan)
         assert made is not None
         return made
 
@@ -278,13 +277,11 @@ class Namespace:
 
         if self._linking:
             await self._wait_while_linking(ino)
-        published = await self._carry_out(
-            lambda: self._planner.publish(
-                ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
-                layout=layout, digests=digests, within_quotas=within_quotas,
-            ),
-            guards,
+        plan = partial(
+            self._planner.publish, ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
+            layout=layout, digests=digests, within_quotas=within_quotas,
         )  # fmt: skip
+        published = await self._carry_out(plan, guards)
         assert published is not None
         return published
 

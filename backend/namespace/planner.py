@@ -104,7 +104,7 @@ class Planner:
         inode = self.new_inode(directory, mode, uid, gid, umask, now)
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
-        if not (seen or version) and inode.is_file:
+        if not (seen or version) and stat.S_ISREG(mode):
             inode.maker = self._tree.unseen.maker
         commit.inode, commit.inodes = inode, (inode,)
         commit.new = inode

@@ -13,9 +13,11 @@ from .deferred import Deferred
 from .interrupts import Waiting, WaitingRequests
 from .requests import NoPayload, Row
 from .tasks import Tasks
-from .wire import Malformed, Opcode, Request, decode_header
+from .wire import BODY, IN_HEADER, Malformed, Opcode, Request
 
 log = logging.getLogger(__name__)
+
+_new, _unpack_header = tuple.__new__, IN_HEADER.unpack_from
 
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(
@@ -56,10 +58,12 @@ class Answering:
 
     def answer(self, received: int) -> None:
         """Answer the request of `received` bytes that is in the buffer."""
-        try:
-            request = decode_header(self._buffer, received)
-        except Malformed as error:
-            log.error("from the kernel: %s", error)
+        # Request(...) takes twice as long.
+        request: Request = _new(Request, _unpack_header(self._buffer))
+        if received < BODY or request.length != received:
+            log.error(
+                "from the kernel: %d bytes, which say that they are %d", received, request.length
+            )
             return
         opcode = request.opcode
         self._counted[opcode & 63] += 1

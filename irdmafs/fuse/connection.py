@@ -6,7 +6,7 @@ import os
 from typing import Final
 
 from . import wire
-from .wire import BODY, Init, Opcode, Request
+from .wire import BODY, Init, Malformed, Opcode, Request
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class Connection:
         self.buffer = bytearray(_BUFFER_BYTES)
         self.buffers = (self.buffer,)  # as readv(2) takes it
         received = os.readv(device_fd, self.buffers)
-        request = wire.decode_header(self.buffer, received)
+        request = Request(*wire.IN_HEADER.unpack_from(self.buffer))
+        if received < BODY or request.length != received:
+            raise Malformed(f"the first request has {received} bytes")
         if request.opcode != Opcode.INIT:
             raise ProtocolError(f"the kernel began with request {request.opcode}, not INIT")
         request.refuse_shorter(BODY + wire.INIT_IN.size)

@@ -197,9 +197,6 @@ BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
 
 
-_unpack_header = IN_HEADER.unpack_from
-
-
 class Request(NamedTuple):
     """The header of a request, which says who made it. `pid` is the thread's, 0 when it lies outside our
     pid namespace."""
@@ -216,16 +213,6 @@ class Request(NamedTuple):
         """Raise Malformed if the request has not so many bytes."""
         if size > self.length:
             raise Malformed("the request is too short for its kind")
-
-
-def decode_header(buffer: Buffer, received: int) -> Request:
-    """Return the header of the request that was read as `received` bytes. Raises Malformed."""
-    if received < BODY:
-        raise Malformed(f"{received} bytes are no request")
-    request = tuple.__new__(Request, _unpack_header(buffer))  # Request(...) takes twice as long
-    if request.length != received:
-        raise Malformed(f"a request of {request.length} bytes came as {received}")
-    return request
 
 
 def decode_name(buffer: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:

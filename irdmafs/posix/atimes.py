@@ -1,10 +1,10 @@
 """When files were last read, without a request or a transaction for a read.
 
 Reads that pass through are reads of the extent, a file of the store. The kernel keeps its access time by
-the rule of relatime, and it is looked up when somebody asks for the
-file's. Reads that come through the daemon (cached reads, listings, links) are noted by the same rule. A
-time goes into the inode's record with the next change of its attributes; until then it is in memory only.
-Each host of a cluster knows its own reads.
+the rule of relatime, and it is looked up when somebody asks for the file's. Reads that come through the
+daemon (cached reads, listings, links) are noted by the same rule. A time goes into the inode's record with
+the next change of its attributes; until then it is in memory only. Each host of a cluster knows its own
+reads.
 """
 
 import ctypes
@@ -71,7 +71,8 @@ class Atimes:
         ino = node.ino
         passed = self._passed.get(ino)
         if passed is not None and node in passed:
-            self._look(ino)
+            if ino in self._may_be_read:
+                self._look(ino)
             del passed[node]
             if not passed:
                 del self._passed[ino]
@@ -109,8 +110,7 @@ class Atimes:
                 nodes[node] = passed._replace(atime_ns=inode.atime_ns)
 
     def _look(self, ino: int) -> None:
-        if ino not in self._may_be_read:
-            return
+        """Look at the extents of an inode that may have been read."""
         nodes = self._passed.get(ino, {})
         if not any(node.is_bound for node in nodes):
             self._may_be_read.remove(ino)

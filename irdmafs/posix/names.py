@@ -78,7 +78,7 @@ class Names:
         in_use = found is not None and self._nodes.has_nodes(found.ino)
         with self._coherence.changing(ctx.pid, (parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
-        await self._unnamed(inode, in_use)
+        self._unnamed(inode, in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.directory(parent_inode).ino
@@ -90,7 +90,7 @@ class Names:
                 parent, name, in_use=in_use, known=self._coherence.known_directories((parent, name))
             )
 
-    async def _unnamed(self, inode: Inode, in_use: bool) -> None:
+    def _unnamed(self, inode: Inode, in_use: bool) -> None:
         """Tell the kernel and the store that an inode lost a name."""
         if inode.nlink:
             self._answers.refresh_other_nodes(None, inode.ino)
@@ -134,7 +134,7 @@ class Names:
             self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
             self._answers.refresh_several(moved.ino)
         if unnamed is not None:
-            await self._unnamed(unnamed, in_use)
+            self._unnamed(unnamed, in_use)
         elif replaced is not None:
             self._answers.refresh_several(replaced.ino)
 

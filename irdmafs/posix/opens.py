@@ -44,7 +44,7 @@ class Opens:
             node, found = arrived
         else:
             node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
-        if not found.is_file:
+        if not stat.S_ISREG(found.mode):
             refuse_other_than_file(found)
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
