@@ -10,8 +10,6 @@ from .wire import BODY, Init, Malformed, Opcode, Request
 
 log = logging.getLogger(__name__)
 
-_pack_header, _HEADER_BYTES = wire.OUT_HEADER.pack, wire.OUT_HEADER.size
-
 MAX_WRITE_BYTES: Final = 1024 * 1024
 _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096
 # Releases count among them: one that has to wait its turn would come after an open that it matters to.
@@ -96,19 +94,20 @@ class Connection:
     def answer(self, unique: int, payload: bytes) -> None:
         """Send the answer to a request."""
         try:
-            os.write(self.fd, _pack_header(_HEADER_BYTES + len(payload), 0, unique) + payload)
+            os.write(self.fd, wire.reply(unique, payload))
         except OSError as error:
-            self._unanswered(error)
+            self.not_answered(error)
 
     def refuse(self, unique: int, code: int) -> None:
         """Answer a request with an error."""
         try:
             os.write(self.fd, wire.error_reply(unique, code))
         except OSError as error:
-            self._unanswered(error)
+            self.not_answered(error)
 
     @staticmethod
-    def _unanswered(error: OSError) -> None:
+    def not_answered(error: OSError) -> None:
+        """Note that an answer could not be sent."""
         # ENOENT: the caller was killed meanwhile. ENODEV: unmounted.
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             log.error("answering the kernel failed: %s", error)

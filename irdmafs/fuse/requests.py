@@ -18,10 +18,10 @@ from ..posix.locks import Lock
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY
 from . import wire
-from .backings import Backings
 from .connection import Connection
 from .deferred import Deferred
 from .interrupts import WaitingRequests
+from .notices import Notices
 from .replies import (
     DirectoryReply,
     pack_attributes,
@@ -110,7 +110,7 @@ class Requests:
         self,
         connection: Connection,
         filesystem: Filesystem,
-        backings: Backings,
+        notices: Notices,
         deferred: Deferred,
         waiting: WaitingRequests,
     ) -> None:
@@ -124,7 +124,7 @@ class Requests:
         self._files = filesystem.files
         self._directories = filesystem.directories
         self._atimes = filesystem.atimes
-        self._backings = backings
+        self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
         listings_stay = filesystem.coherence.listings_stay
@@ -398,7 +398,7 @@ class Requests:
         node = info.handle.node
         if not node.backing_id:
             try:
-                self._backings.register(node)
+                self._notices.pass_through(node)
             except OSError:
                 self._deferred.carry_out(self._cancel(info.handle, lookups), "giving up an open")
                 raise

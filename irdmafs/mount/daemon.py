@@ -29,7 +29,6 @@ from ..coherence.isolation import Isolation
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.protocol import Coherence
 from ..coherence.shared import Shared
-from ..fuse.backings import Backings
 from ..fuse.connection import Connection, ProtocolError
 from ..fuse.counts import Counts
 from ..fuse.kernel import KernelSession
@@ -155,13 +154,10 @@ class _Assembly:
             wakeups.close()
             os.close(fd)
             raise
-        backings = Backings(connection, self._store.extents, self._atimes)
-        notices = Notices(connection, backings, submounts, self._tasks)
+        notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
         kind = SessionKind(KernelSession.name, "", wakeups)
         filesystem, status = self._filesystem(notices, kind, acls=acls)
-        session = KernelSession(
-            connection, filesystem, backings, notices, self._tasks, self._counts, wakeups
-        )
+        session = KernelSession(connection, filesystem, notices, self._tasks, self._counts, wakeups)
         return session, status
 
     def _stack_depth(self) -> int:

@@ -31,16 +31,13 @@ from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
 from irdmafs.fuse import passthrough, wire
-from irdmafs.fuse.answering import Answering
-from irdmafs.fuse.backings import Backings
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
-from irdmafs.fuse.deferred import Deferred
-from irdmafs.fuse.interrupts import WaitingRequests
+from irdmafs.fuse.kernel import KernelSession
 from irdmafs.fuse.notices import Notices
-from irdmafs.fuse.requests import Requests
 from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
+from irdmafs.fuse.wakeups import FastWakeups
 from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
 from irdmafs.posix.atimes import Atimes
@@ -153,15 +150,17 @@ _PAYLOAD = {
 class Listener(Notices):
     """Notifications are collected: in a thread they would come at any time."""
 
-    def __init__(self, connection: Connection, backings: Backings, tasks: Tasks) -> None:
-        super().__init__(connection, backings, Submounts(""), tasks)
+    def __init__(
+        self, connection: Connection, store: EmbeddedStore, atimes: Atimes, tasks: Tasks
+    ) -> None:
+        super().__init__(connection, store.extents, atimes, Submounts(""), tasks)
         self.notifications: list[bytes] = []
 
     async def _tell_in_thread(self, message: bytes) -> None:
         self.notifications.append(message)
 
 
-class Checked(Answering):
+class Checked(KernelSession):
     """Errors that no request should lead to are collected."""
 
     surprises: list[str]
@@ -191,9 +190,8 @@ class Served:
     def __init__(self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool) -> None:
         self.connection = connected(init_message(7, 40, (1 << 64) - 1))
         atimes = Atimes(MountOptions(), store.extents)
-        backings = Backings(self.connection, store.extents, atimes)
         self.tasks = Tasks()
-        self.notices = Listener(self.connection, backings, self.tasks)
+        self.notices = Listener(self.connection, store, atimes, self.tasks)
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
@@ -205,12 +203,13 @@ class Served:
         block = Superblock(store, self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
-        tasks = StartedTasks(nursery)
-        self.deferred = Deferred(filesystem, tasks)
-        self.waiting = WaitingRequests(self.processes, tasks)
-        table = Requests(self.connection, filesystem, backings, self.deferred, self.waiting)
         self.session = Checked(
-            self.connection, table.rows, self.deferred, self.waiting, tasks, Counts()
+            self.connection,
+            filesystem,
+            self.notices,
+            StartedTasks(nursery),
+            Counts(),
+            FastWakeups(),
         )
         self.session.surprises = []
         self.expected: Counter[int] = Counter()
@@ -230,7 +229,7 @@ class Served:
         self._unique += 2
         unique = self._unique
         self.send(message(opcode, nodeid, body, unique=unique, pid=pid))
-        self.deferred.settle()  # as the reader does when no other request is there
+        self.session.deferred.settle()  # as the reader does when no other request is there
         if opcode in NO_REPLY:
             assert unique not in self.replies
             return 0, b""
@@ -255,7 +254,7 @@ class Served:
 
     async def finish(self) -> None:
         """Wait until nothing waits any more."""
-        self.deferred.settle()
+        self.session.deferred.settle()
         while self.nursery.child_tasks:
             await trio.testing.wait_all_tasks_blocked(0.001)
         self.collect()
@@ -283,7 +282,7 @@ class Served:
         assert not self.session.surprises, self.session.surprises[0]
 
     def interrupt_all(self) -> None:
-        for unique in list(self.waiting.by_unique):
+        for unique in list(self.session.waiting.by_unique):
             self.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
 
     def let_go(self) -> None:
