@@ -117,7 +117,7 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
-    _claim(chosen, cluster, strictatime=mount_options.strictatime)
+    _claim(chosen, cluster)
     for warning in chosen.warnings:
         say(f"warning: {warning}", err=True)
     config = MountConfig(
@@ -157,7 +157,7 @@ def mount(
         ctx.exit(128 + signal.SIGINT)
 
 
-def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: bool) -> None:
+def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
     """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents."""
     try:
         stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
@@ -165,7 +165,6 @@ def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: b
             stores.claim_cache(store.path, cluster.path or "FILE")
             if cluster.mount.cache_size is not None:
                 _check_cache_size(store.path, cluster.mount.cache_size)
-        stores.keep_access_times(store.path, strict=strictatime)
     except MountError:
         if store.created:
             stores.discard_store(store.path)

@@ -37,10 +37,6 @@ MS_REMOUNT = 0x20
 MS_DIRSYNC = 0x80
 MS_NOATIME = 0x400
 MS_NODIRATIME = 0x800
-MS_BIND = 0x1000
-MS_RELATIME = 0x200000
-MS_STRICTATIME = 0x1000000
-MS_LAZYTIME = 0x2000000
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
 
@@ -304,8 +300,6 @@ def mount_flags(options: MountOptions) -> int:
         (options.dirsync, MS_DIRSYNC),
         (options.noatime, MS_NOATIME),
         (options.nodiratime, MS_NODIRATIME),
-        (options.strictatime, MS_STRICTATIME),
-        (options.lazytime, MS_LAZYTIME),
     ):
         if wanted:
             flags |= flag
@@ -319,8 +313,6 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | No
         data.append("default_permissions")
     if options.allow_other:
         data.append("allow_other")
-    if options.max_read is not None:
-        data.append(f"max_read={options.max_read}")
     source = options.fsname if fsname is None else fsname
     try:
         mount_filesystem(source, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
@@ -362,7 +354,6 @@ def libfuse_options(options: MountOptions) -> set[str]:
         (options.dirsync, "dirsync"),
         (options.noatime, "noatime"),
         (options.nodiratime, "nodiratime"),
-        (options.max_read is not None, f"max_read={options.max_read}"),
     ):
         if wanted:
             words.add(word)

@@ -153,28 +153,6 @@ def test_log_that_cannot_be_written_is_one_clear_line(own: Mount) -> None:
     assert not own.is_mounted()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_strictatime_takes_a_store_that_is_mounted_so(tmp_path: Path) -> None:
-    mountpoint = tmp_path / "models"
-    mountpoint.mkdir()
-    store = tmp_path / "store"
-    try:
-        refused = irdmafs("mount", mountpoint, "-o", "strictatime", "--store", store)
-        assert refused.returncode == 1
-        assert "not mounted with strictatime" in refused.stderr
-        assert not store.exists()
-
-        for option, strict in (("strictatime", True), ("relatime", False)):
-            assert irdmafs("mount", mountpoint, "-o", option, "--size", "64M").returncode == 0
-            found = stores.default_store_path(str(mountpoint))
-            assert found is not None
-            assert bool(os.statvfs(found).f_flag & os.ST_RELATIME) != strict
-            assert irdmafs("umount", mountpoint).returncode == 0
-    finally:
-        irdmafs("umount", "--lazy", mountpoint)
-        irdmafs("umount", "--discard", mountpoint)
-
-
 def test_default_store_keeps_contents_until_discarded(tmp_path: Path) -> None:
     mountpoint = tmp_path / "models"
     mountpoint.mkdir()
