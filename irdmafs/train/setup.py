@@ -28,7 +28,7 @@ __all__ = ["begin", "end"]
 
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
-_TRAIN = "user.irdmafs.train"
+_AWAITS = "user.irdmafs.awaits"
 # Of a reducer each removal meets one file or none: it ends as soon as it finds no version.
 _REMOVALS_MAX = 20
 
@@ -107,7 +107,7 @@ def _make(
     _set(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()
-    _set(train.since, _TRAIN, b"since")
+    _set(train.since, _AWAITS, b"versions")
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
     names, parts = shard_names(train.path, shards, size)
