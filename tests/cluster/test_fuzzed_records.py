@@ -28,7 +28,7 @@ from irdmafs.backend.store.remote.lock_entries import LockEntries
 from irdmafs.backend.trust.certificates import Certificates
 
 RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "500"))
-_BATCH = 25
+_BATCH = 60
 
 
 @given(st.lists(st.lists(records(OF_MOUNTS + OF_OTHERS), min_size=1, max_size=8), max_size=6))
@@ -164,7 +164,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
             max_examples=20, deadline=None, database=None,
             suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         )  # fmt: skip
-        @given(st.lists(records(OF_MOUNTS, victims), min_size=5, max_size=_BATCH))
+        @given(st.lists(records(OF_MOUNTS, victims), min_size=20, max_size=_BATCH))
         def harm(batch: list[tuple[bytes, bytes]]) -> None:
             chosen = {
                 key: value
