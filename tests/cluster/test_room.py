@@ -100,3 +100,10 @@ def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
             assert caught.value.errno == errno.ENOSPC
             (here / "removed").unlink()
             os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+
+
+def test_reserved_room_stays_counted_when_the_file_is_closed(pair: list[Path]) -> None:
+    with (pair[0] / "reserved").open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, MiB)
+    for directory in pair:
+        assert (directory / "reserved").stat().st_blocks * 512 == MiB
