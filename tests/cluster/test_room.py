@@ -46,6 +46,15 @@ def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path])
     assert free_bytes(here) < before
 
 
+def test_what_was_removed_again_is_not_counted(pair: list[Path]) -> None:
+    here, _ = pair
+    before = free_bytes(here)
+    for _ in range(4):
+        (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+        (here / "file").unlink()
+    assert free_bytes(here) > before - 8 * MiB
+
+
 def test_only_nodes_that_take_new_files_count() -> None:
     """Not one that is drained, nor one that is dead."""
     members = Members()
