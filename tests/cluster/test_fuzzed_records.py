@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -76,11 +77,21 @@ def contents(directory: Path) -> dict[str, object]:
     return found
 
 
-def shows(directory: Path, wanted: dict[str, object]) -> bool:
+def differences(directory: Path, wanted: dict[str, object]) -> list[str]:
+    """What is not as it was; the contents of files are told by their length."""
     try:
-        return contents(directory) == wanted
-    except OSError:
-        return False
+        found = contents(directory)
+    except OSError as error:
+        return [str(error)]
+    paths = (path for path in found | wanted if found.get(path) != wanted.get(path))
+    return [f"{path}: {found.get(path)!r:.80} was {wanted.get(path)!r:.80}" for path in paths]
+
+
+def wait_until_as_before(directory: Path, wanted: dict[str, object]) -> None:
+    """Raises AssertionError, which tells what is not."""
+    with suppress(AssertionError):
+        eventually(lambda: not differences(directory, wanted), "it is as before")
+    assert differences(directory, wanted) == []
 
 
 def follows(mount: ClusterMount, revision: int) -> bool:
@@ -204,7 +215,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         revision = trio.run(put, mended)
         for mount in cluster.mounts:
             eventually(functools.partial(follows, mount, revision), "it follows", 60)
-            eventually(functools.partial(shows, mount.path / "victims", before), "it is as before")
+            wait_until_as_before(mount.path / "victims", before)
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)
         assert all(part.alive for part in cluster.parts())
