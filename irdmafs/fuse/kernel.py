@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # other tasks (signals, waiting requests) from their turn.
 _SPIN_NS: Final = 100_000
 _TURN_NS: Final = 2_000_000
-# Requests that come closer to each other are one burst: wake-ups stay fast, tidying up has to wait.
+# Requests that come closer to each other are one burst: wake-ups stay fast.
 _BURST_S: Final = 0.01
 
 
@@ -93,7 +93,6 @@ class KernelSession(Session):
                 await trio.lowlevel.wait_readable(device)
             if pause.cancelled_caught:
                 self._wakeups.let_go()
-                await self._tidy_up()
                 await trio.lowlevel.wait_readable(device)
             self._wakeups.hold()
             turn_ends = clock() + _TURN_NS
@@ -112,12 +111,6 @@ class KernelSession(Session):
                     pass
                 if not ready:
                     break
-
-    async def _tidy_up(self) -> None:
-        try:
-            await self._operations.idle()
-        except Exception:
-            log.exception("tidying up failed")
 
     def _serve_one(self, answering: Answering) -> bool:
         """Read and answer one request; False when there is none."""

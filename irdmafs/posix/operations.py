@@ -98,10 +98,6 @@ class Operations:
         self.readdir, self.names = directories.readdir, directories.names
         self.fsyncdir = directories.fsyncdir
 
-    async def idle(self) -> None:
-        """Tidy up: no request came for a while."""
-        await self._namespace.idle()
-
     async def ended(self) -> None:
         """Store, after the unmount, what was put off to a later change, if the store has room for it."""
         try:
