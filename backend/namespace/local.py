@@ -25,7 +25,6 @@ class LocalCommitter:
     """Commits changes of a tree whose map no other process changes."""
 
     read_only = False
-    keeps_reads = True
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
