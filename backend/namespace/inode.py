@@ -111,7 +111,7 @@ class Inode:
     """
 
     __slots__ = (
-        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "layout",
+        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "is_dir", "layout",
         "maker", "mode", "more", "mtime_ns", "name", "nlink", "parent", "rdev", "revision", "size",
         "target", "uid", "version", "xattrs",
     )  # fmt: skip
@@ -121,7 +121,8 @@ class Inode:
         self.mode = mode
         self.uid = uid
         self.gid = gid
-        self.nlink = 2 if mode & 0o170000 == stat.S_IFDIR else 1
+        self.is_dir = mode & 0o170000 == stat.S_IFDIR
+        self.nlink = 2 if self.is_dir else 1
         self.rdev = 0
         self.size = 0
         self.blocks = 0
@@ -163,6 +164,7 @@ class Inode:
         ) = _decode(value)  # fmt: skip
         if inode.mode >> 12 not in _KINDS:
             raise msgspec.ValidationError(f"{inode.mode:o} is no mode")
+        inode.is_dir = inode.mode & 0o170000 == stat.S_IFDIR
         if not inode.xattrs:
             inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
@@ -185,17 +187,13 @@ class Inode:
         new.parent, new.name, new.more = self.parent, self.name, self.more
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
-        new.birth_ns, new.maker = self.birth_ns, self.maker
+        new.birth_ns, new.maker, new.is_dir = self.birth_ns, self.maker, self.is_dir
         return new
 
     @property
     def kind(self) -> int:
         """Return the bits of the mode that a chmod cannot change."""
         return self.mode & 0o170000
-
-    @property
-    def is_dir(self) -> bool:
-        return self.mode & 0o170000 == stat.S_IFDIR
 
     @property
     def is_file(self) -> bool:
