@@ -2,6 +2,7 @@
 
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Dentry, Inode, fail
 from .namespace import Namespace, load_own
+from .new_version import NewVersion
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
 from .shared import SharedCommitter
 from .tree import Tree
@@ -17,6 +18,7 @@ __all__ = [
     "Dentry",
     "Inode",
     "Namespace",
+    "NewVersion",
     "Outdated",
     "SharedCommitter",
     "Tree",

@@ -17,7 +17,7 @@ import trio
 from ..cluster.records import NO_CONTENT, ContentId, Layout
 from ..kv import OwnEngine
 from ..kv.engines import OpenEngine, open_engine
-from ..namespace import Inode, Namespace, fail, load_own
+from ..namespace import Inode, Namespace, NewVersion, fail, load_own
 from .aside import make_aside
 from .extents import ExtentStore
 from .pins import Pinned
@@ -59,7 +59,7 @@ async def embedded_store(
 class EmbeddedStore(Pinned):
     """The Store of a mount that uses no cluster; made by `embedded_store`."""
 
-    shared = reads_into = False
+    sends = reads_into = False
     locks = freshness = None
     size_max = 2**63 - 1
 
@@ -101,10 +101,9 @@ class EmbeddedStore(Pinned):
             if status.st_size != inode.size or status.st_mtime_ns > known_ns:
                 where = self.namespace.describe(inode.ino)
                 log.info("%s: the bytes written in place before the crash are kept", where)
-                await self.publish(
-                    inode.ino, inode.extent, status, status.st_mtime_ns,
-                    ctime_ns=status.st_ctime_ns, within_quotas=False,
-                )  # fmt: skip
+                version = NewVersion.of_file(inode.ino, inode.extent, status, status.st_mtime_ns)
+                version = version._replace(ctime_ns=status.st_ctime_ns, in_quotas=False)
+                await self.publish(version)
 
     def _free_leftovers(self) -> None:
         named = {inode.extent for inode in self.namespace.inodes.values()}
@@ -124,46 +123,29 @@ class EmbeddedStore(Pinned):
     def _free(self, extent: ContentId) -> None:
         self.extents.free(extent)
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        status: os.stat_result,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        mapped: bool = False,
-        base: int | None = None,
-        within_quotas: bool = True,
-    ) -> Inode:
-        """Make `extent` the file's next version; `status` is its stat. It survives a crash when this
-        returns.
+    async def publish(self, version: NewVersion) -> Inode:
+        """Make an extent the file's next version. It survives a crash when this returns.
 
         Waits for the disk if the store is on one (`waits`). An empty extent is not kept: the version is
         recorded as empty. Raises OSError ENOSPC, EDQUOT; the file then keeps its present version.
         """
-        size = status.st_size
-        if size and self.waits:
-            await trio.to_thread.run_sync(self.extents.sync, extent)
-        before = self.namespace.inode(ino).extent
-        kept = extent if size else NO_CONTENT
-        inode = await self.namespace.publish(
-            ino, kept, size, status.st_blocks, mtime_ns,
-            ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
-        )  # fmt: skip
-        self.named(kept)
-        if before != kept:
+        if not version.size:
+            version = version._replace(extent=NO_CONTENT)
+        elif self.waits:
+            await trio.to_thread.run_sync(self.extents.sync, version.extent)
+        before = self.namespace.inode(version.ino).extent
+        inode = await self.namespace.publish(version)
+        self.named(version.extent)
+        if before != version.extent:
             self.retire(before)
         return inode
 
     def may_have_published(self, extent: ContentId) -> bool:
         return False
 
-    async def save_aside(
-        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
-    ) -> str:
-        made, name = await make_aside(self.namespace, ino, "this-host", self.layout)
-        await self.publish(made.ino, extent, status, mtime_ns)
+    async def save_aside(self, version: NewVersion) -> str:
+        made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
+        await self.publish(version._replace(ino=made.ino, base=None))
         return name
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:

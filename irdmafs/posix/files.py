@@ -74,7 +74,7 @@ class OpenFiles:
         handle = self._handle(fh)
         if not handle.flags & os.O_NOATIME:
             self._atimes.read(self._inodes[handle.node.ino])
-        return await self._cache.read(handle, off, size)
+        return await self._cache.carried.read(handle, off, size)
 
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
         if off > OFFSET_MAX:
@@ -84,7 +84,7 @@ class OpenFiles:
         # The kernel lets programs take O_APPEND off: it does not know the append-only flag.
         if inode.flags & APPEND and off < self._answers.attributes(handle.node, inode).st_size:
             raise fail(errno.EPERM)
-        return await self._cache.write(handle, off, buf)
+        return await self._cache.carried.write(handle, off, buf)
 
     async def flush(self, fh: int, pid: int = 0) -> None:
         handle = self._handle(fh)
@@ -92,7 +92,7 @@ class OpenFiles:
         found = self._inodes[handle.node.ino]
         if handle.writing and privileges_of(found) & ~handle.node.told:
             await self._metadata.lose_privileges(found.ino, Closer(pid))
-        await self._publish(handle, pid, self._cache.flush(handle, pid))
+        await self._publish(handle, pid, self._cache.publisher.flush(handle, pid))
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
         """Run code that may publish for a process, unless the process has lost a lock."""
@@ -102,7 +102,7 @@ class OpenFiles:
         try:
             self._locking.check(pid)
         except OSError:
-            if self._cache.give_up(handle):
+            if self._cache.publisher.give_up(handle):
                 step.close()
                 raise
         with self._locking.publishing(handle.node.ino, pid):
@@ -121,7 +121,7 @@ class OpenFiles:
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
-        await self._publish(handle, handle.pid, self._cache.fsync(handle))
+        await self._publish(handle, handle.pid, self._cache.publisher.fsync(handle))
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         handle = self._handle(fh, writing=True)
@@ -133,12 +133,12 @@ class OpenFiles:
 
         def change(fd: int) -> None:
             if not mode & _FALLOC_FL_PUNCH_HOLE:
-                self._cache.refuse_growth(handle.node.ino, fd, offset, length)
-                self._cache.refuse_to_reserve(fd, offset, length)
+                self._cache.carried.refuse_growth(handle.node.ino, fd, offset, length)
+                self._cache.carried.refuse_to_reserve(fd, offset, length)
             if _libc.fallocate(fd, mode, offset, length):
                 raise fail(ctypes.get_errno())
 
-        await self._cache.change(handle, change)
+        await self._cache.carried.change(handle, change)
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
         content = self._content(self._handle(fh))
@@ -166,10 +166,12 @@ class OpenFiles:
             if source.extent:
                 with self._extents.opened(source.extent) as fd:
                     left = max(0, os.fstat(fd).st_size - off_in)
-                    self._cache.refuse_growth(target.node.ino, out, off_out, min(length, left))
+                    self._cache.carried.refuse_growth(
+                        target.node.ino, out, off_out, min(length, left)
+                    )
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
-        await self._cache.change(target, change)
+        await self._cache.carried.change(target, change)
         if copied:
             self._atimes.read(self._inodes[source.ino])
         return copied
@@ -180,8 +182,8 @@ class OpenFiles:
         handle = self._handle(fh)
         content, version = self._content(handle), self._inodes[handle.node.ino].version
         if handle.writing:
-            changing = content.is_changing and not content.superseded
-            newer = not changing and content.version != version
+            changing = content.is_changing and not content.state.ended
+            newer = not changing and content.base.version != version
         else:
             newer = handle.version != version
         if newer or handle.name is None:

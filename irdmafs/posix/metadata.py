@@ -67,7 +67,11 @@ class Metadata:
         asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
         if lose_set_ids or fields.update_uid or fields.update_gid:
             changes["mode"] = await mode_left(found, ctx, self._processes)
-            if lose_set_ids and not fields.update_size and not self._cache.is_written(found.ino):
+            if (
+                lose_set_ids
+                and not fields.update_size
+                and not self._cache.looks.is_written(found.ino)
+            ):
                 await refuse_stranger(found, changes["mode"], ctx, self._processes)
         if fields.update_mode:
             changes["mode"] = attr.st_mode
@@ -79,7 +83,7 @@ class Metadata:
             changes["atime_ns"] = attr.st_atime_ns
         if fields.update_mtime:
             changes["mtime_ns"] = attr.st_mtime_ns
-            self._cache.set_mtime(node, attr.st_mtime_ns)
+            self._cache.carried.set_mtime(node, attr.st_mtime_ns)
         atime_ns = self._atimes.of(found)
         if not changes and not fields.update_size:
             changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
@@ -102,10 +106,10 @@ class Metadata:
             raise fail(errno.EFBIG)
         handle = self._nodes.handles.get(fh) if fh is not None else None
         if handle is not None and handle.writing:
-            await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
+            await self._cache.carried.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
             inode = await self._coherence.bring(inode, content=size > 0)
-            await self._cache.truncate(inode, size)
+            await self._cache.carried.truncate(inode, size)
 
     async def lose_privileges(
         self, ino: int, ctx: Changer, *, lose_set_ids: bool | None = None

@@ -56,7 +56,9 @@ class Operations:
         self.locking = locking
         answers = Answers(cache, coherence, options, atimes)
 
-        waits = Waits(store.namespace, cache.processes, cache.kernel, shared=store.shared)
+        waits = Waits(
+            store.namespace, cache.processes, cache.kernel, shared=store.freshness is not None
+        )
         self.end_waits = waits.end
         since = Since(store.namespace, cache.nodes, answers, waits, store.freshness, cache.kernel)
 

@@ -200,7 +200,9 @@ class Served:
         )
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
-        locking = Locking("local", None, self.cache, self.notices, store.namespace.describe)
+        locking = Locking(
+            "local", None, self.cache.publisher, self.notices, store.namespace.describe
+        )
         self.operations = Operations(
             store, self.cache, coherence, locking, MountOptions(), atimes, dict, acls=False
         )

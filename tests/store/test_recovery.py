@@ -12,7 +12,7 @@ import trio
 from harness.mountpoint import Mount, irdmafs
 from harness.patterns import pattern
 
-from irdmafs.backend.namespace import ROOT_INO
+from irdmafs.backend.namespace import ROOT_INO, NewVersion
 from irdmafs.backend.store.embedded import embedded_store
 
 FILES = 12
@@ -36,7 +36,7 @@ async def _fill_and_crash(store: Path) -> None:
             made = await node.namespace.create(ROOT_INO, b"file-%d" % number, FILE, 0, 0)
             extent, fd = node.allocate(made)
             os.write(fd, pattern(number, 5000))
-            await node.publish(made.ino, extent, os.fstat(fd), 0)
+            await node.publish(NewVersion.of_file(made.ino, extent, os.fstat(fd), 0))
             os.close(fd)
         left = store.parent / "left"
         shutil.copytree(store, left)

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ...cluster.groups import has_still
-from ...cluster.records import ContentId, GroupConfig, Layout, group_key
+from ...cluster.records import GroupConfig, Layout, group_key
 from ...kv import Compare
-from ...namespace import Inode
+from ...namespace import Inode, NewVersion
 from ...transport import (
     Device,
     Distrusted,
@@ -39,37 +39,35 @@ _FULL_S = 5.0
 
 
 class Transfer:
-    """One content on its way. `adoptable` names the file in the incoming directory of the store node on
-    this host, which adopts it. With `verify` its digests are computed while it is sent. `mapped`: it may
-    change meanwhile without a trace. `base`: the version of which it is a changed copy; stripes that have
-    stayed the same are not sent, as nodes have them (Device.share)."""
+    """One version on its way, whose layout is decided. `adoptable` names the file in the incoming directory
+    of the store node on this host, which adopts it if it is of one stripe. With `verify` its digests are
+    computed while it is sent. `before`: the inode as it was; if that is the version's base, stripes that
+    have stayed the same are not sent, as nodes have them (Device.share)."""
 
     def __init__(
         self,
         cluster: Cluster,
-        content: ContentId,
-        layout: Layout,
+        version: NewVersion,
         fd: int,
-        size: int,
         adoptable: str = "",
         *,
         verify: bool = False,
-        mapped: bool = False,
-        base: Inode | None = None,
+        before: Inode | None = None,
     ) -> None:
+        assert version.layout is not None
         self._cluster = cluster
-        self._content = content
-        self._layout = layout
+        self._content = version.extent
+        self._layout = version.layout
         self._fd = fd
-        self._size = size
-        self._adoptable = adoptable
+        self._size = version.size
+        self._adoptable = adoptable if self._layout.stripes(self._size) == 1 else ""
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
         # An adopted file is the very file that the program may still have mapped.
-        self._wants_digests = verify and not (mapped and adoptable)
-        self._mapped = mapped
-        self._base = base
+        self._wants_digests = verify and not (version.mapped and self._adoptable)
+        self._mapped = version.mapped
+        self._base = before if before is not None and _may_share(version, before) else None
         # The stripes that the nodes have as stripes of the base.
         self._shared: set[int] = set()
         self._stamp: tuple[int, int] | None = None
@@ -344,6 +342,17 @@ class Transfer:
             except OSError as error:
                 log.debug("content %x: %s", self._content, error)
         return False
+
+
+def _may_share(version: NewVersion, before: Inode) -> bool:
+    """Return whether a version is a changed copy of the one before, whose stripes it may share."""
+    return (
+        version.base is not None
+        and before.version == version.base
+        and bool(before.digests)
+        and before.layout == version.layout
+        and before.layout.stripes(before.size) > 1
+    )
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
