@@ -71,6 +71,7 @@ class Replica:
         self._faults = faults or Faults()
         self._history = history
         self._consumers = (*((history,) if history is not None else ()), *consumers)
+        self._prefixes = [(number, each.prefixes) for number, each in enumerate(self._consumers)]
         self._timeout_s = timeout_s
         self.applied = 0
         self.barriers = 0
@@ -207,11 +208,13 @@ class Replica:
         if revision <= self.applied:
             return
         events = self._faults.well_formed(events)
-        for consumer in self._consumers:
-            prefixes = consumer.prefixes
-            mine = [event for event in events if event.key.startswith(prefixes)]
-            if mine:
-                consumer.apply(revision, mine)
+        shares: dict[int, list[Event]] = {}
+        for event in events:
+            for number, prefixes in self._prefixes:
+                if event.key.startswith(prefixes):
+                    shares.setdefault(number, []).append(event)
+        for number in sorted(shares):
+            self._consumers[number].apply(revision, shares[number])
         self._advance(revision)
 
     def _advance(self, revision: int) -> None:

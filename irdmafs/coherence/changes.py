@@ -11,7 +11,7 @@ from typing import Final
 from ..backend.store.api import Store
 from .content import Content
 from .nodes import Handle
-from .table import ContentTable, stamp_of
+from .table import ContentTable
 
 # Before 6.13 a write may leave the times of a file unchanged within a timer tick (1-10 ms).
 _TIMESTAMP_GRAIN_NS: Final = 20_000_000
@@ -36,14 +36,17 @@ class Changes:
         """Return whether anybody may have written to the content since it was published or begun, as far as
         stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if
         known."""
-        return self.is_surely_written(content, status) or self._may_share_a_tick(content, status)
+        return self.is_surely_written(content, status) or (
+            self._grain_ns > 0 and self._may_share_a_tick(content, status)
+        )
 
     def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         if content.dirty:
             return True
         if not content.extent:
             return False
-        return stamp_of(status or self._table.stat(content)) != content.since
+        status = status or self._table.stat(content)
+        return (status.st_size, status.st_mtime_ns) != content.since
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""

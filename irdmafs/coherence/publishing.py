@@ -263,34 +263,37 @@ class Publisher:
 
     async def _publish_locked(
         self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
-    ) -> bool:
-        """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
-        published."""
+    ) -> None:
+        """Publish a content; if not `changed`, only if a comparison finds it changed."""
         waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
             await self._publish(content, stays=stays, naming=naming)
-            return True
+            return
         await detach()
         seen = content.seen
-        async with content.locked():
+        lock = content.locked()
+        # A lock that is free is taken without letting other tasks go first.
+        if lock.locked():
+            await lock.acquire()
+        else:
+            lock.acquire_nowait()
+        try:
             # Another task may have published it meanwhile.
             certain = changed and content.seen == seen
             if not certain and not self._changes.is_surely_written(content):
                 if not self._changes.is_to_be_compared(content):
-                    return False
+                    return
                 same = await self._store.is_same(content.base, content.extent)
-                if same and not self._changes.is_surely_written(
-                    content
-                ):  # somebody may have truncated the file
-                    return False
+                # Somebody may have truncated the file meanwhile.
+                if same and not self._changes.is_surely_written(content):
+                    return
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
-            try:
-                await self._publish(content, stays=stays, naming=naming)
-            finally:
-                content.leaves = False
-            return True
+            await self._publish(content, stays=stays, naming=naming)
+        finally:
+            content.leaves = False
+            lock.release()
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
@@ -353,17 +356,20 @@ class Publisher:
             return await self._store_based(version)
         # One content of a file is published at a time: while another one is on its way, nobody could tell
         # that the newest version is this host's own.
-        turn = self._turns.setdefault(content.ino, trio.Lock())
+        turn = self._turns.get(content.ino)
+        if turn is None:
+            turn = self._turns[content.ino] = trio.Lock()
+            turn.acquire_nowait()
+        else:
+            await turn.acquire()
+        self._table.publishing[content.ino] = content
         try:
-            async with turn:
-                self._table.publishing[content.ino] = content
-                try:
-                    return await self._store_based(version)
-                finally:
-                    del self._table.publishing[content.ino]
+            return await self._store_based(version)
         finally:
+            del self._table.publishing[content.ino]
+            turn.release()
             if not turn.locked():
-                self._turns.pop(content.ino, None)
+                del self._turns[content.ino]
 
     async def _store_based(self, version: NewVersion) -> Inode:
         while True:

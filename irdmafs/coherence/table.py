@@ -115,19 +115,20 @@ class ContentTable:
         if content.holds:
             return False
         self.store.unpin(content.extent)
-        self.close(content)
+        if content.fd >= 0:
+            self.close(content)
         return True
 
     def close(self, content: Content) -> None:
         """Close the descriptor of a content, as when nobody writes it any more."""
-        if content.fd >= 0:
-            del self._described[content]
-            os.close(content.fd)
-            content.fd = -1
+        del self._described[content]
+        os.close(content.fd)
+        content.fd = -1
 
     def keep_open(self, content: Content, fd: int) -> None:
         """Take over a descriptor of the content's extent."""
-        self.close(content)
+        if content.fd >= 0:
+            self.close(content)
         if len(self._described) >= _DESCRIPTORS_MAX:
             self.close(next(iter(self._described)))
         self._described[content] = None
@@ -142,7 +143,8 @@ class ContentTable:
             self.store.pin(extent)
             self._lend(extent)
             self.store.unpin(before)
-        self.close(content)
+        if content.fd >= 0:
+            self.close(content)
         content.extent = extent
         if frees:
             self.store.retire(before)

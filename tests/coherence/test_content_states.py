@@ -339,7 +339,7 @@ class ContentsOfACluster(Contents):
             self.unpublished.discard(content)
 
 
-Contents.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Contents.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 ContentsOfACluster.TestCase.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None
 )

@@ -86,6 +86,7 @@ class Transfer:
         members for too long.
         """
         self._guards.clear()
+        stripes = self._layout.stripes(self._size)
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
@@ -93,22 +94,22 @@ class Transfer:
             if hashing and self._base is not None:
                 await self._hash()
                 self._shared = self._stripes_of_base(self._base)
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
             elif hashing and not self._mapped and self._bytes_pass():
                 self._passing = {
                     stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
-                    for stripe in range(self._layout.stripes(self._size))
+                    for stripe in range(stripes)
                 }
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
                 self.digests = fold([await each.finish() for each in self._passing.values()])
             elif hashing and not self._mapped and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
-                    nursery.start_soon(self._bring_all)
+                    nursery.start_soon(for_each_stripe, stripes, self._bring)
             else:
                 if hashing:
                     await self._hash()
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         if self.digests and not await self._stayed():
@@ -124,9 +125,6 @@ class Transfer:
         same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
         span = self._layout.span
         return {each for each in same if span(self._size, each) == span(base.size, each)}
-
-    async def _bring_all(self) -> None:
-        await for_each_stripe(self._layout.stripes(self._size), self._bring)
 
     @property
     def sent_bytes(self) -> int:
