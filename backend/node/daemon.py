@@ -61,12 +61,12 @@ from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
 from .inspection import Inspection
+from .mark import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
 from .scrub import Scrub
 from .service import NodeService
 from .state import ClusterState
-from .witness import NodeHistory
 
 __all__ = ["serve_node"]
 
@@ -331,7 +331,7 @@ class _Node:
             self._tell_space, self._etcd_watch.run,
         ):  # fmt: skip
             nursery.start_soon(task)
-        nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
+        nursery.start_soon(self._history.run)
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
         log.info("serving %s as %s", self._files.directory, text)
         self._turn.begin()
@@ -392,7 +392,7 @@ class _Node:
         with trio.move_on_after(_DRAIN_S):
             await self._service.drained()
         with trio.move_on_after(_RELEASE_S):
-            await self._history.put(self._session)
+            await self._history.remember()
         with trio.move_on_after(_RELEASE_S):
             await self._session.release()
 
