@@ -232,10 +232,17 @@ class _Node:
 
         # The state of the cluster.
         address = NodeAddress(
-            address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
-            store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
-            version=__version__, name=credentials.identity.name if credentials is not None else "",
-        )  # fmt: skip
+            address="",
+            control_port=0,
+            data_port=0,
+            transports=["tcp"],
+            host=section.host,
+            store=os.path.realpath(files.directory),
+            total_bytes=0,
+            free_bytes=0,
+            version=__version__,
+            name=credentials.identity.name if credentials is not None else "",
+        )
         engine.try_within(settings.lease_ttl_s)
         self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
         self._faults = faults = history.faults
@@ -301,10 +308,16 @@ class _Node:
             cluster, catalog, agent, inspection, scrub, self._status
         )
         self._listener = listener = Listener(
-            service, peers, movers, where.bind, where.port, credentials=credentials,
-            is_gone=self._is_gone, is_revoked=certificates.is_revoked,
+            service,
+            peers,
+            movers,
+            where.bind,
+            where.port,
+            credentials=credentials,
+            is_gone=self._is_gone,
+            is_revoked=certificates.is_revoked,
             etcd=Readers(for_readers, engine.prefix, kept, feed),
-        )  # fmt: skip
+        )
         certificates.revoked.append(listener.cut)
         members.session_gone.append(listener.end_rights)
         members.node_changed.append(lambda changed: listener.end_rights())
@@ -327,9 +340,13 @@ class _Node:
         nursery, listener, where = self._nursery, self._listener, self._where
         await self._register(where.advertised, listener.control_port, listener.ports)
         for task in (
-            self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
-            self._tell_space, self._etcd_watch.run,
-        ):  # fmt: skip
+            self._resync.run,
+            self._agent.run,
+            self._catalog.run,
+            self._scrub.run,
+            self._tell_space,
+            self._etcd_watch.run,
+        ):
             nursery.start_soon(task)
         nursery.start_soon(self._history.run)
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
@@ -354,9 +371,12 @@ class _Node:
         node = self._config.node
         await _admit(self._engine, self._files, node.weight, node.labels)
         record = msgspec.structs.replace(
-            self._with_space(), address=address, control_port=control_port, data_port=ports["tcp"],
+            self._with_space(),
+            address=address,
+            control_port=control_port,
+            data_port=ports["tcp"],
             transports=sorted(ports),
-        )  # fmt: skip
+        )
         await self._session.update(record)
         await self._nursery.start(partial(self._session.run, verify=self._inspection.look_over))
 
@@ -421,11 +441,15 @@ class _Node:
     def _figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
         return [
-            self._listener.counters, self._files.figures(), self._catalog.figures(),
-            self._resync.figures(), self._scrub.figures(), self._rdma.figures(),
+            self._listener.counters,
+            self._files.figures(),
+            self._catalog.figures(),
+            self._resync.figures(),
+            self._scrub.figures(),
+            self._rdma.figures(),
             self._etcd_watch.figures(),
             NodeFigures(self._own_groups(), self._session.left_s()),
-        ]  # fmt: skip
+        ]
 
     def _status(self) -> dict[str, Any]:
         return {
