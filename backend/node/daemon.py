@@ -20,21 +20,17 @@ import trio
 from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
-from ..cluster.lease import NODE, Removed, Session
-from ..cluster.membership import Members, admit
+from ..cluster.lease import NODE, Session
+from ..cluster.membership import Members
 from ..cluster.records import (
     NodeAddress,
-    NodeRecord,
     Settings,
-    decode,
-    encode,
-    key_of,
 )
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
 from ..etcd.client import Client
 from ..etcd.errors import NoAnswer
-from ..kv import Conflict, Put, SharedEngine, WentBack
+from ..kv import WentBack
 from ..kv.etcd import EtcdEngine
 from ..observe.figures import values_of
 from ..observe.logs import identify
@@ -369,7 +365,7 @@ class _Node:
 
     async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
-        await _admit(self._engine, self._files, node.weight, node.labels)
+        await self._files.identity.register(self._engine, node.weight, node.labels)
         record = msgspec.structs.replace(
             self._with_space(),
             address=address,
@@ -472,28 +468,3 @@ class _Node:
             elif node in config.in_sync:
                 states["primary" if config.in_sync[0] == node else "in_sync"] += 1
         return dict(states)
-
-
-async def _admit(engine: SharedEngine, files: Files, weight: float, labels: dict[str, str]) -> None:
-    """Register the node with this weight and these labels; a known one keeps its state, up or draining.
-    Raises Removed."""
-    if not files.identity.admitted:
-        if await admit(engine, files.node, NodeRecord("up", weight, labels)):
-            log.info("this store is new to the cluster")
-        files.identity.mark_admitted()
-    key = key_of(b"N", files.node)
-    while (found := await engine.get(key)) is not None:
-        try:
-            known = decode(found.value, NodeRecord)
-            record = NodeRecord(known.state, weight, labels)
-            if record == known:
-                return
-        except msgspec.DecodeError as error:
-            log.error("the record of this node in etcd was damaged and is made anew: %s", error)
-            record = NodeRecord("up", weight, labels)
-        try:
-            await engine.transact([(key, found.mod_revision)], [Put(key, encode(record))])
-            return
-        except Conflict:
-            continue
-    raise Removed(files.node)
