@@ -96,7 +96,8 @@ class Faults:
             key = change.key
             if self._found:
                 self._found.pop(key[:_TEXT_MAX], None)
-            if _is_well_formed(key):
+            kind, length = key[:1], len(key)
+            if length > 9 if kind == _NAME else length == _KEY_BYTES.get(kind, length):
                 found.append(change)
             elif change.value is not None:
                 self.add(key, "no key of its kind is like this")
@@ -118,11 +119,6 @@ def summary(count: int, some: Sequence[str]) -> str:
     more = f", and {count - len(some):,} more" if count > len(some) else ""
     told = "record in etcd makes no sense" if count == 1 else "records in etcd make no sense"
     return f"{count:,} {told}, and what is named there is damaged: {'; '.join(some)}{more}"
-
-
-def _is_well_formed(key: bytes) -> bool:
-    kind = key[:1]
-    return len(key) > 9 if kind == _NAME else len(key) == _KEY_BYTES.get(kind, len(key))
 
 
 def _fault(key: bytes, why: str, value: bytes) -> Fault:

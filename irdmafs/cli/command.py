@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
+from ..backend.sizes import human_bytes
 from ..mount import background, mounting, stores
 from ..mount.config import (
     MountConfig,
@@ -177,8 +178,8 @@ def _check_cache_size(path: str, cache_bytes: int) -> None:
     room = below.f_blocks * below.f_frsize
     if cache_bytes > room:
         raise MountError(
-            f"a cache of {status.human_bytes(cache_bytes)} does not fit into {path}, which has "
-            f"{status.human_bytes(room)}: give a smaller --cache-size, or a larger --size"
+            f"a cache of {human_bytes(cache_bytes)} does not fit into {path}, which has "
+            f"{human_bytes(room)}: give a smaller --cache-size, or a larger --size"
         )
 
 

@@ -12,10 +12,12 @@ import errno
 import os
 import pwd
 import re
+import select
 import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -41,6 +43,8 @@ UMOUNT_NOFOLLOW = 0x8
 CAP_SYS_ADMIN = 21
 
 _FUSE_CONFIG = "/etc/fuse.conf"
+# Mounting where something is mounted waits for this long: an unmount may have begun.
+_UNMOUNT_S = 2.0
 
 STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 
@@ -443,6 +447,8 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     if mount is not None and mount.fstype == FSTYPE:
         if mount.user not in (None, os.geteuid()) and not can_mount():
             raise MountError(f"{path} is already mounted by {user_name(mount.user)}")
+        if _ends(mount, _UNMOUNT_S):
+            return prepare_mountpoint(path, nonempty)
         raise MountError(
             f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
         )
@@ -461,6 +467,21 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     if not can_mount() and not os.access(real, os.W_OK):
         raise MountError(f"cannot mount on {path}: you may not write to it")
     return real
+
+
+def _ends(mount: Mount, within_s: float) -> bool:
+    """Return whether a mount is unmounted within this time. umount(8) of before may still have to start the
+    program that unmounts."""
+    deadline = time.monotonic() + within_s
+    with open("/proc/self/mountinfo", "rb") as table:
+        changes = select.poll()
+        changes.register(table, select.POLLPRI)
+        while mount.mount_id in [other.mount_id for other in parse_mountinfo(table.read())]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not changes.poll(left_s * 1000):
+                return False
+            table.seek(0)
+    return True
 
 
 def _served_by(mountpoint: str) -> str:

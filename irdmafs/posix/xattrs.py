@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..backend.namespace import ROOT_INO, Inode, acl, fail
-from ..backend.namespace.attributes import TRAIN
+from ..backend.namespace.attributes import AWAITS
 from ..backend.namespace.quotas import QUOTA_NAMES
 from ..callers.credentials import CAP_SYS_ADMIN
 from ..callers.processes import ids_of, open_thread
@@ -72,8 +72,8 @@ class Xattrs:
                 await self._store.check_attribute(found, name, value)
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._answers.refresh_several(found.ino)
-        if name == TRAIN and self._cache.kernel.can_forget:
-            # It may remember that numbers do not exist in this directory.
+        if name == AWAITS and self._cache.kernel.can_forget:
+            # The kernel may remember that names do not exist in this directory.
             self._cache.kernel.forget((), names=True)
         node = self._nodes.by_id.get(inode)
         if node is not None:

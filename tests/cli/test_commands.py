@@ -108,6 +108,17 @@ def test_mounting_twice_names_the_daemon(mounted: Mount) -> None:
     assert "already mounted" in line and str(mounted.pid) in line
 
 
+def test_mounting_waits_for_an_unmount_that_has_begun(
+    mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounting, "_UNMOUNT_S", 60.0)
+    path = str(mounted.path)
+    # The program takes its time to start: the mount is found before it is unmounted.
+    with subprocess.Popen([sys.executable, "-m", "irdmafs", "umount", path]) as umount:
+        assert mounting.prepare_mountpoint(path) == path
+    assert umount.returncode == 0
+
+
 def test_store_of_another_mount_is_refused(mounted: Mount, tmp_path: Path) -> None:
     second = tmp_path / "second"
     second.mkdir()
