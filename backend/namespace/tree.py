@@ -477,8 +477,12 @@ class Tree(Names):
         inode = self.inodes.get(ino)
         if inode is not None and inode.is_dir:
             self.quotas.forget(ino)
-        if ino not in self._making and not any(holds(ino) for holds in self.holders):
-            self.inodes.pop(ino, None)
+        if ino in self._making:
+            return
+        for holds in self.holders:
+            if holds(ino):
+                return
+        self.inodes.pop(ino, None)
 
 
 def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
