@@ -138,10 +138,12 @@ class Inodes(dict[int, Inode]):
         self._changed[ino] = before, record if record is not None else former
         self[ino] = inode
 
-    def replace(self, inode: Inode) -> None:
-        """Have an inode whose derived fields are right already instead of the one that was just read."""
-        self._changed[inode.ino] = super().get(inode.ino), inode.encode()
-        self[inode.ino] = inode
+    def replace(self, inode: Inode, *, gone: bool = False) -> None:
+        """Have an inode whose derived fields are right, instead of the one that was just read. `gone`:
+        its record is removed."""
+        ino = inode.ino
+        self._changed[ino] = super().get(ino), None if gone else inode.encode()
+        self[ino] = inode
 
     def touch(self, ino: int, time_ns: int | None) -> None:
         """Have the time when the names of a directory changed, which the map has. It is set in place where
@@ -169,9 +171,9 @@ class Inodes(dict[int, Inode]):
         """Put all that has changed into the map."""
         records = self._records
         for ino, (before, record) in self._changed.items():
-            key, inode = inode_key(ino), super().get(ino)
+            key, inode = b"i" + ino.to_bytes(8, "big"), super().get(ino)
             if inode is None or not inode.revision:
-                if before is not None and before.revision:
+                if before is None or before.revision:
                     records.delete(key)
                 continue
             if record is None:

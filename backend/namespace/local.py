@@ -84,7 +84,7 @@ class LocalCommitter:
         for inode in unpublished:
             commit = Commit()
             commit.names = [(parent, name, 0) for parent, name in tree.names_of(inode.ino)]
-            commit.gone = [inode.copy()]
+            commit.gone = [tree.inodes[inode.ino].copy()]
             commit.urgent = True
             tree.enact(commit)
         if unpublished:

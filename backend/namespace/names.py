@@ -63,9 +63,12 @@ class Names:
             raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
 
     def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
-        directory = self.inodes.get(parent)
-        if directory is None or not directory.is_dir:
-            raise fail(errno.ESTALE if directory is None else errno.ENOTDIR)
+        try:
+            directory = self.inodes[parent]
+        except KeyError:
+            raise fail(errno.ESTALE) from None
+        if not directory.is_dir:
+            raise fail(errno.ENOTDIR)
         if name == b".":
             return directory
         if name == b"..":

@@ -201,7 +201,8 @@ class Tree(Names):
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
-            self._let_go(ino)
+            if ino in self.inodes:
+                self._let_go(self.inodes[ino])
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
@@ -251,9 +252,9 @@ class Tree(Names):
         below = [(ino, name) for name, _ in self.below(ino)]
         for parent, name in [*below, *(name[:2] for name in names)]:
             self._set_name(parent, name, 0, 0)
-        self.inodes.changing(ino)
-        self._let_go(ino)
-        self.inodes.pop(ino, None)
+        if ino in self.inodes:
+            self._let_go(self.inodes.changing(ino))
+            self.inodes.pop(ino, None)
         self._put(inode, record, None)
         for parent, name, revision in names:
             self._set_name(parent, name, ino, revision)
@@ -297,10 +298,11 @@ class Tree(Names):
                     self._take_limits(inode)
             for inode in commit.gone:
                 inode.revision = 0
-                inodes.store(inode, None, inodes.get(inode.ino))
+                inodes.replace(inode, gone=True)
                 if inode.is_dir:
                     records.delete(time_key(inode.ino))
-            for parent, name, ino in _removals_first(commit.names):
+            names = commit.names
+            for parent, name, ino in names if len(names) < 2 else _removals_first(names):
                 self._rename(parent, name, ino, _OWN_REVISION)
             inodes.write()
             if commit.durable:
@@ -312,7 +314,7 @@ class Tree(Names):
         inodes.settle()
         self._linked_directories.clear()  # a planner gives a directory one name, and not below itself
         for inode in commit.gone:
-            self._let_go(inode.ino)
+            self._let_go(inode)
         if self.quotas.in_use:
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         if touched:
@@ -346,10 +348,9 @@ class Tree(Names):
 
     def drop(self, ino: int) -> None:
         """Forget an inode without a name."""
-        inode = self.inodes.get(ino)
-        if ino in self.damaged:
-            return  # names lead to it
-        if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
+        if ino in self.damaged or ino not in self.inodes:
+            return  # names lead to it, or it is gone
+        if self.inodes[ino].nlink == 0 or ino >= FIRST_VIRTUAL_INO:
             self.inodes.pop(ino, None)
 
     # -- the steps of a change -------------------------------------------------------------------
@@ -357,10 +358,11 @@ class Tree(Names):
     def _set_time(self, ino: int, time_ns: int | None) -> None:
         """Set the time when the names of a directory changed; None: its inode record has the times from
         now on."""
+        key = b"t" + ino.to_bytes(8, "big")
         if time_ns is None:
-            self.records.delete(time_key(ino))
+            self.records.delete(key)
         else:
-            self.records.put(time_key(ino), time_ns.to_bytes(8, "big"))
+            self.records.put(key, time_ns.to_bytes(8, "big"))
         self.inodes.touch(ino, time_ns)
 
     def _put(self, inode: Inode, record: bytes | None, known: Inode | None) -> None:
@@ -437,9 +439,10 @@ class Tree(Names):
 
     def _unlinked(self, ino: int, parent: int, name: bytes) -> bool:
         """Note a removed name of an inode, and return whether that was a directory."""
-        if ino not in self.inodes:
+        try:
+            inode = self.inodes.changing(ino)
+        except KeyError:
             return False
-        inode = self.inodes.changing(ino)
         if (inode.parent, inode.name) != (parent, name):
             self.records.delete(link_key(ino, parent, name))
             inode.more -= 1
@@ -454,7 +457,7 @@ class Tree(Names):
             if not inode.is_dir:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
-                    self._let_go(ino)
+                    self._let_go(inode)
                     self._faults.mended(inode_key(ino))
         return inode.is_dir
 
@@ -470,12 +473,12 @@ class Tree(Names):
             self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
-    def _let_go(self, ino: int) -> None:
+    def _let_go(self, inode: Inode) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
+        ino = inode.ino
         self.unseen.forget(ino)
         self.damaged.pop(ino, None)
-        inode = self.inodes.get(ino)
-        if inode is not None and inode.is_dir:
+        if inode.is_dir:
             self.quotas.forget(ino)
         if ino in self._making:
             return
@@ -487,4 +490,4 @@ class Tree(Names):
 
 def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
     """Return names in the order in which an inode that is renamed has one of them at a time."""
-    return names if len(names) < 2 else sorted(names, key=lambda name: name[2] != 0)
+    return sorted(names, key=lambda name: name[2] != 0)
