@@ -87,11 +87,9 @@ class Names:
 
     def _unnamed(self, inode: Inode) -> None:
         """Tell the kernel and the store that an inode lost a name."""
-        if inode.nlink:
+        if inode.nlink or self._nodes.has_siblings(inode.ino):
             self._answers.refresh_other_nodes(None, inode.ino)
-        elif self._nodes.has_nodes(inode.ino):
-            self._answers.refresh_several(inode.ino)
-        else:
+        elif not self._nodes.has_nodes(inode.ino):
             self._cache.unnamed(inode)
             self._store.retire(inode.extent)
 
