@@ -459,8 +459,8 @@ class Requests:
 
     def _readdir(self, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for next_id, ino, name, mode in self._directories.names(fh, offset):
-            record = wire.dirent(ino, next_id, name, mode)
+        for entry in self._directories.names(fh, offset, size // wire.DIRENT.size):
+            record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:
                 break

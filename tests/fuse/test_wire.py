@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -54,6 +55,12 @@ O_LARGEFILE = 0o100000  # of every open by a name
 READ_IN = WRITE_IN = struct.Struct("<QQIIQII")
 LSEEK_IN = struct.Struct("<QQII")
 COPY_FILE_RANGE_IN = struct.Struct("<QQQQQQQ")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_open() -> None:
+    """Files that earlier tests left to the garbage collector would be closed while others are counted."""
+    gc.collect()
 
 
 # -- the formats -------------------------------------------------------------------------------------
