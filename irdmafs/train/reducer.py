@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from .ahead import Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
@@ -24,8 +23,9 @@ from .directory import COORDINATOR, LOOK_S, TrainDirectory, params_of
 from .errors import TrainError
 from .locks import Lock
 from .part import Part
-from .places import is_here
+from .placement import is_here
 from .plan import Plan, is_foreseen
+from .speculation import Staged
 from .trees import Folder, Trees
 
 __all__ = ["Reducer"]
