@@ -50,8 +50,11 @@ class Worker:
         """Raises TrainError, also if a worker of that name is taking part, and OSError."""
         self.train = TrainDirectory(directory, keeps_open=True)
         with self.train.naming():
-            self.config = self.train.config()
-            self.layout = self.train.layout()
+            self._begin(name)
+
+    def _begin(self, name: str | None) -> None:
+        self.config = self.train.config()
+        self.layout = self.train.layout()
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
         self.name = name or f"{host}-{os.getpid()}"
         if not is_worker_name(self.name):
@@ -60,24 +63,21 @@ class Worker:
             )
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
-            path = self.train.shown(str(self.train.config_path))
-            raise TrainError(f"{self.name!r} is not one of the workers of {path}")
+            raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
         self._shards = self.layout.shards()
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
-        with self.train.naming():
-            self._in_turns = self._turns()
+        self._in_turns = self._turns()
         # Files of versions that were pulled.
         self._past = Past()
         self._directories = Directories()
         self._prefetch: Prefetch | None = None
         # The last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
-        with self.train.naming():
-            self._take_part()
+        self._take_part()
 
     def _turns(self) -> Sequence[Shard]:
         """Return the shards in the order in which they are pushed: one of each part in turn, so that some
