@@ -24,7 +24,7 @@ _GRACE_S = 10.0
 # So long reducers go on after workers have ended, if there are pushes for a version.
 _COUNTED_S = 10.0
 # Processes and signals are looked at this often.
-_LOOK_S = 0.1
+_LOOK_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
