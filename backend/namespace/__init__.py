@@ -3,6 +3,7 @@
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Dentry, Inode, fail
 from .local import LocalCommitter
 from .namespace import Namespace
+from .new_version import NewVersion
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
 from .shared import SharedCommitter
 from .tree import Tree
@@ -19,6 +20,7 @@ __all__ = [
     "Inode",
     "LocalCommitter",
     "Namespace",
+    "NewVersion",
     "Outdated",
     "SharedCommitter",
     "Tree",

@@ -13,10 +13,11 @@ from typing import Protocol
 import trio
 
 from ..clock import now_ns
-from ..cluster.records import ContentId, Layout
+from ..cluster.records import Layout
 from ..kv import Compare
 from .changes import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
+from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
@@ -237,38 +238,18 @@ class Namespace:
 
     # -- inodes ----------------------------------------------------------------------------------
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        size: int,
-        blocks: int,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        base: int | None = None,
-        layout: Layout | None = None,
-        digests: bytes = b"",
-        guards: Sequence[Compare] = (),
-        within_quotas: bool = True,
-    ) -> Inode:
+    async def publish(self, version: NewVersion, guards: Sequence[Compare] = ()) -> Inode:
         """Make an extent the file's next version; it survives a crash when this returns.
 
         Returns the inode as committed. A version that another host published meanwhile is superseded,
-        unless `base` is the version that this one was made of: then raises Outdated if it is not the
-        newest. `ctime_ns`: the time of the change, None: now, 0: no change. `guards` must hold,
+        unless the version has a base: then raises Outdated if that is not the newest. `guards` must hold,
         too: raises kv.Conflict when one of them does not. If the last name was removed, nlink is
-        0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it,
-        unless `within_quotas` is false: then it is only charged.
+        0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it.
         """
 
         if self._linking:
-            await self._wait_while_linking(ino)
-        plan = partial(
-            self._planner.publish, ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
-            layout=layout, digests=digests, within_quotas=within_quotas,
-        )  # fmt: skip
-        published = await self._carry_out(plan, guards)
+            await self._wait_while_linking(version.ino)
+        published = await self._carry_out(partial(self._planner.publish, version), guards)
         assert published is not None
         return published
 

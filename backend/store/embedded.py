@@ -17,7 +17,7 @@ import trio
 from ..cluster.records import NO_CONTENT, ContentId, Layout
 from ..kv import Damaged
 from ..kv.map import Map
-from ..namespace import Inode, LocalCommitter, Namespace, Tree, fail
+from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree, fail
 from .aside import make_aside
 from .extents import ExtentStore
 from .pins import Pinned
@@ -60,7 +60,7 @@ async def embedded_store(directory: str) -> AsyncIterator["EmbeddedStore"]:
 class EmbeddedStore(Pinned):
     """The Store of a mount that uses no cluster; made by `embedded_store`."""
 
-    shared = reads_into = False
+    sends = reads_into = False
     locks = freshness = None
     size_max = 2**63 - 1
 
@@ -94,10 +94,8 @@ class EmbeddedStore(Pinned):
             inode = self.namespace.inode(ino)
             where = self.namespace.describe(ino)
             log.info("%s: the bytes written in place before the crash are kept", where)
-            await self.publish(
-                ino, inode.extent, status, status.st_mtime_ns,
-                ctime_ns=status.st_ctime_ns, within_quotas=False,
-            )  # fmt: skip
+            version = NewVersion.of_file(ino, inode.extent, status, status.st_mtime_ns)
+            await self.publish(version._replace(ctime_ns=status.st_ctime_ns, in_quotas=False))
 
     def _written(self) -> list[tuple[int, os.stat_result]]:
         """Return the files whose extents were written after they were published, with the stat of each."""
@@ -132,47 +130,30 @@ class EmbeddedStore(Pinned):
         self._working.discard(extent)
         self.extents.free(extent)
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        status: os.stat_result,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        mapped: bool = False,
-        base: int | None = None,
-        within_quotas: bool = True,
-    ) -> Inode:
-        """Make `extent` the file's next version; `status` is its stat. It survives a crash when this
-        returns.
+    async def publish(self, version: NewVersion) -> Inode:
+        """Make an extent the file's next version. It survives a crash when this returns.
 
         Waits for the disk if the store is on one (`waits`). An empty extent is not kept: the version is
         recorded as empty. Raises OSError ENOSPC, EDQUOT; the file then keeps its present version.
         """
-        size = status.st_size
-        if size and self.waits:
-            await trio.to_thread.run_sync(self.extents.sync, extent)
-        before = self.namespace.inode(ino).extent
-        kept = extent if size else NO_CONTENT
-        inode = await self.namespace.publish(
-            ino, kept, size, status.st_blocks, mtime_ns,
-            ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
-        )  # fmt: skip
-        self.named(kept)
-        self._working.discard(kept)
-        if before != kept:
+        if not version.size:
+            version = version._replace(extent=NO_CONTENT)
+        elif self.waits:
+            await trio.to_thread.run_sync(self.extents.sync, version.extent)
+        before = self.namespace.inode(version.ino).extent
+        inode = await self.namespace.publish(version)
+        self.named(version.extent)
+        self._working.discard(version.extent)
+        if before != version.extent:
             self.retire(before)
         return inode
 
     def may_have_published(self, extent: ContentId) -> bool:
         return False
 
-    async def save_aside(
-        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
-    ) -> str:
-        made, name = await make_aside(self.namespace, ino, "this-host", self.layout)
-        await self.publish(made.ino, extent, status, mtime_ns)
+    async def save_aside(self, version: NewVersion) -> str:
+        made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
+        await self.publish(version._replace(ino=made.ino, base=None))
         return name
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:

@@ -29,8 +29,10 @@ class Census:
                 continue
             seen.add(content)
             if content.own:
-                working += self._cache.look_of(content, self._inodes[content.ino]).blocks * 512
-            elif content.superseded and content.extent:
+                working += (
+                    self._cache.looks.look_of(content, self._inodes[content.ino]).blocks * 512
+                )
+            elif content.state.ended and content.extent:
                 kept += 1
         return {
             "inodes": totals.inodes + self._inodes.nameless(),
@@ -39,7 +41,7 @@ class Census:
             "versions_kept": kept,
             "bytes_published": totals.blocks * 512,
             "bytes_working": working,
-            "bytes_carried": self._cache.carried_bytes,
+            "bytes_carried": self._cache.carried.bytes,
             "nodes": len(self._cache.nodes.by_id),
             "open_handles": len(self._cache.nodes.handles),
             "locks": self._locking.count(),

@@ -22,6 +22,7 @@ from irdmafs.backend.namespace import (
     ROOT_INO,
     Inode,
     Namespace,
+    NewVersion,
     SharedCommitter,
     Tree,
 )
@@ -203,7 +204,7 @@ class Worker:
                 return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
             case _:
                 return "publish", n.publish(
-                    self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1
+                    NewVersion(self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1)
                 )
 
     async def make(self, parent: int, name: bytes, mode: int) -> None:

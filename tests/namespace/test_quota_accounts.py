@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.map import Map
-from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
 __all__ = ["etcd", "etcd_prefix"]
@@ -94,7 +94,7 @@ async def do(namespace: Namespace, step: Step) -> None:
             await namespace.rename(other, step.name, parent, target, flags, in_use=False)
         case "publish":
             await namespace.publish(
-                file, ContentId(step.blocks), step.blocks * BLOCK, step.blocks, 1
+                NewVersion(file, ContentId(step.blocks), step.blocks * BLOCK, step.blocks, 1)
             )
         case "limit":
             if step.blocks % 2:
@@ -253,16 +253,22 @@ def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
         await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
         file = await make(namespace, place.ino, b"file")
-        await namespace.publish(file.ino, ContentId(1), 1, 8, 1)
-        assert await error_of(namespace.publish(file.ino, ContentId(2), 1, 11, 1)) == "EDQUOT"
+        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
+        assert (
+            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
+            == "EDQUOT"
+        )
         assert used(namespace, place.ino) == (1, 8 * BLOCK)
-        await namespace.publish(file.ino, ContentId(2), 1, 10, 1)
+        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 10, 1))
         other = await make(namespace, place.ino, b"other")
-        assert await error_of(namespace.publish(other.ino, ContentId(3), 1, 1, 1)) == "EDQUOT"
-        await namespace.publish(other.ino, ContentId(3), 1, 1, 1, within_quotas=False)
+        assert (
+            await error_of(namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1)))
+            == "EDQUOT"
+        )
+        await namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1, in_quotas=False))
         assert used(namespace, place.ino) == (2, 11 * BLOCK)
         await namespace.publish(
-            file.ino, ContentId(4), 1, 9, 1
+            NewVersion(file.ino, ContentId(4), 1, 9, 1)
         )  # above the limit, and smaller: admitted
         check(namespace)
         assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
@@ -278,7 +284,7 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
         records = Map(f"{tmp_path}/names")
         namespace = await load_own(records)
         file = await make(namespace, ROOT_INO, b"file")
-        await namespace.publish(file.ino, ContentId(1), 1, 8, 1)
+        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
         places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
         for place in places:
             await namespace.link(file.ino, place.ino, b"file")
@@ -286,8 +292,11 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
             await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
             assert used(namespace, place.ino) == (1, 8 * BLOCK)
         await namespace.link(file.ino, places[0].ino, b"again")
-        assert await error_of(namespace.publish(file.ino, ContentId(2), 1, 11, 1)) == "EDQUOT"
-        await namespace.publish(file.ino, ContentId(2), 1, 9, 1)
+        assert (
+            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
+            == "EDQUOT"
+        )
+        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
         await namespace.unlink(places[0].ino, b"file", in_use=False)
         assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
         await namespace.unlink(places[0].ino, b"again", in_use=False)

@@ -32,6 +32,7 @@ from irdmafs.backend.namespace import (
     XATTR_SIZE_MAX,
     Inode,
     Namespace,
+    NewVersion,
 )
 from irdmafs.inline import run
 
@@ -284,7 +285,7 @@ def test_times_beyond_what_is_kept_become_the_nearest_that_is(
     loaded = reloaded(records).inode(inode.ino)
     nearest = max(-(2**63), min(time_ns, 2**63 - 1))
     assert (loaded.atime_ns, loaded.mtime_ns) == (nearest, nearest)
-    run(namespace.publish(inode.ino, ContentId(1), 1, 1, time_ns))
+    run(namespace.publish(NewVersion(inode.ino, ContentId(1), 1, 1, time_ns)))
     assert reloaded(records).inode(inode.ino).mtime_ns == nearest
 
 
@@ -327,7 +328,7 @@ def test_a_file_without_a_name_leaves_nothing_unless_it_is_linked(
     run(namespace.set_attributes(lost.ino, mode=0o640))
     run(namespace.set_attributes(kept.ino, mode=0o640))
     run(namespace.link(kept.ino, ROOT_INO, b"kept"))
-    run(namespace.publish(kept.ino, ContentId(9), 9, 1, 1))
+    run(namespace.publish(NewVersion(kept.ino, ContentId(9), 9, 1, 1)))
     run(namespace.drop(lost.ino))
     assert set(namespace.inodes) == {ROOT_INO, kept.ino}
     loaded = reloaded(records)
@@ -407,9 +408,9 @@ def test_a_full_store_still_lets_names_go(namespace: Namespace, records: Map) ->
         current = "mkdir"
         make(namespace, ROOT_INO, b"directory", DIRECTORY)
         current = "grow"
-        run(namespace.publish(file.ino, ContentId(1), 1000, 8, 1))
+        run(namespace.publish(NewVersion(file.ino, ContentId(1), 1000, 8, 1)))
         current = "shrink"
-        run(namespace.publish(file.ino, ContentId(2), 10, 8, 1))
+        run(namespace.publish(NewVersion(file.ino, ContentId(2), 10, 8, 1)))
         current = "unlink"
         run(namespace.unlink(ROOT_INO, b"file", in_use=True))
         current = "rmdir"

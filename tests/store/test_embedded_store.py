@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.kv import Damaged, NoSpace
-from irdmafs.backend.namespace import ROOT_INO, Inode
+from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store import embedded as node
 from irdmafs.backend.store import storedir
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
@@ -217,7 +217,7 @@ def make_version(store: EmbeddedStore, ino: int, content: bytes) -> Inode:
     os.write(fd, content)
     status = os.fstat(fd)
     os.close(fd)
-    inode = run(store.publish(ino, extent, status, status.st_mtime_ns))
+    inode = run(store.publish(NewVersion.of_file(ino, extent, status, status.st_mtime_ns)))
     if not inode.extent:
         store.extents.free(extent)
     return inode
@@ -286,7 +286,7 @@ def test_publishing_the_same_extent_again_keeps_it(tmp_path: Path, in_memory: No
     with Store(tmp_path) as store:
         inode = make_file_of(store, b"file", b"one")
         status = store.extents.stat(inode.extent)
-        again = run(store.publish(inode.ino, inode.extent, status, 5))
+        again = run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
         assert (again.version, again.extent, again.mtime_ns) == (2, inode.extent, 5)
         assert content_of(store, inode.extent) == b"one"
 
@@ -299,7 +299,7 @@ def test_a_retired_extent_that_is_published_after_all_is_kept(
         store.pin(inode.extent)
         make_version(store, inode.ino, b"two")
         status = store.extents.stat(inode.extent)
-        run(store.publish(inode.ino, inode.extent, status, 5))
+        run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
         store.unpin(inode.extent)
         assert set(store.extents) == {inode.extent}
 
@@ -352,7 +352,9 @@ def test_only_a_store_on_a_disk_is_synced(
             extent = write(store.extents, b"one")
             with monkeypatch.context() as patch:
                 patch.setattr(os, "fsync", fsync)
-                await store.publish(inode.ino, extent, store.extents.stat(extent), 1)
+                await store.publish(
+                    NewVersion.of_file(inode.ino, extent, store.extents.stat(extent), 1)
+                )
             expected = [store.extents.path(extent), store.extents.directory]
             assert [path for path in synced if path in expected] == (expected if power_safe else [])
 
@@ -541,7 +543,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         ino, version, _ = self.current[file]
         extent = self.working[which % len(self.working)]
         status = self.store.extents.stat(extent)
-        inode = run(self.store.publish(ino, extent, status, 1))
+        inode = run(self.store.publish(NewVersion.of_file(ino, extent, status, 1)))
         assert inode.version == version + 1
         if status.st_size:
             assert inode.extent == extent

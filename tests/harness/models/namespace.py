@@ -23,6 +23,7 @@ from irdmafs.backend.namespace import (
     Inode,
     LocalCommitter,
     Namespace,
+    NewVersion,
     fail,
 )
 from irdmafs.backend.namespace import (
@@ -533,7 +534,9 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             thing.content = (extent, size, size // 512)
 
         inode = self.both(
-            lambda: self.namespace.publish(thing.ino, ContentId(extent), size, size // 512, 12345),
+            lambda: self.namespace.publish(
+                NewVersion(thing.ino, ContentId(extent), size, size // 512, 12345)
+            ),
             expected,
             full=full,
         )
@@ -567,7 +570,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             lambda: self.run(namespace.rmdir(ino, name, in_use=False)),
             lambda: self.run(namespace.rename(ino, name, ROOT_INO, name, 0, in_use=False)),
             lambda: self.run(namespace.set_attributes(ino, mode=0)),
-            lambda: self.run(namespace.publish(ino, ContentId(1), 1, 1, 1)),
+            lambda: self.run(namespace.publish(NewVersion(ino, ContentId(1), 1, 1, 1))),
             lambda: namespace.lookup(ino, name),
         ):
             assert error_of(call) == "ESTALE"
