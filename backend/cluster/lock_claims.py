@@ -1,6 +1,6 @@
 """The claims of hosts on the locks of one inode: the records in etcd, and the rules between them.
 
-docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of the records.
+docs/sharing.md has the protocol. Nothing here knows of etcd: decisions are functions of the records.
 """
 
 from abc import ABC, abstractmethod
