@@ -50,8 +50,6 @@ class SharedCommitter:
     hold a changed inode. `read_only`: every change is refused with EROFS.
     """
 
-    keeps_reads = False
-
     def __init__(
         self,
         tree: Tree,
@@ -148,9 +146,6 @@ class SharedCommitter:
 
     async def flush(self) -> None:
         """Do nothing: every transaction survives a crash when it is acknowledged."""
-
-    async def idle(self) -> None:
-        """Do nothing: no work is put off."""
 
     # -- inode numbers ---------------------------------------------------------------------------
 

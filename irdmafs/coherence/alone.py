@@ -21,27 +21,27 @@ class Alone(Coherence):
     replaced."""
 
     listings_stay = True
+    kernel_locks = None
     has_private_views = False
 
     def __init__(self, namespace: Namespace, cache: Cache) -> None:
-        super().__init__()
         self._cache = cache
         self._namespace = namespace
         self._nodes = cache.nodes
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def changed(self, answer: Answer, node: Node) -> None:
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         node.name = (parent, name)
-        if self._cache.names_are_stable(inode.ino):
+        if self._cache.routes.names_are_stable(inode.ino):
             answer.entry_timeout = _FOREVER_S
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     made = entry
@@ -83,9 +83,6 @@ class Alone(Coherence):
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         return inode
 
-    async def before_change(self) -> None:
-        """Do nothing: nobody else has to know."""
-
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -112,10 +109,10 @@ class _Listing(Listing):
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
         node.name = (self._directory, name)
         cache = self._cache
-        if not cache.changes_unnoticed(node):
+        if not cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
         # Names are listed as they were when the listing began.
-        if cache.names_are_stable(inode.ino) and self._namespace.leads_to(
+        if cache.routes.names_are_stable(inode.ino) and self._namespace.leads_to(
             self._directory, name, inode.ino
         ):
             answer.entry_timeout = _FOREVER_S

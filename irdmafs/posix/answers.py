@@ -42,7 +42,7 @@ class Answers:
         entry.ino = inode.ino
         entry.st_ino = node.id
         if mode & 0o170000 == stat.S_IFREG and not is_new:
-            shown = self._cache.shown(node, inode)
+            shown = self._cache.looks.shown(node, inode)
             entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = shown
         else:
             entry.st_size = inode.size
@@ -61,7 +61,7 @@ class Answers:
 
     def entry(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
         """Return the answer to a lookup; the kernel then holds one more reference to the node."""
-        node = self._cache.node_of(inode, pid)
+        node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.attributes(node, inode)
         self._coherence.entry(answer, parent, name, node, inode)
@@ -77,7 +77,7 @@ class Answers:
 
     def made(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
         """Return the answer to a request that made a name. It counts as a lookup."""
-        node = self._cache.node_of(inode, pid)
+        node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.attributes(node, inode)
         self._coherence.made(answer, parent, name, node, inode)
@@ -85,12 +85,11 @@ class Answers:
 
     def refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """Have the kernel ask for an inode's attributes that changed through one of its nodes."""
-        for other in self._nodes.of(ino):
+        for other in list(self._nodes.of(ino)):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
     def refresh_several(self, ino: int) -> None:
         """Make the kernel ask for attributes that it changed by itself for only one of several nodes."""
-        nodes = list(self._nodes.of(ino))
-        for node in nodes if len(nodes) > 1 else ():
-            self._cache.kernel.invalidate_attributes(node)
+        if self._nodes.has_siblings(ino):
+            self.refresh_other_nodes(None, ino)

@@ -43,10 +43,10 @@ class OneNodeMount(Mount):
         self._config = self._directory / "cluster.toml"
         self.arguments = (*arguments, "--cluster", str(self._config), "--host", "elsewhere")
 
-    def _run_mount(self) -> subprocess.CompletedProcess[str]:
+    def try_mount(self) -> subprocess.CompletedProcess[str]:
         if self._node is None:
             self.start_node()
-        return super()._run_mount()
+        return super().try_mount()
 
     def start_node(self) -> None:
         log = self._directory / "log"

@@ -32,9 +32,9 @@ IRDMAFS = forks.PREFIX
 def irdmafs(
     *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run the real command line tool; its exit code is for the caller to judge."""
-    words = [*launcher, *IRDMAFS, *(str(word) for word in arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/")
+    """Run the command line tool; its exit code is for the caller to judge."""
+    words = [*IRDMAFS, *(str(word) for word in arguments)]
+    return forks.run(words, launcher, timeout_s=COMMAND_TIMEOUT_S)
 
 
 # How a program ends at Ctrl-C. `python -m` dies of the signal itself when that came while a string was
@@ -92,11 +92,7 @@ class Mount:
     # -- mounting ---------------------------------------------------------------------------
 
     def try_mount(self) -> subprocess.CompletedProcess[str]:
-        """Run the real command; its exit status and output are for the caller to judge."""
-        with forks.real_commands():
-            return self._run_mount()
-
-    def _run_mount(self) -> subprocess.CompletedProcess[str]:
+        """Run the command; its exit status and output are for the caller to judge."""
         return self._run(
             *self.command,
             *("mount", self.path, "--store", self.store, "--log-file", self.log),
@@ -108,7 +104,7 @@ class Mount:
         return forks.run(command, self.launcher, timeout_s=COMMAND_TIMEOUT_S)
 
     def mount(self) -> None:
-        done = self._run_mount()
+        done = self.try_mount()
         assert done.returncode == 0, f"irdmafs mount failed\n{self.explain(done)}"
         assert self.is_mounted(), f"irdmafs mount returned but it is not mounted\n{done}"
         living.add(self)
