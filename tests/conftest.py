@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from harness.processes import Process
+from harness.tiers import Tier, running, tier_of
 
 if TYPE_CHECKING:
     from harness.spread import Spread
@@ -38,6 +40,15 @@ ROOMS = (
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 # How often members of a training run look, in tests.
 LOOK_S = 0.05
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=[tier.name.lower() for tier in Tier],
+        default=Tier.ALL.name.lower(),
+        help="run the tests of a tier and of those below it (tests/harness/tiers.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,9 +83,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("part_of")
         return marker is not None and (item.path, marker.args[0]) in slow
 
-    if parts := [item for item in items if is_part(item)]:
-        config.hook.pytest_deselected(items=parts)
-        items[:] = [item for item in items if not is_part(item)]
+    highest = Tier[config.getoption("tier").upper()]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        return is_part(item) or tier_of(item) > highest
+
+    if left_out := [item for item in items if is_left_out(item)]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
     order = {room: number for number, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:
@@ -174,7 +190,9 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[ClusterMount]]:
     """Two mounts of one cluster."""
-    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
+    with ExitStack() as stack:
+        with running(Tier.ALL):
+            cluster = stack.enter_context(Cluster(Plan(nodes=1, replicas=1, mounts=2)))
         yield cluster.mounts
 
 
@@ -246,6 +264,12 @@ def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     timer.start()
     yield
     timer.cancel()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    with running(tier_of(item)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
