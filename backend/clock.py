@@ -25,14 +25,11 @@ def _stamped() -> int:
 
 def now_ns() -> int:
     """Return the present time in ns since 1970. Takes some 4 us."""
-    before = time.time_ns()
-    stamp = _stamp()
-    if stamp < before:
-        stamp = _stamp()
-    return stamp - _BEFORE_NS
-
-
-def _stamp() -> int:
     fd = _stamped()
+    before = time.time_ns()
     os.utime(fd)
-    return os.fstat(fd).st_ctime_ns
+    stamp = os.fstat(fd).st_ctime_ns
+    if stamp < before:
+        os.utime(fd)
+        stamp = os.fstat(fd).st_ctime_ns
+    return stamp - _BEFORE_NS

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How training scales to 10,000 workers by the model of irdmafs.train.scaling: no cluster is used.
+"""How training scales to 10,000 workers by the model of _step_time.py: no cluster is used.
 
 A step computes for --compute seconds on each worker; AdamW trains --parameters in bf16. Curves: store nodes
 on the hosts of all workers, as many nodes on hosts of their own, and eight nodes; each beside DiLoCo, which
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import _common
 import click
-
-from irdmafs.train.scaling import Cluster, Work, step_time
+from _step_time import Cluster, Work, step_time
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 2_000, 5_000, 10_000)
 # bf16 gradients and parameters; the master weight and two moments in fp32.

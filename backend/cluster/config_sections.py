@@ -6,6 +6,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..observe.logs import LogFormat
 from ..options import Option
 from .config_values import ConfigError, Seconds, Size, split_host_port
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SECTIONS",
     "ClusterSection",
-    "LogFormat",
     "LogSection",
     "MountSection",
     "NodeSection",
@@ -30,7 +30,6 @@ STREAMS_MAX = 64
 RDMA_QUEUE_PAIRS_MAX = 4
 _ROLE = "{role}"
 
-LogFormat = Literal["text", "json"]
 RdmaMode = Literal["auto", "off", "require"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

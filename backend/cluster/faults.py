@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # The length in bytes of the keys of each kind (see records and namespace).
 _KEY_BYTES = {
     b"c": 1, b"s": 1, b"u": 1, b"E": 1,
-    b"N": 9, b"n": 9, b"m": 9, b"P": 9, b"T": 9, b"w": 9, b"a": 9, b"l": 9, b"W": 9, b"R": 9,
+    b"N": 9, b"n": 9, b"m": 9, b"P": 9, b"T": 9, b"w": 9, b"a": 9, b"l": 9, b"R": 9,
     b"i": 9, b"t": 9, b"g": 5, b"p": 17, b"f": 17, b"L": 17,
 }  # fmt: skip
 _NAME = b"d"  # and the number of a directory, and a name of any length
@@ -96,7 +96,8 @@ class Faults:
             key = change.key
             if self._found:
                 self._found.pop(key[:_TEXT_MAX], None)
-            if _is_well_formed(key):
+            kind, length = key[:1], len(key)
+            if length > 9 if kind == _NAME else length == _KEY_BYTES.get(kind, length):
                 found.append(change)
             elif change.value is not None:
                 self.add(key, "no key of its kind is like this")
@@ -118,11 +119,6 @@ def summary(count: int, some: Sequence[str]) -> str:
     more = f", and {count - len(some):,} more" if count > len(some) else ""
     told = "record in etcd makes no sense" if count == 1 else "records in etcd make no sense"
     return f"{count:,} {told}, and what is named there is damaged: {'; '.join(some)}{more}"
-
-
-def _is_well_formed(key: bytes) -> bool:
-    kind = key[:1]
-    return len(key) > 9 if kind == _NAME else len(key) == _KEY_BYTES.get(kind, len(key))
 
 
 def _fault(key: bytes, why: str, value: bytes) -> Fault:

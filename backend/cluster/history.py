@@ -1,13 +1,11 @@
 """Find out whether etcd still has the history that this process knew, or was restored from a backup.
 
 Store nodes free extents that etcd does not name, and mounts trust its records; so no process may act on an
-etcd that has lost changes. There are three ways to find out:
+etcd that has lost changes. There are two ways to find out:
 
     by the engine   while a process runs (kv/etcd_past.py)
     by a mark       the newest transaction that a node knew, which its store remembers: etcd must still have
                     it in its history, if that goes back so far
-    by a witness    a random value that a node puts into etcd now and then, and remembers: only this node
-                    puts it, so etcd must have exactly this one, however long the node was away
 
 A node that finds a loss puts a report into that etcd. Every process that sees a report stops, and checks
 again until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss

@@ -19,7 +19,6 @@
     "L" + lease (8) + inode (8)      lock_claims.Entry  the mount: what its processes have locked
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
     "E"                              Epoch: which history this is
-    "W" + node (8 bytes BE)          Witness: what the node last put here, and remembers (stays)
     "R" + node (8 bytes BE)          Report: the node found that etcd went back in time
 
 The namespace's own keys are "d", "i" and "t" (see namespace).
@@ -52,7 +51,6 @@ NO_CONTENT = ContentId(0)  # of an empty file
 SETTINGS_KEY = b"c"
 NEXT_INO_KEY = b"u"
 EPOCH_KEY = b"E"
-WITNESS = b"W"
 REPORT = b"R"
 
 
@@ -189,13 +187,6 @@ class Epoch(msgspec.Struct, array_like=True, frozen=True):
     number: Count = 0
     nonce: Text = ""
     floor: Count = 0
-
-
-class Witness(msgspec.Struct, array_like=True, frozen=True):
-    """A random value that a node put, as its `number`th one."""
-
-    number: Count = 0
-    nonce: Text = ""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):

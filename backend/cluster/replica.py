@@ -33,8 +33,8 @@ _RETRY_MAX_S = 5.0
 
 
 class Consumer(Protocol):
-    """Keeps the records of some prefixes. Called from inside the hub's loop: must not block and must not
-    raise."""
+    """Keeps the records of some prefixes, which are kinds of keys (see records), or all records (b"").
+    Called from inside the hub's loop: must not block and must not raise."""
 
     @property
     def prefixes(self) -> tuple[bytes, ...]: ...
@@ -71,6 +71,14 @@ class Replica:
         self._faults = faults or Faults()
         self._history = history
         self._consumers = (*((history,) if history is not None else ()), *consumers)
+        # The places in `_consumers` of those that follow a kind of keys, and of those that follow all.
+        self._followers: dict[bytes, list[int]] = {}
+        for place, consumer in enumerate(self._consumers):
+            for prefix in consumer.prefixes:
+                self._followers.setdefault(prefix, []).append(place)
+        everything = self._followers.setdefault(b"", [])
+        for places in self._followers.values():
+            places[:] = sorted({*places, *everything})
         self._timeout_s = timeout_s
         self.applied = 0
         self.barriers = 0
@@ -206,12 +214,13 @@ class Replica:
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:
             return
-        events = self._faults.well_formed(events)
-        for consumer in self._consumers:
-            prefixes = consumer.prefixes
-            mine = [event for event in events if event.key.startswith(prefixes)]
-            if mine:
-                consumer.apply(revision, mine)
+        of_all = self._followers[b""]
+        parts: dict[int, list[Event]] = {}
+        for event in self._faults.well_formed(events):
+            for place in self._followers.get(event.key[:1], of_all):
+                parts.setdefault(place, []).append(event)
+        for place in sorted(parts):
+            self._consumers[place].apply(revision, parts[place])
         self._advance(revision)
 
     def _advance(self, revision: int) -> None:

@@ -10,6 +10,8 @@ from .errors import ProtocolError, RpcError
 
 # Bytes that a peer may send on a stream before they are acknowledged.
 STREAM_WINDOW = 4 << 20
+# Bytes are acknowledged when there are more than this.
+_ACKNOWLEDGED_BYTES = STREAM_WINDOW // 2
 # Messages that are queued for the receiver; beyond this the peer has to wait.
 _QUEUED_BYTES = 16 << 20
 _MESSAGE_BYTES = 512 << 20
@@ -59,7 +61,8 @@ class Stream:
         if self._messages:
             message = self._messages.popleft()
             self._queued_bytes -= len(message)
-            self._acknowledge()
+            if self._unacknowledged > _ACKNOWLEDGED_BYTES:
+                self._acknowledge()
             return message
         if self._error is not None:
             raise self._error
@@ -107,16 +110,13 @@ class Stream:
             self._queued_bytes += size
             del partial[: 5 + size]
         self._unacknowledged += length
-        self._acknowledge()
+        if self._unacknowledged > _ACKNOWLEDGED_BYTES:
+            self._acknowledge()
         if self._messages:
             self._wake()
 
     def _acknowledge(self) -> None:
-        if (
-            self._unacknowledged > STREAM_WINDOW // 2
-            and self._queued_bytes < _QUEUED_BYTES
-            and not self.ended
-        ):
+        if self._queued_bytes < _QUEUED_BYTES and not self.ended:
             self._calls.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0
 

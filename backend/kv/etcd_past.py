@@ -8,7 +8,7 @@ the known value. If it has not, only harmless calls are made from then on (`doub
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import RANGE, RpcError
-from . import Event, KeyValue, WentBack
+from . import KeyValue, WentBack
 from .etcd_calls import LAST_KEY, OUT_OF_RANGE, Calls
 
 __all__ = ["EtcdPast"]
@@ -61,7 +61,3 @@ class EtcdPast:
         """Remember the key "s" if it is newer than the known one."""
         if self.known is None or last.mod_revision > self.known.mod_revision:
             self.known = last
-
-    def on_event(self, event: Event) -> None:
-        if event.key == LAST_KEY and event.value is not None:
-            self.learn(KeyValue(LAST_KEY, event.value, event.revision))

@@ -11,8 +11,8 @@ import trio
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import PAUSES_S, WATCH, Answers, RpcError, Unsent
 from ..pauses import Pauses
-from . import Change, Compacted, Event, WentBack
-from .etcd_calls import Calls
+from . import Change, Compacted, Event, KeyValue, WentBack
+from .etcd_calls import LAST_KEY, Calls
 from .etcd_past import EtcdPast
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Watch:
         if self._failing:
             log.info("etcd: the watch goes on after revision %d", self._revision)
             self._failing = False
-        self._pauses.begin_anew()
+            self._pauses.begin_anew()
         self._calls.heard(response.header.revision)
         if response.canceled:
             self._stream.close()
@@ -126,8 +126,10 @@ class Watch:
                 events = []
             revision = found.mod_revision
             value = found.value if event.type == pb.Event.PUT else None
-            events.append(Event(revision, found.key[skip:], value))
-            self._past.on_event(events[-1])
+            key = found.key[skip:]
+            events.append(Event(revision, key, value))
+            if key == LAST_KEY and value is not None:
+                self._past.learn(KeyValue(key, value, revision))
         if events:
             self._changes.append(Change(revision, tuple(events)))
         self._revision = revision

@@ -7,11 +7,12 @@
     user.irdmafs.follow        off: hosts do not follow what is below (backend.store.remote.leases) because
                                it is read often; for what exists, too
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
-    user.irdmafs.train         since: numbers lead to versions that are to come (irdmafs.posix.since)
-    user.irdmafs.since_timeout     seconds that such a number waits
+    user.irdmafs.awaits        the name of a directory beside this one: names in this one lead to names in
+                               that one, also to those that are yet to come (irdmafs.posix.since)
+    user.irdmafs.awaits_timeout    seconds that a reader waits for such a name
 
 The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
-directories above hold. `train` and `since_timeout` are those of the directory itself.
+directories above hold. `awaits` and `awaits_timeout` are those of the directory itself.
 """
 
 import re
@@ -30,14 +31,12 @@ NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
 # "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.isolation).
 ISOLATION = b"user.irdmafs.isolation"
 FOLLOW = b"user.irdmafs.follow"
-TRAIN = b"user.irdmafs.train"
-SINCE = b"since"
-SINCE_TIMEOUT = b"user.irdmafs.since_timeout"
+AWAITS = b"user.irdmafs.awaits"
+AWAITS_TIMEOUT = b"user.irdmafs.awaits_timeout"
 
-# Directories of earlier training runs have it; it means nothing.
-_PUSH = b"push"
 STRIPE_MIN_BYTES = 1 << 20
-_SINCE_TIMEOUT_S = 600.0
+_AWAITS_TIMEOUT_S = 600.0
+_NAME_MAX_BYTES = 255
 
 
 def check(name: bytes, value: bytes) -> None:
@@ -52,10 +51,12 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name in (ISOLATION, FOLLOW) and value not in (b"on", b"off"):
         raise ValueError(f"{_text(name)} is on or off, not {_text(value)!r}")
-    elif name == TRAIN and value not in (SINCE, _PUSH):
-        raise ValueError(f"user.irdmafs.train is since, not {_text(value)!r}")
-    elif name == SINCE_TIMEOUT:
-        since_timeout_s(value)
+    elif name == AWAITS and not _is_name(value):
+        raise ValueError(
+            f"user.irdmafs.awaits is the name of a directory beside this one, not {_text(value)!r}"
+        )
+    elif name == AWAITS_TIMEOUT:
+        awaits_timeout_s(value)
 
 
 def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
@@ -91,14 +92,23 @@ def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, i
     return replicas, stripe_bytes, policy
 
 
-def since_timeout_s(value: bytes) -> float:
-    """Return how many seconds a number waits for its version; b"" is the default. Raises ValueError."""
+def awaits_timeout_s(value: bytes) -> float:
+    """Return how many seconds a reader waits for a name; b"" is the default. Raises ValueError."""
     text = _text(value)
     if not text:
-        return _SINCE_TIMEOUT_S
+        return _AWAITS_TIMEOUT_S
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
-        raise ValueError(f"user.irdmafs.since_timeout is a number of seconds, not {text!r}")
+        raise ValueError(f"user.irdmafs.awaits_timeout is a number of seconds, not {text!r}")
     return float(text)
+
+
+def _is_name(value: bytes) -> bool:
+    """Return whether a file can have this name."""
+    return (
+        value not in (b"", b".", b"..")
+        and len(value) <= _NAME_MAX_BYTES
+        and not any(char in value for char in b"/\0")
+    )
 
 
 def _text(value: bytes) -> str:

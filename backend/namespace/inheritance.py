@@ -1,11 +1,10 @@
-"""The group, default ACL and flags that a new inode gets from the directory that it is made in."""
+"""The group and default ACL that a new inode gets from the directory that it is made in."""
 
 import stat
 from typing import NamedTuple
 
 from . import acl
 from .inode import NO_XATTRS, Inode
-from .protection import HANDED_DOWN
 
 __all__ = ["Inherited", "inherited_from"]
 
@@ -16,7 +15,6 @@ class Inherited(NamedTuple):
     mode: int
     gid: int
     xattrs: dict[bytes, bytes]
-    flags: int
 
 
 def inherited_from(directory: Inode, mode: int, gid: int, umask: int) -> Inherited:
@@ -31,4 +29,4 @@ def inherited_from(directory: Inode, mode: int, gid: int, umask: int) -> Inherit
     if directory.mode & stat.S_ISGID:
         gid = directory.gid
         mode |= stat.S_ISGID if stat.S_ISDIR(mode) else 0
-    return Inherited(mode, gid, xattrs or NO_XATTRS, directory.flags & HANDED_DOWN)
+    return Inherited(mode, gid, xattrs or NO_XATTRS)

@@ -89,7 +89,7 @@ class _Record(NamedTuple):
     # Left out where nothing of this is known.
     digests: Annotated[bytes, msgspec.Meta(max_length=_DIGESTS_MAX)] = b""
     birth_ns: _Time = 0
-    flags: _Word = 0
+    unused: _Word = 0
     maker: Count = 0
 
 
@@ -103,17 +103,16 @@ class Inode:
 
     `extent` is 0 for an empty content, in a cluster the number of the content, which `layout` places on
     nodes; `digests`, if any, are those of its bytes (see digest). `blocks` counts 512-byte units as stat
-    does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `flags` are
-    chattr's (see protection); `maker` is the mount that makes the first version of a file, and alone sees
-    its names until then (see unseen), 0 if all mounts do. Derived, not stored: `parent`, the directory that
-    holds the inode, 0 if none or several do; `nlink` of a directory. `revision` is that of the record in
-    the engine, 0 while there is none.
+    does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `maker` is the
+    mount that makes the first version of a file, and alone sees its names until then (see unseen), 0 if all
+    mounts do. Derived, not stored: `parent`, the directory that holds the inode, 0 if none or several do;
+    `nlink` of a directory. `revision` is that of the record in the engine, 0 while there is none.
     """
 
     __slots__ = (
-        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "flags", "gid", "ino",
-        "layout", "maker", "mode", "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target",
-        "uid", "version", "xattrs",
+        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "layout",
+        "maker", "mode", "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid",
+        "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -126,7 +125,6 @@ class Inode:
         self.size = 0
         self.blocks = 0
         self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
-        self.flags = 0
         self.maker = 0
         self.version = 0
         self.extent = NO_CONTENT
@@ -144,9 +142,9 @@ class Inode:
             self.target, self.xattrs, self.layout,
         )  # fmt: skip
         if self.maker:
-            return _encode((*record, self.digests, self.birth_ns, self.flags, self.maker))
-        if self.birth_ns or self.flags:
-            return _encode((*record, self.digests, self.birth_ns, self.flags))
+            return _encode((*record, self.digests, self.birth_ns, 0, self.maker))
+        if self.birth_ns:
+            return _encode((*record, self.digests, self.birth_ns))
         return _encode((*record, self.digests) if self.digests else record)
 
     @classmethod
@@ -157,7 +155,7 @@ class Inode:
         (
             inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
-            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.flags,
+            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, _,
             inode.maker,
         ) = _decode(value)  # fmt: skip
         if inode.mode >> 12 not in _KINDS:
@@ -182,7 +180,7 @@ class Inode:
         new.version, new.extent, new.parent = self.version, self.extent, self.parent
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
-        new.birth_ns, new.flags, new.maker = self.birth_ns, self.flags, self.maker
+        new.birth_ns, new.maker = self.birth_ns, self.maker
         return new
 
     @property

@@ -22,7 +22,6 @@ class LocalCommitter:
     """Commits changes of a strict tree, which `load` fills."""
 
     read_only = False
-    keeps_reads = True
 
     def __init__(self, tree: Tree, engine: OwnEngine) -> None:
         self._tree = tree

@@ -5,7 +5,7 @@ in one transaction (local, shared); so one that fails leaves no trace.
 """
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -41,11 +41,6 @@ class Committer(Protocol):
     @property
     def read_only(self) -> bool:
         """Return whether every change is refused with EROFS."""
-        ...
-
-    @property
-    def keeps_reads(self) -> bool:
-        """Return whether the times of reads that this process knows are those of all."""
         ...
 
     def new_ino(self) -> int: ...
@@ -140,12 +135,11 @@ class Namespace:
         once. If another host has removed it when this returns, it is a local orphan.
         """
 
-        made = await self._carry_out(
-            lambda: self._planner.create(
-                parent, name, mode, uid, gid, rdev=rdev, target=target,
-                version=version, durable=durable, layout=layout, umask=umask, seen=seen,
-            )
+        plan = partial(
+            self._planner.create, parent, name, mode, uid, gid, rdev=rdev, target=target,
+            version=version, durable=durable, layout=layout, umask=umask, seen=seen,
         )  # fmt: skip
+        made = await self._carry_out(plan)
         assert made is not None
         return made
 
@@ -283,13 +277,11 @@ class Namespace:
 
         if self._linking:
             await self._wait_while_linking(ino)
-        published = await self._carry_out(
-            lambda: self._planner.publish(
-                ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
-                layout=layout, digests=digests, within_quotas=within_quotas,
-            ),
-            guards,
+        plan = partial(
+            self._planner.publish, ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
+            layout=layout, digests=digests, within_quotas=within_quotas,
         )  # fmt: skip
+        published = await self._carry_out(plan, guards)
         assert published is not None
         return published
 
@@ -314,22 +306,10 @@ class Namespace:
         gid: int | None = None,
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
-        flags: int | None = None,
-        asked_for: bool = True,
     ) -> Inode:
-        """Set attributes. `asked_for`: by chmod(2) and the like, which flags of chattr(1) can forbid, not
-        as the effect of another call."""
-        change = attributes_set(
-            mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, flags=flags,
-            asked_for=asked_for,
-        )  # fmt: skip
+        """Set attributes."""
+        change = attributes_set(mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns)
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
-
-    async def note_reads(self, atimes: Mapping[int, int]) -> None:
-        """Store the times when inodes were last read (ns), by number; nothing else of them changes. Store
-        nothing in a shared engine: each host knows its own reads."""
-        if self._committer.keeps_reads:
-            await self._carry_out(partial(self._planner.note_reads, atimes))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False

@@ -23,7 +23,6 @@ from . import acl
 from .changes import Commit
 from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
-from .protection import refuse_change, refuse_lost_name, refuse_new_name
 from .tree import Tree
 
 __all__ = [
@@ -101,18 +100,17 @@ class Planner:
         directory = self._tree.inodes[parent]
         if directory.nlink == 0:
             raise fail(errno.ENOENT)  # removed while it is a working directory
-        refuse_new_name(directory)
         now = now_ns()
         inode = self.new_inode(directory, mode, uid, gid, umask, now)
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
-        if not (seen or version) and inode.is_file:
+        if not (seen or version) and stat.S_ISREG(mode):
             inode.maker = self._tree.unseen.maker
         commit.inode, commit.inodes = inode, (inode,)
         commit.new = inode
         commit.names = ((parent, name, inode.ino),)
         commit.times = ((parent, now),)
-        commit.fixed = (directory,)  # its group, ACL and flags may be handed down
+        commit.fixed = (directory,)  # its group and ACL may be handed down
         commit.durable = durable
         if self._quotas.in_use:
             commit.charge = self._quotas.admit(inode.ino, self._quotas.above(parent), 0)
@@ -143,7 +141,7 @@ class Planner:
         """Return an inode without a name, with the attributes that the directory hands down."""
         inherited = inherited_from(directory, mode, gid, umask)
         inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
-        inode.xattrs, inode.flags = inherited.xattrs, inherited.flags
+        inode.xattrs = inherited.xattrs
         return inode
 
     def link(self, ino: int, parent: int, name: bytes) -> Commit:
@@ -154,8 +152,6 @@ class Planner:
             raise fail(errno.EPERM)
         if self._tree.inodes[parent].nlink == 0:
             raise fail(errno.ENOENT)
-        refuse_new_name(self._tree.inodes[parent])
-        refuse_change(inode)
         now = now_ns()
         inode.nlink += 1
         inode.ctime_ns = now
@@ -175,7 +171,6 @@ class Planner:
     def unlink(self, parent: int, name: bytes, kept_ino: int) -> Commit:
         """Remove a name that is not a directory's. The inode `kept_ino` stays as a local orphan."""
         found = self._tree.existing(parent, name)
-        refuse_lost_name(self._tree.inodes[parent], found)
         if found.is_dir:
             raise fail(errno.EISDIR)
         return self._without_name(parent, name, found, found.ino == kept_ino)
@@ -198,7 +193,6 @@ class Planner:
         elsewhere."""
         self._refuse_others(known)
         found = self._tree.existing(parent, name)
-        refuse_lost_name(self._tree.inodes[parent], found)
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
         if not self._tree.is_empty(found.ino):
@@ -230,11 +224,6 @@ class Planner:
             return None  # two names of one inode: POSIX demands that nothing happens
         if self._tree.inodes[new_parent].nlink == 0:
             raise fail(errno.ENOENT)
-        refuse_lost_name(self._tree.inodes[parent], moved)
-        if replaced is None:
-            refuse_new_name(self._tree.inodes[new_parent])
-        else:
-            refuse_lost_name(self._tree.inodes[new_parent], replaced)
         if self._quotas.in_use:
             self._quotas.refuse_to_enter(self._quotas.of(moved.ino), new_parent)
             if flags & RENAME_EXCHANGE and replaced is not None:
@@ -362,18 +351,6 @@ class Planner:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
         return commit
 
-    def note_reads(self, atimes: Mapping[int, int]) -> Commit:
-        """Store the times when inodes were last read."""
-        commit = Commit()
-        commit.inodes = []
-        for ino, atime_ns in atimes.items():
-            found = self._tree.inodes.get(ino)
-            if found is not None and found.nlink and found.atime_ns != atime_ns:
-                inode = found.copy()
-                inode.atime_ns = nearest_time(atime_ns)
-                commit.inodes.append(inode)
-        return commit
-
     def change(
         self, ino: int, change: Callable[[Inode], None], *, sets_mtime: bool = False
     ) -> Commit:
@@ -398,16 +375,10 @@ def attributes_set(
     gid: int | None,
     atime_ns: int | None,
     mtime_ns: int | None,
-    flags: int | None,
-    asked_for: bool,
 ) -> Callable[[Inode], None]:
     """Return the change that sets these attributes of an inode."""
 
     def change(inode: Inode) -> None:
-        if asked_for and flags is None:
-            refuse_change(inode)
-        if flags is not None:
-            inode.flags = flags
         if mode is not None:
             inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
             acl.follow_chmod(inode)
@@ -429,7 +400,6 @@ def xattr_set(
     """Return the change that sets an extended attribute of an inode."""
 
     def change(inode: Inode) -> None:
-        refuse_change(inode)
         if flags & os.XATTR_CREATE and name in inode.xattrs:
             raise fail(errno.EEXIST)
         if flags & os.XATTR_REPLACE and name not in inode.xattrs:
@@ -452,7 +422,6 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
     """Return the change that removes an extended attribute of an inode."""
 
     def change(inode: Inode) -> None:
-        refuse_change(inode)
         if name not in inode.xattrs and name not in acl.NAMES:
             raise fail(errno.ENODATA)
         inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}

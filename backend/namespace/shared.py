@@ -50,8 +50,6 @@ class SharedCommitter:
     hold a changed inode. `read_only`: every change is refused with EROFS.
     """
 
-    keeps_reads = False
-
     def __init__(
         self,
         tree: Tree,

@@ -14,18 +14,16 @@ from typing import Any
 
 import trio
 
-from ..cluster.group_configs import Groups
 from ..cluster.groups import degraded, emptied, leader, next_step, refenced, without
 from ..cluster.lease import SessionEnded
-from ..cluster.membership import Members, Session, removed_for_good
+from ..cluster.membership import removed_for_good
 from ..cluster.placement import replicas_of
 from ..cluster.records import GROUP_BUCKET_BITS, GroupConfig
-from ..cluster.replica import Replica
 from ..kv import Conflict
-from ..kv.etcd import EtcdEngine
 from .handover import Handover
 from .housekeeping import Housekeeping
 from .resync import Resync
+from .state import ClusterState
 
 __all__ = ["Agent"]
 
@@ -52,12 +50,7 @@ class Agent:
 
     def __init__(
         self,
-        node: int,
-        engine: EtcdEngine,
-        replica: Replica,
-        members: Members,
-        groups: Groups,
-        session: Session,
+        cluster: ClusterState,
         resync: Resync,
         ping: Callable[[int], Awaitable[None]],
         handover: Handover | None = None,
@@ -65,14 +58,10 @@ class Agent:
         rereplicate_after_s: float = 30.0,
         joining_at_once: int = 8,
     ) -> None:
-        self.node = node
+        self.node = cluster.node
         self.rereplicate_after_s = rereplicate_after_s
         self.joining_at_once = joining_at_once
-        self._engine = engine
-        self._replica = replica
-        self._members = members
-        self._groups = groups
-        self._session = session
+        self._cluster = cluster
         self._resync = resync
         self._ping = ping
         self._wake = trio.Event()
@@ -82,13 +71,11 @@ class Agent:
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: no event tells when they are gone
         self._handover = handover
-        self.housekeeping = Housekeeping(
-            node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
-        )
-        members.node_changed.append(self._node_changed)
-        members.targets_changed.append(self._targets_changed)
-        groups.group_changed.append(self._group_changed)
-        groups.pool_wanted.append(self._targets_changed)
+        self.housekeeping = Housekeeping(cluster, rereplicate_after_s=rereplicate_after_s)
+        cluster.members.node_changed.append(self._node_changed)
+        cluster.members.targets_changed.append(self._targets_changed)
+        cluster.groups.group_changed.append(self._group_changed)
+        cluster.groups.pool_wanted.append(self._targets_changed)
 
     async def run(self) -> None:
         """Lead groups until the session is released."""
@@ -100,9 +87,9 @@ class Agent:
             nursery.cancel_scope.cancel()
 
     async def _run(self) -> None:
-        while not self._session.released:
+        while not self._cluster.session.released:
             try:
-                await self._session.wait_valid()
+                await self._cluster.session.wait_valid()
             except SessionEnded:
                 return
             self._wake = trio.Event()
@@ -129,20 +116,20 @@ class Agent:
         Only a member that holds everything may do so, and only if it cannot reach the other one either.
         Raises OSError if etcd cannot be asked.
         """
-        await self._replica.barrier()
-        found = self._groups.get(group)
+        await self._cluster.replica.barrier()
+        found = self._cluster.groups.get(group)
         if found is None or node not in found[0].members:
             return True
         config, revision = found
         if (
             node == self.node
             or self.node not in config.in_sync
-            or not self._session.valid()
+            or not self._cluster.session.valid()
             or await self._answers_now(node)
         ):
             return False
         log.warning("node %x is evicted from group %#x: it cannot be reached", node, group)
-        return await self._put({group: (revision, without(config, node))})
+        return await self._cluster.change({group: (revision, without(config, node))})
 
     async def leave(self) -> int:
         """Prepare a clean stop: take this node out of every group that has another live member in sync, so
@@ -151,20 +138,24 @@ class Agent:
         while True:
             alone = 0
             changes = {}
-            for group, (config, revision) in self._groups.all().items():
+            for group, (config, revision) in self._cluster.groups.all().items():
                 if self.node not in config.members:
                     continue
-                if any(node in self._members.nodes for node in config.in_sync if node != self.node):
+                if any(
+                    node in self._cluster.members.nodes
+                    for node in config.in_sync
+                    if node != self.node
+                ):
                     changes[group] = revision, without(config, self.node)
                 elif self.node in config.in_sync:
                     alone += 1
-            if await self._put(changes):
+            if await self._cluster.change(changes):
                 return alone
 
     def status(self) -> dict[str, Any]:
         """Return figures about all groups, and about what is copied to this node."""
-        live = self._members.nodes.keys()
-        configs = self._groups.all()
+        live = self._cluster.members.nodes.keys()
+        configs = self._cluster.groups.all()
         progress = self._resync.progress()
         in_use = self._resync.pools_in_use()
         return {
@@ -191,16 +182,16 @@ class Agent:
 
     async def _lead(self) -> bool:
         """Take the next step in each group that this node leads. Return whether there was any."""
-        live = set(self._members.nodes)
+        live = set(self._cluster.members.nodes)
         filling = Counter(
-            node for config, _ in self._groups.all().values() for node in config.joining
+            node for config, _ in self._cluster.groups.all().values() for node in config.joining
         )
         joinable = {
             node for node in live if filling[node] < self.joining_at_once and self._is_welcome(node)
         }
         changes: dict[int, tuple[int, GroupConfig]] = {}
         new: dict[int, list[int]] = {}  # node -> groups it would join
-        for group, (config, revision) in self._groups.all().items():
+        for group, (config, revision) in self._cluster.groups.all().items():
             if leader(config, live) != self.node:
                 continue
             step = next_step(config, live, self._target(group), joinable)
@@ -219,7 +210,7 @@ class Agent:
                     changes.pop(group, None)
         if not changes:
             return False
-        await self._put(changes)
+        await self._cluster.change(changes)
         return True
 
     async def _begin_anew(self) -> bool:
@@ -230,8 +221,10 @@ class Agent:
         if not self.housekeeping.acts():
             return False
         lost: dict[tuple[int, ...], list[int]] = {}
-        for group, (config, _) in self._groups.all().items():
-            if all(map(self._members.is_removed, config.in_sync)) and self._live_target(group):
+        for group, (config, _) in self._cluster.groups.all().items():
+            if all(map(self._cluster.members.is_removed, config.in_sync)) and self._live_target(
+                group
+            ):
                 if self._resync.has_names(group):
                     self._waits_for_names = True
                 else:
@@ -243,20 +236,20 @@ class Agent:
     async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
         """Empty these groups in two steps: a publish that the dead members acknowledged may still be under
         way. The first step makes it fail, so that no more is named afterwards."""
-        known = self._groups.all()
+        known = self._cluster.groups.all()
         fenced = {group: refenced(known[group][0]) for group in groups if group in known}
         changes = {group: (known[group][1], config) for group, config in fenced.items()}
         guards = removed_for_good(gone)
         try:
-            newest, _ = await self._groups.change(self._engine, changes, guards)
-            await self._replica.wait_applied(newest)
+            newest, _ = await self._cluster.groups.change(self._cluster.engine, changes, guards)
+            await self._cluster.replica.wait_applied(newest)
             changes = {}
             for group, config in fenced.items():
-                found, target = self._groups.get(group), self._live_target(group)
+                found, target = self._cluster.groups.get(group), self._live_target(group)
                 if found and found[0] == config and target and not self._resync.has_names(group):
                     changes[group] = found[1], emptied(config, *target)
-            newest, _ = await self._groups.change(self._engine, changes, guards)
-            await self._replica.wait_applied(newest)
+            newest, _ = await self._cluster.groups.change(self._cluster.engine, changes, guards)
+            await self._cluster.replica.wait_applied(newest)
         except Conflict as conflict:
             log.info("groups of removed nodes stay as they are: %s", conflict)
         else:
@@ -265,7 +258,7 @@ class Agent:
                 len(changes),
                 ", ".join(f"{node:x}" for node in gone),
             )
-        await self._replica.barrier()
+        await self._cluster.replica.barrier()
 
     def _may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
         return self._handover is None or self._handover.may_step(group, config, step, live)
@@ -275,39 +268,30 @@ class Agent:
         self._wake.set()
 
     def _live_target(self, group: int) -> tuple[int, ...]:
-        return tuple(node for node in self._target(group) if node in self._members.nodes)
-
-    async def _put(self, changes: dict[int, tuple[int, GroupConfig]]) -> bool:
-        """Put configurations, and return whether all were put once the outcome is known here."""
-        newest, late = await self._groups.change(self._engine, changes)
-        if late:
-            await self._replica.barrier()
-        else:
-            await self._replica.wait_applied(newest)
-        return not late
+        return tuple(node for node in self._target(group) if node in self._cluster.members.nodes)
 
     def _target(self, group: int) -> tuple[int, ...]:
         """Return the nodes where a group should be; (): where it is."""
-        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
+        known = self._cluster.members.targets.get(group >> GROUP_BUCKET_BITS)
         return known[0].target(group) if known is not None else ()
 
     # --- whom to give work
 
     def _group_changed(self, group: int) -> None:
-        found = self._groups.get(group)
+        found = self._cluster.groups.get(group)
         before = self._members_before.pop(group, ())
         if self._handover is not None:
             self._handover.group_changed(group, found[0] if found is not None else None)
         if found is not None:
             self._members_before[group] = found[0].members
             gone = set(before) - set(found[0].members)
-            for node in gone & self._members.nodes.keys() - {self.node}:
+            for node in gone & self._cluster.members.nodes.keys() - {self.node}:
                 if node in self._target(group):
                     self._shun(node, f"was taken out of group {group:#x} while it lived")
         self._wake.set()
 
     def _node_changed(self, node: int) -> None:
-        if node not in self._members.nodes:
+        if node not in self._cluster.members.nodes:
             # If it comes back it registers anew, and may be another process.
             self._shunned.pop(node, None)
             self._answers.pop(node, None)
@@ -320,7 +304,7 @@ class Agent:
         until, _ = self._shunned.get(node, (0.0, 0.0))
         if time.monotonic() < until:
             return False
-        address = self._members.nodes[node]
+        address = self._cluster.members.nodes[node]
         return address.free_bytes >= ROOM_SHARE * address.total_bytes
 
     def _shun(self, node: int, reason: str) -> None:
@@ -353,7 +337,9 @@ class Agent:
     def _quiet_s(self) -> float:
         """Return for how many seconds nothing becomes due by time alone."""
         now = time.monotonic()
-        due = [since + self.rereplicate_after_s for since in self._members.dead_since.values()]
+        due = [
+            since + self.rereplicate_after_s for since in self._cluster.members.dead_since.values()
+        ]
         due += [until for until, _ in self._shunned.values()]
         longest = RETRY_S if self._waits_for_names else LOOK_ANYWAY_S
         return min([longest, *(moment - now for moment in due if moment > now)])

@@ -18,9 +18,10 @@ A mark (Files.mark_named) tells an extent that was published, and superseded whi
 pending one. If the node died before it could set the mark, the extent stays as long as its session.
 """
 
+import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,9 +37,9 @@ from ..store.digest import Digests
 from ..store.sparse import allocated_bytes
 from ..transport import Extent
 from .figures import CatalogFigures
-from .files import Files
+from .files import Files, Incoming
 from .named import Named
-from .spares import SPARE_S
+from .reuse import SPARE_S
 
 __all__ = ["Catalog", "Check"]
 
@@ -76,7 +77,7 @@ class Catalog:
         faults: Faults | None = None,
     ) -> None:
         self._faults = faults or Faults()
-        self._files = files
+        self.files = files
         self._groups = groups
         self._buckets = buckets
         self._begun = False
@@ -112,8 +113,8 @@ class Catalog:
             # Extents of open sessions, and pinned ones.
             pending_extents=sum(map(len, self._unnamed.values())),
             named_contents=len(self._named),
-            quarantined_extents=len(self._files.quarantine),
-            quarantined_bytes=self._files.quarantine.bytes,
+            quarantined_extents=len(self.files.quarantine),
+            quarantined_bytes=self.files.quarantine.bytes,
         )
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
@@ -132,13 +133,13 @@ class Catalog:
         return [
             (extent, length)
             for extent, length in self.extents_of(group)
-            if extent not in self._files
+            if extent not in self.files
         ]
 
     def is_missing(self, extent: Extent) -> bool:
         """Return whether an extent is named, in a group of this node, and not here."""
         found = self._named.get(extent.content)
-        if found is None or extent in self._files:
+        if found is None or extent in self.files:
             return False
         named = found[1]
         return extent.stripe < named.stripes and self.is_member(
@@ -183,7 +184,7 @@ class Catalog:
 
     def is_member(self, group: int) -> bool:
         found = self._groups.get(group)
-        return found is not None and self._files.node in found[0].members
+        return found is not None and self.files.node in found[0].members
 
     def may_store(self, content: int) -> bool:
         """Return whether an extent of this content may still be needed: its session is open, or it is
@@ -237,7 +238,7 @@ class Catalog:
                 self._faults.add(inode_key(ino), str(error), value)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
+                named = Named.by(inode)
         before = self._by_ino.get(ino)
         if before is not None and named is not None and before.content == named.content:
             return ()
@@ -258,7 +259,7 @@ class Catalog:
                 self._by_group.setdefault(group, set()).add(named.content)
                 self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
         self._found_unnamed.discard(named.content)
-        if self._begun:
+        if self._begun and named.content in self.files.quarantine.stripes:
             self._bring_back(named.content)
         for stripe in self._unnamed.pop(named.content, ()):
             self._settle(Extent(named.content, stripe), named)
@@ -270,13 +271,15 @@ class Catalog:
         if found is None:
             return 0
         named = found[1]
-        for stripe, size in self._files.quarantine.stripes_of(content):
+        quarantine = self.files.quarantine
+        for stripe in list(quarantine.stripes.get(content, ())):
             extent = Extent(content, stripe)
             group = named.group(stripe, self._buckets)
-            if extent in self._files or size != named.length(stripe) or not self.is_member(group):
+            is_right = quarantine.size(extent) == named.length(stripe)
+            if extent in self.files or not is_right or not self.is_member(group):
                 continue
             try:
-                self._files.bring_back(extent)
+                self.files.bring_back(extent)
             except OSError as error:
                 log.error("extent %x.%x stays in quarantine: %s", *extent, error)
                 continue
@@ -297,9 +300,7 @@ class Catalog:
                 del self._by_group[group], self.bytes_by_group[group]
         self._remember_gone(named.content)
         here = {
-            stripe
-            for stripe in range(named.stripes)
-            if Extent(named.content, stripe) in self._files
+            stripe for stripe in range(named.stripes) if Extent(named.content, stripe) in self.files
         }
         if here:
             self._unnamed[named.content] = here
@@ -330,7 +331,7 @@ class Catalog:
         if self.is_member(group):
             self._mine.add(group)
             self._left.pop(group, None)
-            if self._begun and len(self._files.quarantine):
+            if self._begun and len(self.files.quarantine):
                 for content in self._by_group.get(group, ()):
                     self._bring_back(content)
         elif group in self._mine:
@@ -350,7 +351,7 @@ class Catalog:
         found = self._named.get(extent.content)
         if found is not None:
             self._settle(extent, found[1])
-        elif extent in self._files:
+        elif extent in self.files:
             self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
             self._reconsider(extent.content)
 
@@ -366,8 +367,25 @@ class Catalog:
         wanted. The next `Files.reap` gives the memory back."""
         for group in list(self._left):
             self._free_left(group, seen=True)
-        self._files.give_up_spares()
-        self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
+        self.files.spares.give_up()
+        self.freed_extents += self.files.tidy_quarantine(wanted_bytes)
+
+    async def make_file(
+        self, length: int, allocated: int, learn: Callable[[], Awaitable[None]] | None = None
+    ) -> Incoming:
+        """Make a file of `length` bytes, of which so many are allocated, for an extent that comes. If the
+        store is full, `learn` is awaited, and extents kept just in case are removed first. Raises OSError
+        ENOSPC."""
+        try:
+            return await self.files.make(length, allocated)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        if learn is not None:
+            await learn()
+        self.make_room(allocated)
+        await self.files.give_back()
+        return await self.files.make(length, allocated)
 
     async def run(self) -> None:
         """Give back the memory of freed extents, and look now and then for extents that may go."""
@@ -375,9 +393,8 @@ class Catalog:
             with trio.move_on_after(_TIDY_S):
                 await self._busy.wait()
             self._busy = trio.Event()
-            self._files.give_up_spares(SPARE_S)
-            await trio.to_thread.run_sync(self._files.reap)
-            self._files.let_go()
+            self.files.spares.give_up(SPARE_S)
+            await self.files.give_back()
             self.tidy(time.monotonic())
 
     def tidy(self, now: float) -> None:
@@ -386,41 +403,41 @@ class Catalog:
         for group, (since, seen) in list(self._left.items()):
             if now - since > _LEFT_KEPT_S or not self._wanted(group):
                 self._free_left(group, seen)
-        self.freed_extents += self._files.tidy_quarantine()
-        for name, content in self._files.incoming.working_copies().items():
+        self.freed_extents += self.files.tidy_quarantine()
+        for name, content in self.files.incoming.working_copies().items():
             session = session_of(content)
             # A session newer than the replica counts as open.
             if session <= self._revision and session not in self.sessions:
-                self._files.incoming.remove(name)
+                self.files.incoming.remove(name)
 
     def _look_over(self) -> None:
         """Decide about every extent that is here."""
         self._unnamed.clear()
         self._found_unnamed.clear()
-        if count := sum(map(self._bring_back, self._files.quarantine.contents())):
+        if count := sum(map(self._bring_back, list(self.files.quarantine.stripes))):
             log.warning("%d extents are named again and taken out of quarantine", count)
-        for extent in list(self._files):
+        for extent in list(self.files):
             found = self._named.get(extent.content)
             if found is None:
                 self._found_unnamed.add(extent.content)
                 self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
-                if self._files.was_named(extent):
+                if self.files.was_named(extent):
                     self._remember_gone(extent.content)
             else:
                 self._settle(extent, found[1])
-        before = len(self._files.quarantine)
+        before = len(self.files.quarantine)
         for content in list(self._unnamed):
             self._reconsider(content)
-        if (count := len(self._files.quarantine) - before) > 0:
+        if (count := len(self.files.quarantine) - before) > 0:
             log.warning(
                 "%d extents here have no name in etcd: they are kept in %s/quarantine for %g h, or until "
                 "room is wanted",
-                count, self._files.directory, self._files.quarantine.kept_s / 3600,
+                count, self.files.directory, self.files.quarantine.kept_s / 3600,
             )  # fmt: skip
 
     def _settle(self, extent: Extent, named: Named) -> None:
         """Check whether a named extent that is here is right and belongs here."""
-        size = self._files.size(extent)
+        size = self.files.size(extent)
         if size is None:
             return
         expected = named.length(extent.stripe)
@@ -429,9 +446,9 @@ class Catalog:
                 "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
                 extent.content, extent.stripe, size, expected,
             )  # fmt: skip
-            self._files.set_aside(extent)
+            self.files.set_aside(extent)
             return
-        self._files.mark_named(extent)
+        self.files.mark_named(extent)
         group = named.group(extent.stripe, self._buckets)
         if not self.is_member(group):
             self._leave(group, seen=False)
@@ -443,7 +460,7 @@ class Catalog:
             let_go = self._free
             if content in self._found_unnamed:
                 self._found_unnamed.remove(content)
-                let_go = self._files.set_aside
+                let_go = self.files.set_aside
             for stripe in self._unnamed.pop(content):
                 let_go(Extent(content, stripe))
 
@@ -453,15 +470,15 @@ class Catalog:
     def _free_left(self, group: int, seen: bool) -> None:
         del self._left[group]
         if not self.is_member(group):
-            let_go = self._free if seen else self._files.set_aside
+            let_go = self._free if seen else self.files.set_aside
             for extent, _ in self.extents_of(group):
                 let_go(extent)
 
     def _free(self, extent: Extent) -> None:
-        if extent in self._files:
-            self._files.free(extent)
+        if extent in self.files:
+            self.files.free(extent)
             self.freed_extents += 1
-            if self._files.incoming.has_condemned:
+            if self.files.incoming.has_condemned:
                 self._busy.set()
 
     def _remember_gone(self, content: int) -> None:

@@ -18,10 +18,9 @@ from ..cluster.group_configs import Groups
 from ..cluster.membership import Members
 from ..store.digest import digest_at_rest
 from ..transport import Extent
-from .catalog import Check
-from .files import Files
+from .catalog import Catalog, Check
 
-__all__ = ["Checks", "Verdict"]
+__all__ = ["Checks", "Source", "Verdict"]
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +44,7 @@ class Source(Protocol):
 
     async def digest(self, extent: Extent) -> bytes: ...
 
-
-class Catalog(Protocol):
-    """The extents that should be on this node (backend/node/catalog.py)."""
-
-    def check_of(self, extent: Extent) -> Check | None: ...
+    async def doubt(self, extent: Extent) -> None: ...
 
 
 async def _at_once(count: int) -> None:
@@ -61,13 +56,12 @@ class Checks:
 
     def __init__(
         self,
-        files: Files,
         catalog: Catalog,
         members: Members,
         groups: Groups,
         device: Callable[[int], Source],
     ) -> None:
-        self._files = files
+        self._files = catalog.files
         self._catalog = catalog
         self._members = members
         self._groups = groups

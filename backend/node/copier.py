@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Protocol
 
 import trio
@@ -19,14 +20,15 @@ from ..cluster.membership import Members
 from ..cluster.records import GroupConfig
 from ..store import reading
 from ..store.digest import digest_of_bytes
-from ..store.intake import Intake
 from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
-from .checks import Verdict
-from .files import Files, Incoming
-from .room import Room
+from . import checks
+from .catalog import Catalog
+from .checks import Checks, Verdict
+from .damage import WrongExtents
+from .files import Incoming
 
-__all__ = ["Catalog", "Copier", "Judge", "Source", "Throttle"]
+__all__ = ["Copier", "Source", "Throttle"]
 
 log = logging.getLogger(__name__)
 
@@ -39,54 +41,10 @@ THROTTLED_READ_BYTES = 4 << 20
 RATE_WINDOW_S = 10.0
 
 
-class Source(reading.Source, Protocol):
+class Source(reading.Source, checks.Source, Protocol):
     """The part of a transport.Device that is needed here."""
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
-
-    async def digest(self, extent: Extent) -> bytes: ...
-
-    async def doubt(self, extent: Extent) -> None: ...
-
-
-class Judge(Protocol):
-    """Tells right bytes from wrong ones (checks.py)."""
-
-    async def verdict(self, extent: Extent, digest: bytes) -> Verdict: ...
-
-    def forget(self, extent: Extent) -> None: ...
-
-
-class Catalog(Protocol):
-    """The extents that should be on this node (backend/node/catalog.py)."""
-
-    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
-        """Return the named extents of a group, here or not, with their sizes in bytes."""
-        ...
-
-    def pools_in_use(self) -> set[int]:
-        """Return the pools (see placement.pool_of) in which an extent is named."""
-        ...
-
-    def missing(self, group: int) -> list[tuple[Extent, int]]:
-        """Return the named extents of a group that are not here, with their sizes in bytes."""
-        ...
-
-    def allocated(self, extent: Extent, length: int) -> int:
-        """Return how many bytes of a named extent lie outside holes, at most."""
-        ...
-
-    def is_named(self, content: int) -> bool:
-        """Return whether it is some inode's current content."""
-        ...
-
-    def is_missing(self, extent: Extent) -> bool:
-        """Return whether an extent is named, in a group of this node, and not here."""
-        ...
-
-    def sealed(self, extent: Extent) -> None:
-        """Note that an extent has just been sealed."""
-        ...
 
 
 class Throttle:
@@ -107,29 +65,26 @@ class Throttle:
 
 
 class Copier:
-    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `kept_wrong` is told
+    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `wrong` is told
     of each extent that was kept although it is wrong, as no member in sync has it right."""
 
     def __init__(
         self,
         members: Members,
         catalog: Catalog,
-        files: Files,
         device: Callable[[int], Source],
-        room: Room,
         throttle: Throttle,
-        judge: Judge,
-        kept_wrong: Callable[[Extent], None] = lambda extent: None,
+        checks: Checks,
+        wrong: WrongExtents,
     ) -> None:
         self.copied_bytes = 0
-        self._kept_wrong = kept_wrong
-        self._judge = judge
-        self._node = files.node
+        self._wrong = wrong
+        self._checks = checks
+        self._node = catalog.files.node
         self._members = members
         self._catalog = catalog
-        self._files = files
+        self._files = catalog.files
         self._device = device
-        self._room = room
         self._throttle = throttle
         self._reads = trio.Semaphore(READS_AT_ONCE)
         self._recent: deque[tuple[float, int]] = deque()
@@ -186,13 +141,14 @@ class Copier:
         size = left[extent]
         refused = []
         wrong = []
-        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
+        allocated = self._catalog.allocated(extent, size)
+        with closing(await self._catalog.make_file(size, allocated)) as incoming:
             for node in self._sources(config, extent.content + extent.stripe):
                 if not self._catalog.is_missing(extent):
                     left.pop(extent, None)  # superseded meanwhile, or a writer brought it
                     return []
                 try:
-                    verdict = await self._try_to_read(node, extent, intake.fd, size)
+                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
                 except FileNotFoundError:
                     refused.append(node)
                     continue
@@ -202,18 +158,18 @@ class Copier:
                     wrong.append(node)
                     await self._doubt(node, extent)
                     continue
-                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
-                if self._seal(intake, extent, left) and verdict is Verdict.HOPELESS:
-                    self._kept_wrong(extent)
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+                if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
+                    self._wrong.keep(extent)
                 return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
             if wrong:
                 # Once more, as somebody else may have sent a part of it since.
-                await self._read(wrong[-1], extent, intake.fd, size)
-                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
-                if self._seal(intake, extent, left):
-                    self._kept_wrong(extent)
+                await self._read(wrong[-1], extent, incoming.fd, size)
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+                if self._seal(incoming, extent, left):
+                    self._wrong.keep(extent)
                 return []
         return [extent]
 
@@ -222,12 +178,13 @@ class Copier:
         was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
         ENOSPC."""
         unasked = set(config.in_sync) - {self._node}
-        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
+        allocated = self._catalog.allocated(extent, size)
+        with closing(await self._catalog.make_file(size, allocated)) as incoming:
             for node in self._everybody(config):
                 if extent not in self._files or not self._catalog.is_named(extent.content):
                     return True
                 try:
-                    verdict = await self._try_to_read(node, extent, intake.fd, size)
+                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
                 except FileNotFoundError:
                     unasked.discard(node)
                     continue
@@ -236,13 +193,12 @@ class Copier:
                 if verdict is Verdict.WRONG and node in unasked:
                     await self._doubt(node, extent)
                 if verdict is Verdict.RIGHT:
-                    await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                    await trio.to_thread.run_sync(self._files.harden, incoming)
                     if extent in self._files and self._catalog.is_named(extent.content):
-                        self._files.replace(intake.incoming, extent)
-                        intake.take()
+                        self._files.replace(incoming, extent)
                         self._put_down(extent)
                         await trio.to_thread.run_sync(self._files.settle)
-                        self._files.let_go()
+                        await self._files.give_back()
                     return True
                 if verdict is not Verdict.UNKNOWN:
                     unasked.discard(node)
@@ -289,7 +245,7 @@ class Copier:
         )  # fmt: skip
         if allocated < size:
             self._count(allocated)
-        return await self._judge.verdict(extent, await found.finish())
+        return await self._checks.verdict(extent, await found.finish())
 
     async def _bring_small(
         self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
@@ -312,7 +268,7 @@ class Copier:
             others = []
             for extent, data in zip(wanted, found, strict=True):
                 if data is not None and len(data) == left[extent]:
-                    verdict = await self._judge.verdict(extent, digest_of_bytes(data))
+                    verdict = await self._checks.verdict(extent, digest_of_bytes(data))
                     if verdict is not Verdict.WRONG:
                         await self._keep(extent, data, left, verdict)
                         continue
@@ -330,30 +286,26 @@ class Copier:
     async def _keep(
         self, extent: Extent, data: bytes, left: dict[Extent, int], verdict: Verdict
     ) -> None:
-        with await self._begin(len(data), len(data)) as intake:
-            os.pwrite(intake.fd, data, 0)
+        with closing(await self._catalog.make_file(len(data), len(data))) as incoming:
+            os.pwrite(incoming.fd, data, 0)
             if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                await trio.to_thread.run_sync(self._files.harden, incoming)
             self._count(len(data))
-            sealed = self._seal(intake, extent, left)
+            sealed = self._seal(incoming, extent, left)
             if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
-                self._kept_wrong(extent)
+                self._wrong.keep(extent)
 
-    async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
-        return Intake(await self._room.create(size, allocated), self._files.incoming.discard)
-
-    def _seal(self, intake: Intake[Incoming], extent: Extent, left: dict[Extent, int]) -> bool:
+    def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""
         left.pop(extent, None)
         if not self._catalog.is_missing(extent):
             return False
-        self._files.seal(intake.incoming, extent)
-        intake.take()
+        self._files.seal(incoming, extent)
         self._put_down(extent)
         return True
 
     def _put_down(self, extent: Extent) -> None:
-        self._judge.forget(extent)
+        self._checks.forget(extent)
         self._catalog.sealed(extent)
 
     def _count(self, count: int) -> None:

@@ -41,7 +41,6 @@ from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
-from ..transport.counters import Counters
 from ..transport.movers import all_movers
 from ..transport.operations import codec_for
 from ..transport.peers import Peers, patience_s
@@ -62,12 +61,12 @@ from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
 from .inspection import Inspection
+from .mark import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
-from .room import Room
 from .scrub import Scrub
 from .service import NodeService
-from .witness import NodeHistory
+from .state import ClusterState
 
 __all__ = ["serve_node"]
 
@@ -255,42 +254,52 @@ class _Node:
             faults=faults,
             history=history,
         )
-        self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
+        cluster = ClusterState(node, engine, replica, members, groups, session)
+        self._inspection = inspection = Inspection(cluster, catalog)
 
         # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
         caller = Caller(
-            f"{node:x}", "node", members.address, lambda: session.number, b"", credentials,
-            certificates.is_revoked, patience_s(settings), codec_for(movers), Counters(), nursery,
-        )  # fmt: skip
+            f"{node:x}",
+            "node",
+            members.address,
+            codec_for(movers),
+            nursery,
+            credentials=credentials,
+            is_revoked=certificates.is_revoked,
+            session=lambda: session.number,
+            timeout_s=patience_s(settings),
+        )
         self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
-        checks = Checks(files, catalog, members, groups, peers.device)
-        wrong, room = WrongExtents(files, catalog), Room(files, catalog)
-        copier = Copier(
-            members, catalog, files, peers.device, room, Throttle(section.rebalance_rate), checks,
-            wrong.keep,
-        )  # fmt: skip
-        self._resync = resync = Resync(
-            node, engine, replica, members, groups, session, catalog, files, inspection, copier
-        )
+        checks = Checks(catalog, members, groups, peers.device)
+        wrong = WrongExtents(catalog)
+        throttle = Throttle(section.rebalance_rate)
+        copier = Copier(members, catalog, peers.device, throttle, checks, wrong)
+        self._resync = resync = Resync(cluster, catalog, inspection, copier)
         self._scrub = scrub = Scrub(
-            files, catalog, members, groups, checks, copier, wrong,
-            bytes_per_s=section.scrub_rate, period_s=section.scrub_period,
-        )  # fmt: skip
-        handover = Handover(node, catalog, checks, peers.device, scrub.doubt)
+            cluster,
+            catalog,
+            checks,
+            copier,
+            wrong,
+            bytes_per_s=section.scrub_rate,
+            period_s=section.scrub_period,
+        )
+        handover = Handover(catalog, checks, peers.device, scrub.doubt)
         self._agent = agent = Agent(
-            node, engine, replica, members, groups, session, resync, peers.ping, handover,
+            cluster,
+            resync,
+            peers.ping,
+            handover,
             rereplicate_after_s=section.rereplicate_after,
-        )  # fmt: skip
-
+        )
         self._etcd_watch = EtcdWatch(engine)
 
         # Service to other processes.
         self._service = service = NodeService(
-            files, catalog, room, replica, members, groups, session, agent.evict, self._status,
-            inspection.report, scrub=scrub,
-        )  # fmt: skip
+            cluster, catalog, agent, inspection, scrub, self._status
+        )
         self._listener = listener = Listener(
             service, peers, movers, where.bind, where.port, credentials=credentials,
             is_gone=self._is_gone, is_revoked=certificates.is_revoked,
@@ -322,7 +331,7 @@ class _Node:
             self._tell_space, self._etcd_watch.run,
         ):  # fmt: skip
             nursery.start_soon(task)
-        nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
+        nursery.start_soon(self._history.run)
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
         log.info("serving %s as %s", self._files.directory, text)
         self._turn.begin()
@@ -383,7 +392,7 @@ class _Node:
         with trio.move_on_after(_DRAIN_S):
             await self._service.drained()
         with trio.move_on_after(_RELEASE_S):
-            await self._history.put(self._session)
+            await self._history.remember()
         with trio.move_on_after(_RELEASE_S):
             await self._session.release()
 

@@ -2,33 +2,24 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Protocol
 
 import trio
 
 from ..transport import Extent
-from .files import Files
+from .catalog import Catalog
 
 __all__ = ["WrongExtents"]
 
 log = logging.getLogger(__name__)
 
 
-class Catalog(Protocol):
-    """Knows what inodes name (backend/node/catalog.py)."""
-
-    def is_named(self, content: int) -> bool: ...
-
-    def ino_of(self, content: int) -> int: ...
-
-
 class WrongExtents:
     """Wrong extents, each with whether a right copy may be somewhere, as far as is known."""
 
-    def __init__(self, files: Files, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.found = self.mended = 0
         self._waiting = trio.Event()
-        self._files = files
+        self._files = catalog.files
         self._catalog = catalog
         self._extents: dict[Extent, bool] = {}
 

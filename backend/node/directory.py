@@ -8,16 +8,21 @@ STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 040
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
 STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
 STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
-STORE/held/ID/CONTENT       another name of a file that a mount on this host needs (held.py)
+STORE/held/ID/CONTENT       another name of a file that the mount ID on this host needs; it locks ID as long
+                            as it lives (store/remote/holds.py)
 STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
 """
 
+import fcntl
+import logging
 import os
 from contextlib import ExitStack
 
 from ..store.storedir import in_memory, lock_directory
 
 __all__ = ["StoreDirectory"]
+
+log = logging.getLogger(__name__)
 
 
 class StoreDirectory:
@@ -43,6 +48,28 @@ class StoreDirectory:
 
     def close(self) -> None:
         self._opened.close()
+
+    def forget_ended_mounts(self) -> int:
+        """Remove the names in held/ of mounts that have ended, and return how many. For a worker thread:
+        memory of files without another name is freed here."""
+        count = 0
+        for owner in os.listdir(self.held):
+            try:
+                fd = os.open(owner, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.held)
+            except OSError as error:
+                log.debug("held/%s: %s", owner, error)
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in os.listdir(fd):
+                    os.unlink(name, dir_fd=fd)
+                    count += 1
+                os.rmdir(owner, dir_fd=self.held)
+            except BlockingIOError:
+                pass  # the mount lives
+            finally:
+                os.close(fd)
+        return count
 
 
 def _opened(stack: ExitStack, path: str) -> int:

@@ -1,8 +1,9 @@
 """The newest changes of etcd's keys, for readers that watch them through this node.
 
-So their watches cost etcd nothing.
+So their watches cost etcd nothing. While no reader asks, nothing is kept.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ _KEPT_BYTES = 16 << 20
 # An answer is longer than this by one transaction at most, which etcd limits to 1.5 MiB.
 _ANSWER_BYTES = 512 << 10
 _EVENT_COST_BYTES = 200
+# Changes are kept for so long after a question; a watch asks again much sooner.
+_ASKED_S = 120.0
 
 
 class Feed:
@@ -33,6 +36,7 @@ class Feed:
         # The last question and its answer: readers that are up to date ask the same one.
         self._last: tuple[tuple[bytes, bytes, int], bytes] | None = None
         self.before = self.revision = 0
+        self._asked_until = 0.0
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         self._changes.clear()
@@ -41,6 +45,13 @@ class Feed:
         self._tell()
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
+        if time.monotonic() > self._asked_until:
+            self.before = self.revision = revision
+            if self._changes:
+                self._changes.clear()
+                self._bytes = 0
+                self._last = None
+            return
         self._changes.append(Change(revision, tuple(events)))
         self._bytes += _size(events)
         self.revision = revision
@@ -61,12 +72,14 @@ class Feed:
 
     async def wait(self, revision: int) -> None:
         """Return when all changes up to a revision have come."""
+        self._asked_until = time.monotonic() + _ASKED_S
         while self.revision < revision:
             await self._changed.wait()
 
     async def after(self, key: bytes, range_end: bytes, revision: int) -> bytes:
         """Wait for changes of these keys after a revision, and return the first ones as etcd's answer to a
         watch; empty if they are not here any more."""
+        self._asked_until = time.monotonic() + _ASKED_S
         while self.reaches(revision):
             question = (key, range_end, revision)
             if self._last is None or self._last[0] != question:

@@ -1,31 +1,27 @@
 """A store node's extents: one file each, immutable once it is sealed.
 
 An extent comes into being by a rename into STORE/extents, so every file there is whole. Its file may be
-reused for another extent later (spares.py tells when).
-
-A mount makes the name in STORE/lent before a program opens an extent that may keep references to its pages,
-and this process looks for that name after it has renamed a freed extent. So either the mount does not find
-the extent any more, or this process finds the name. For every program it makes a name in STORE/held, until
-the file is closed; whether somebody still has it mapped, the kernel tells (file_lease.py).
+used for another extent later (reuse.py tells when).
 """
 
 import errno
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+import trio
+
 from ..store.sparse import allocated_bytes
 from ..store.storedir import OWN_FILE, StoreInUse
 from ..transport import Extent
+from ..transport.verbs.rdma import Choice, Rdma
 from .directory import StoreDirectory
 from .figures import FileFigures
-from .held import drop_orphans
 from .identity import Identity
-from .incoming import IncomingFiles
+from .incoming import Held, Incoming, IncomingFiles, StoredFile
 from .quarantine import (
     KEPT_IN_MEMORY_S,
     KEPT_ON_DISK_S,
@@ -33,27 +29,16 @@ from .quarantine import (
     extent_name,
     parsed_name,
 )
-from .spares import (
-    SPARE_BYTES_MIN,
-    SPARES_MAX,
-    SPARES_SHARE,
-    Held,
-    Incoming,
-    Mappings,
-    Spares,
-    StoredFile,
-    Unmapped,
-)
+from .reuse import SPARE_BYTES_MIN, Spares
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
 log = logging.getLogger(__name__)
 
-# A file of at most this size is removed at once, as that takes no time.
-_REMOVED_AT_ONCE_BYTES = 1 << 20
-# With less free room than this share of the store, no file is kept as a spare.
-_ROOM_SHARE = 1 / 16
-# With less, the oldest in quarantine are removed: working copies of mounts on this host need room at once.
+# A file of at most this size is made and removed at once, as that takes no time.
+_AT_ONCE_BYTES = 1 << 20
+# With less free room than this share of the store, the oldest in quarantine are removed: working copies of
+# mounts on this host need room at once.
 _QUARANTINE_ROOM_SHARE = 1 / 8
 
 
@@ -68,8 +53,8 @@ class Space(NamedTuple):
 
 class Files:
     """An open store directory, with at most `limit_bytes` of extents. Extents that nothing names are kept
-    for `quarantine_s` (None: the default of a disk, or of memory). `mappings` knows who keeps files mapped.
-    Use as a context manager.
+    for `quarantine_s` (None: the default of a disk, or of memory). `rdma` keeps files mapped, and can tell
+    which. Use as a context manager.
 
     Methods are for the event loop except where they say otherwise. Raises StoreInUse when another
     process has it open and kv.Damaged when node.json makes no sense.
@@ -80,22 +65,19 @@ class Files:
         directory: str,
         limit_bytes: int | None = None,
         quarantine_s: float | None = None,
-        mappings: Mappings | None = None,
+        rdma: Rdma | None = None,
     ) -> None:
         self.directory = directory
         self.used_bytes = 0
         self._limit_bytes = limit_bytes
-        self._mappings = mappings or Unmapped()
-        self._created = self._reused = 0
+        self._rdma = rdma or Rdma(Choice("off"))
+        self._created = 0
         self._sizes: dict[Extent, int] = {}
         self._holes: dict[Extent, int] = {}  # bytes in holes, of extents that have any
         self._named: set[Extent] = set()
         # Extents made by an application on this host, which may have their files open for writing.
         self._foreign: set[Extent] = set()
         self._made: dict[Extent, StoredFile] = {}  # made by this process
-        self._spares = Spares()
-        self._freed = 0
-        self._settled = 0  # how many freed extents have lost their name for good
         place = self._place = StoreDirectory(directory)
         try:
             self.power_safe = place.power_safe
@@ -104,10 +86,12 @@ class Files:
                 place.quarantine, usual_s if quarantine_s is None else quarantine_s
             )
             self.identity = Identity(directory, place.top)
+            self.node = self.identity.node
             if self.identity.is_new:
                 self._forget_strays()
                 self.identity.save()
-            self.incoming = IncomingFiles(place.incoming, directory, self._mappings)
+            self.incoming = IncomingFiles(place.incoming, directory, self._rdma)
+            self.spares = Spares(place, self.incoming, self._rdma)
             self._scan()
         except BaseException:
             place.close()
@@ -120,14 +104,9 @@ class Files:
         self.close()
 
     def close(self) -> None:
-        self.give_up_spares()
+        self.spares.give_up()
         self.reap()
         self._place.close()
-
-    @property
-    def node(self) -> int:
-        """Return the node's number, which never changes."""
-        return self.identity.node
 
     def _forget_strays(self) -> None:
         if os.listdir(self._place.extents):
@@ -160,7 +139,7 @@ class Files:
 
     def figures(self) -> FileFigures:
         space = self.space()
-        return FileFigures(self._created, self._reused, space.used, space.free, len(self))
+        return FileFigures(self._created, self.spares.reused, space.used, space.free, len(self))
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -199,7 +178,7 @@ class Files:
     def space(self) -> Space:
         status = os.fstatvfs(self._place.extents)
         total = status.f_blocks * status.f_frsize
-        spare = self._spares.bytes + self.quarantine.bytes
+        spare = self.spares.bytes + self.quarantine.bytes
         free = min(total, status.f_bavail * status.f_frsize + spare)
         if self._limit_bytes is not None:
             total = min(total, self._limit_bytes)
@@ -208,24 +187,14 @@ class Files:
 
     # -- coming ----------------------------------------------------------------------------------
 
-    def reuse(self, length: int) -> Incoming | None:
-        """Return a file of exactly this length that was another extent's, and has that one's bytes. For the
-        event loop."""
-        for file in list(self._spares.of_length(length)):
-            if self.power_safe and file.freed > self._settled:
-                continue  # a power loss could give it its old name back
-            try:
-                incoming = self.incoming.open_again(file)
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    log.info("a file is not used again: %s", error)
-                    self._spares.remove(file)
-                    self.incoming.condemn(file.name)
-                continue
-            self._spares.remove(file)
-            self._reused += 1
-            return incoming
-        return None
+    async def make(self, length: int, allocated: int) -> Incoming:
+        """Return a file as `create` does, or one of exactly this length that was another extent's, and has
+        that one's bytes. Raises OSError ENOSPC."""
+        if allocated == length and (spare := self.spares.take(length)) is not None:
+            return spare
+        if allocated < length or length <= _AT_ONCE_BYTES:
+            return self.create(length, allocated)
+        return await trio.to_thread.run_sync(self.create, length)
 
     def create(self, length: int, allocated: int | None = None) -> Incoming:
         """Make a file of `length` bytes with room for them, or a hole for which so many bytes are reserved.
@@ -249,13 +218,7 @@ class Files:
         made = self._made.get(source)
         if made is not None:
             made.is_lent = True
-        name = self.incoming.new_name()
-        os.link(
-            extent_name(source),
-            name,
-            src_dir_fd=self._place.extents,
-            dst_dir_fd=self._place.incoming,
-        )
+        name = self._other_name(source)
         return self.incoming.open_shared(name, is_own=source not in self._foreign)
 
     def harden(self, incoming: Incoming) -> None:
@@ -273,7 +236,7 @@ class Files:
 
     def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
         status = os.fstat(incoming.fd)
-        self._forget_file(extent)
+        self._forget(extent)
         if incoming.file is None:
             self._foreign.add(extent)
         else:
@@ -291,16 +254,15 @@ class Files:
     def replace(self, incoming: Incoming, extent: Extent) -> None:
         """Do as `seal`, in place of an extent that is here: one that has turned out to be damaged, or in
         another file. The memory of that goes with the next `reap`."""
-        old = self.incoming.new_name()
         with suppress(FileNotFoundError):
-            os.link(
-                extent_name(extent),
-                old,
-                src_dir_fd=self._place.extents,
-                dst_dir_fd=self._place.incoming,
-            )
-            self.incoming.condemn(old)
+            self.incoming.condemn(self._other_name(extent))
         self._put_in_place(incoming, extent)
+
+    def _other_name(self, extent: Extent) -> str:
+        """Give the file of an extent another name, in incoming/. Raises FileNotFoundError."""
+        name, place = self.incoming.new_name(), self._place
+        os.link(extent_name(extent), name, src_dir_fd=place.extents, dst_dir_fd=place.incoming)
+        return name
 
     def is_foreign(self, extent: Extent) -> bool:
         """Return whether an extent lies in a file that an application made, without holes."""
@@ -324,9 +286,7 @@ class Files:
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
-            freed = self._freed
-            os.fsync(self._place.extents)
-            self._settled = max(self._settled, freed)
+            self.spares.settle()
 
     # -- going -----------------------------------------------------------------------------------
 
@@ -342,9 +302,9 @@ class Files:
         if file is not None and (size < SPARE_BYTES_MIN or size != file.length):
             file = None
         try:
-            if file is None and size <= _REMOVED_AT_ONCE_BYTES:
+            if file is None and size <= _AT_ONCE_BYTES:
                 os.unlink(extent_name(extent), dir_fd=self._place.extents)
-                self._forget_file(extent)
+                self._forget(extent)
                 return
             name = self.incoming.new_name()
             os.rename(
@@ -355,16 +315,13 @@ class Files:
             )
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-            self._forget_file(extent)
+            self._forget(extent)
             return
-        self._freed += 1
-        # Not before: now no mount can borrow it any more.
-        was_borrowed = self._forget_file(extent)
-        if file is None or file.is_lent or was_borrowed or not self._room_for_spare(size):
+        self._forget_file(extent)
+        space = self.space()
+        really_free = space.free - self.spares.bytes
+        if not self.spares.add(file, name, extent_name(extent), space.total, really_free):
             self.incoming.condemn(name)
-        else:
-            file.name, file.freed = name, self._freed
-            self._spares.add(file)
 
     def set_aside(self, extent: Extent) -> None:
         """Put an extent into quarantine. One that is not here is no error."""
@@ -376,7 +333,7 @@ class Files:
             self.quarantine.take_in(extent, size, self._place.extents)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-        self._forget_file(extent)
+        self._forget(extent)
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
@@ -393,7 +350,7 @@ class Files:
         if not len(self.quarantine):
             return 0
         space = self.space()
-        really_free = space.free - self._spares.bytes - self.quarantine.bytes
+        really_free = space.free - self.spares.bytes - self.quarantine.bytes
         short = int(space.total * _QUARANTINE_ROOM_SHARE) - really_free
         due = self.quarantine.due(max(wanted_bytes, short))
         for extent in due:
@@ -405,48 +362,24 @@ class Files:
             self.incoming.condemn(name)
         return len(due)
 
-    def _forget_file(self, extent: Extent) -> bool:
-        """Forget the file of an extent that lost it, or is about to. Return whether a mount on this host
-        ever had it open."""
+    def _forget(self, extent: Extent) -> None:
+        """Forget the file of an extent that lost it, or is about to, and who had it open."""
+        self._forget_file(extent)
+        self.spares.forget_borrowers(extent_name(extent))
+
+    def _forget_file(self, extent: Extent) -> None:
         self._made.pop(extent, None)
         self._foreign.discard(extent)
-        try:
-            os.unlink(extent_name(extent), dir_fd=self._place.lent)
-        except FileNotFoundError:
-            return False
-        return True
 
-    def _room_for_spare(self, size: int) -> bool:
-        """Return whether there is room to keep a spare file of this size; older spares are given up for
-        it."""
-        space = self.space()
-        limit = int(space.total * SPARES_SHARE)
-        if size > limit or space.free - self._spares.bytes < space.total * _ROOM_SHARE:
-            return False
-        while self._spares.bytes + size > limit or len(self._spares) >= SPARES_MAX:
-            self._give_up_oldest()
-        return True
+    async def give_back(self) -> None:
+        """Give back the memory of freed extents, and of those that only ended mounts held."""
+        await trio.to_thread.run_sync(self.reap)
+        self._rdma.drop_orphans()
 
-    def give_up_spares(self, unused_s: float = 0.0) -> None:
-        """Give up spare files unused for so long; their memory goes with the next `reap`."""
-        until = time.monotonic() - unused_s
-        while (file := self._spares.oldest()) is not None and file.since <= until:
-            self._give_up_oldest()
-
-    def _give_up_oldest(self) -> None:
-        file = self._spares.oldest()
-        assert file is not None
-        self._spares.remove(file)
-        self.incoming.condemn(file.name)
-
-    def let_go(self) -> None:
-        """Unmap the files that `reap` removed. For the event loop."""
-        self._mappings.drop_orphans()
-
-    def reap(self) -> int:
-        """Give back the memory of freed extents, and of those that only ended mounts held. Return how many.
-        For any thread."""
-        return drop_orphans(self._place.held) + self.incoming.reap()
+    def reap(self) -> None:
+        """Do as `give_back`, but leave what is mapped for RDMA. For any thread."""
+        self._place.forget_ended_mounts()
+        self.incoming.reap()
 
     def _count_in(self, extent: Extent, status: os.stat_result) -> None:
         taken = allocated_bytes(status.st_size, status.st_blocks)
@@ -463,5 +396,5 @@ class Files:
         return size
 
     def _taken(self) -> int:
-        kept = self.used_bytes + self._spares.bytes + self.quarantine.bytes
+        kept = self.used_bytes + self.spares.bytes + self.quarantine.bytes
         return kept + self.incoming.reserved_bytes

@@ -11,15 +11,15 @@ not answer, the member stays, unless a staying one has the same bytes.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import trio
 
 from ..cluster.records import GroupConfig
 from ..transport import Extent
-from .catalog import Check
-from .checks import Checks, Verdict
+from .catalog import Catalog
+from .checks import Checks, Source, Verdict
 
 __all__ = ["Handover"]
 
@@ -30,40 +30,23 @@ _RETRY_S = 1.0
 _EXTENTS_AT_ONCE = 8
 
 
-class Source(Protocol):
-    """The part of a transport.Device that is needed here."""
-
-    async def digest(self, extent: Extent) -> bytes: ...
-
-    async def doubt(self, extent: Extent) -> None: ...
-
-
-class Catalog(Protocol):
-    """The extents that should be on this node (backend/node/catalog.py)."""
-
-    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]: ...
-
-    def check_of(self, extent: Extent) -> Check | None: ...
-
-
 class _Copy(NamedTuple):
     verdict: Verdict
     digest: bytes
 
 
 class Handover:
-    """The handover in the groups that the node `node` leads. `doubt` makes this node check a copy of its
+    """The handover in the groups that this node leads. `doubt` makes this node check a copy of its
     own."""
 
     def __init__(
         self,
-        node: int,
         catalog: Catalog,
         checks: Checks,
         device: Callable[[int], Source],
         doubt: Callable[[Extent], None],
     ) -> None:
-        self._node = node
+        self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks
         self._device = device

@@ -11,14 +11,11 @@ from collections import deque
 
 import trio
 
-from ..cluster.group_configs import Groups
-from ..cluster.membership import Members, Session
 from ..cluster.placement import Candidate, policy_of, replicas_of, retargeted
 from ..cluster.policy import POLICIES_MAX, REPLICAS_MAX
 from ..cluster.records import GROUP_BUCKET_BITS, encode, targets_key
-from ..cluster.replica import Replica
 from ..kv import Conflict, Put
-from ..kv.etcd import EtcdEngine
+from .state import ClusterState
 
 __all__ = ["Housekeeping"]
 
@@ -32,25 +29,15 @@ _FORGET_TIMEOUT_S = 10.0
 
 
 class Housekeeping:
-    """The housekeeping of the store node `node`."""
+    """The housekeeping of one store node."""
 
     def __init__(
         self,
-        node: int,
-        engine: EtcdEngine,
-        replica: Replica,
-        members: Members,
-        groups: Groups,
-        session: Session,
+        cluster: ClusterState,
         *,
         rereplicate_after_s: float,
     ) -> None:
-        self._node = node
-        self._engine = engine
-        self._replica = replica
-        self._members = members
-        self._groups = groups
-        self._session = session
+        self._cluster = cluster
         self._rereplicate_after_s = rereplicate_after_s
         # By pool: what its targets were last made for.
         self._fitting: dict[int, tuple[tuple[Candidate, ...], str, int]] = {}
@@ -60,22 +47,24 @@ class Housekeeping:
 
     def acts(self) -> bool:
         """Return whether this node is the one to act now."""
-        return self._session.valid() and self._members.elected() == self._node
+        return (
+            self._cluster.session.valid() and self._cluster.members.elected() == self._cluster.node
+        )
 
     # --- targets
 
     async def retarget(self) -> bool:
         """Make the targets anew of each pool for which the candidate nodes or the placement rule have
         changed. Return whether there was any such pool. Raises OSError."""
-        if not self.acts() or self._members.settings is None:
+        if not self.acts() or self._cluster.members.settings is None:
             return False
         changed = False
-        for pool in sorted(self._groups.pools()):
-            changed |= await self._retarget_pool(pool, self._members.settings.buckets)
+        for pool in sorted(self._cluster.groups.pools()):
+            changed |= await self._retarget_pool(pool, self._cluster.members.settings.buckets)
         return changed
 
     async def _retarget_pool(self, pool: int, buckets: int) -> bool:
-        members = self._members
+        members = self._cluster.members
         known, revision = members.targets.get(pool, (None, 0))
         if known is not None and not known.nodes:
             known = None
@@ -88,7 +77,7 @@ class Housekeeping:
             return False
         where = {
             group: config.members
-            for group, (config, _) in self._groups.all().items()
+            for group, (config, _) in self._cluster.groups.all().items()
             if group >> GROUP_BUCKET_BITS == pool
         }
         try:
@@ -112,28 +101,30 @@ class Housekeeping:
             return False
         key = targets_key(pool)
         try:
-            put = await self._engine.transact([(key, revision)], [Put(key, encode(targets))])
+            put = await self._cluster.engine.transact(
+                [(key, revision)], [Put(key, encode(targets))]
+            )
         except Conflict:
-            await self._replica.barrier()
+            await self._cluster.replica.barrier()
             return True
         log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
-        await self._replica.wait_applied(put)
+        await self._cluster.replica.wait_applied(put)
         return True
 
     # --- groups
 
     async def make_groups(self) -> bool:
         """Create the groups of the pools that mounts want. Return whether there were any to create."""
-        settings = self._members.settings
+        settings = self._cluster.members.settings
         if settings is None or not self.acts():
             return False
         made = False
-        for pool in sorted(self._groups.wanted):
-            if not self._is_sensible(pool) or not self._groups.missing(pool, settings):
+        for pool in sorted(self._cluster.groups.wanted):
+            if not self._is_sensible(pool) or not self._cluster.groups.missing(pool, settings):
                 continue
             try:
-                await self._groups.ensure(
-                    self._engine, pool, settings, self._members.placement().target
+                await self._cluster.groups.ensure(
+                    self._cluster.engine, pool, settings, self._cluster.members.placement().target
                 )
                 made = True
             except OSError as error:
@@ -147,7 +138,7 @@ class Housekeeping:
         group = pool << GROUP_BUCKET_BITS
         policy = policy_of(group)
         return 0 < replicas_of(group) <= REPLICAS_MAX and (
-            not policy or (policy <= POLICIES_MAX and policy in self._members.policies)
+            not policy or (policy <= POLICIES_MAX and policy in self._cluster.members.policies)
         )
 
     # --- history
@@ -161,7 +152,7 @@ class Housekeeping:
     async def forget(self, now: float) -> None:
         """Note how far etcd is at `now` (time.monotonic()), and if this node acts, let etcd forget what is
         older than HISTORY_KEPT_S. A failure is only logged."""
-        self._passed.append((now, self._replica.applied))
+        self._passed.append((now, self._cluster.replica.applied))
         old = 0
         while self._passed and self._passed[0][0] <= now - HISTORY_KEPT_S:
             old = self._passed.popleft()[1]
@@ -169,7 +160,7 @@ class Housekeeping:
             return
         try:
             with trio.fail_after(_FORGET_TIMEOUT_S):
-                await self._engine.admin.room.compact(old)
+                await self._cluster.engine.admin.room.compact(old)
             self._forgotten = old
         except (OSError, trio.TooSlowError) as error:
             log.info("etcd's history before revision %d is kept for now: %s", old, error)

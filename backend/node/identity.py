@@ -1,8 +1,8 @@
 """The identity of a store node, kept in its directory for ever.
 
 STORE/node.json     {"format": 1, "id": HEX, "cluster": ID, "admitted": whether it has been a member
-                    of the cluster, "epoch": [number, nonce], "witness": [number, nonce], "mark": [revision,
-                    HEX]: what it last knew of etcd (see history.py)}
+                    of the cluster, "epoch": [number, nonce], "mark": [revision, HEX]: what it last
+                    knew of etcd (see history.py)}
 """
 
 import errno
@@ -11,7 +11,7 @@ import os
 import secrets
 from typing import Any
 
-from ..cluster.records import Epoch, Witness
+from ..cluster.records import Epoch
 from ..kv import Damaged
 
 __all__ = ["Identity"]
@@ -35,7 +35,6 @@ class Identity:
         self.cluster = ""
         self.admitted = False
         self.epoch = Epoch()
-        self.witness = Witness()
         self.mark: tuple[int, bytes] = 0, b""
         path = f"{directory}/{_NAME}"
         try:
@@ -60,7 +59,6 @@ class Identity:
         self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
         self.admitted = bool(record.get("admitted", False))
         self.epoch = Epoch(*_pair(record.get("epoch", [0, ""])))
-        self.witness = Witness(*_pair(record.get("witness", [0, ""])))
         revision, transaction = _pair(record.get("mark", [0, ""]))
         self.mark = revision, bytes.fromhex(transaction)
         if not 0 < self.node < 1 << 63:
@@ -95,7 +93,6 @@ class Identity:
             "cluster": self.cluster,
             "admitted": self.admitted,
             "epoch": [self.epoch.number, self.epoch.nonce],
-            "witness": [self.witness.number, self.witness.nonce],
             "mark": [self.mark[0], self.mark[1].hex()],
         }
         draft = f"{_NAME}.new"

@@ -7,12 +7,73 @@ import errno
 import itertools
 import os
 import stat
+from collections.abc import Callable
 
-from ..store.file_lease import is_only_opener
 from ..store.storedir import OWN_FILE
-from .spares import Incoming, Mappings, StoredFile
+from ..transport.verbs.rdma import Rdma
 
-__all__ = ["IncomingFiles", "working_copy"]
+__all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]
+
+
+class StoredFile:
+    """A file that this process made for an extent, or for several, one after the other (reuse.py). `freed`
+    is how many extents had been freed before it was."""
+
+    __slots__ = ("freed", "is_lent", "length", "name", "since", "users")
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name = name
+        self.length = length
+        self.users = 0
+        self.is_lent = False
+        self.since = 0.0
+        self.freed = 0
+
+
+class Held:
+    """An open file, which is not used for another extent before it is closed. For the event loop.
+
+    `is_own`: no other process ever had it open for writing, so it cannot be truncated.
+    """
+
+    def __init__(self, fd: int, file: StoredFile | None, is_own: bool) -> None:
+        self.fd = fd
+        self.is_own = is_own
+        self._file = file
+        if file is not None:
+            file.users += 1
+
+    def lend(self) -> None:
+        """Note that references to its pages may exist for ever from now on. For any thread."""
+        if self._file is not None:
+            self._file.is_lent = True
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self._file is not None:
+            self._file.users -= 1
+
+
+class Incoming(Held):
+    """A file in incoming/ that is not an extent yet. Closing it removes it, unless it became an extent, or
+    is a mount's working copy. `closed` is called then."""
+
+    def __init__(
+        self, files: "IncomingFiles", name: str, fd: int, file: StoredFile | None = None
+    ) -> None:
+        super().__init__(fd, file, is_own=file is not None)
+        self.name = name
+        self.file = file
+        self.is_extent = False
+        self.closed: Callable[[], None] | None = None
+        self._files = files
+
+    def close(self) -> None:
+        if not self.is_extent and working_copy(self.name) is None:
+            self._files.remove(self.name)
+        super().close()
+        if self.closed is not None:
+            self.closed()
 
 
 class IncomingFiles:
@@ -20,10 +81,10 @@ class IncomingFiles:
     last process was receiving or removing are removed. For any thread, except where a method says
     otherwise."""
 
-    def __init__(self, fd: int, path: str, mappings: Mappings) -> None:
+    def __init__(self, fd: int, path: str, rdma: Rdma) -> None:
         self._fd = fd
         self._path = path
-        self._mappings = mappings
+        self._rdma = rdma
         self._numbers = itertools.count(1)
         self._reserved: dict[str, int] = {}
         self._condemned: list[str] = []
@@ -71,7 +132,7 @@ class IncomingFiles:
             os.close(fd)
             self.remove(name)
             raise
-        return Incoming(name, fd, StoredFile(name, allocated))
+        return Incoming(self, name, fd, StoredFile(name, allocated))
 
     def _check_room(self, allocated: int) -> None:
         """Raise OSError ENOSPC if fewer bytes are free."""
@@ -79,24 +140,10 @@ class IncomingFiles:
         if allocated > status.f_bavail * status.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
-    def open_again(self, file: StoredFile) -> Incoming:
-        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if somebody has
-        it open or mapped, EPERM if it can never be used again."""
-        status = os.stat(file.name, dir_fd=self._fd)
-        if file.is_lent or status.st_size != file.length:
-            raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
-        mapped = self._mappings.descriptors((status.st_dev, status.st_ino))
-        # A mount gives a file that is open there a second name. A file that is mapped through several
-        # descriptors is refused: each would have to be asked for a lease.
-        if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
-        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
-        fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
-        if not mapped and not _is_ours_alone([fd]):
-            os.close(fd)
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+    def opened_again(self, file: StoredFile, fd: int) -> Incoming:
+        """Return a file of a freed extent, which is open for reading and writing, as one to be received."""
         self._reserved[file.name] = file.length
-        return Incoming(file.name, fd, file)
+        return Incoming(self, file.name, fd, file)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
         """Open another name of an extent's file, which is `is_own` if no application made it. Raises
@@ -110,7 +157,7 @@ class IncomingFiles:
         if is_own:
             file = StoredFile(name, os.fstat(fd).st_size)
             file.is_lent = True
-        return Incoming(name, fd, file)
+        return Incoming(self, name, fd, file)
 
     def take_over(self, name: str, content: int) -> Incoming:
         """Open the working copy that a mount on this host made for this content. For the event loop.
@@ -127,18 +174,14 @@ class IncomingFiles:
             os.close(fd)
             raise PermissionError(errno.EPERM, "not a mount's working copy", name)
         # The file may have been an extent before, and truncated since.
-        self._mappings.forget(fd)
-        return Incoming(name, fd)
+        self._rdma.forget(fd)
+        return Incoming(self, name, fd)
 
     def move_out(self, incoming: Incoming, name: str, to_fd: int) -> None:
         """Move a received file into another directory. Raises OSError."""
         self._reserved.pop(incoming.name, None)
         os.rename(incoming.name, name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
-
-    def discard(self, incoming: Incoming) -> None:
-        """Remove a file that will not become an extent, but leave a working copy to its mount."""
-        if working_copy(incoming.name) is None:
-            self.remove(incoming.name)
+        incoming.is_extent = True
 
     def remove(self, name: str) -> None:
         """Remove a file. A missing one is no error."""
@@ -172,12 +215,6 @@ class IncomingFiles:
                 return done
             self.remove(name)
             done += 1
-
-
-def _is_ours_alone(descriptors: list[int]) -> bool:
-    """Return whether no other process has the file open or mapped. A mapping outlives its descriptor, so a
-    kernel that does not tell is not trusted."""
-    return len(descriptors) == 1 and is_only_opener(descriptors[0], if_unknown=False)
 
 
 def working_copy(name: str) -> int | None:

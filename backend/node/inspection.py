@@ -5,13 +5,10 @@ from collections.abc import Callable
 
 import trio
 
-from ..cluster.group_configs import Groups
 from ..cluster.groups import demoted, refenced
-from ..cluster.replica import Replica
-from ..kv import SharedEngine
 from ..transport import Extent
 from .catalog import Catalog
-from .files import Files
+from .state import ClusterState
 
 __all__ = ["Inspection"]
 
@@ -22,21 +19,11 @@ class Inspection:
     """The inspection of one store node. `damaged` are the groups that lack something and of which this node
     alone is in sync. The functions in `looked` are called after each look over everything."""
 
-    def __init__(
-        self,
-        engine: SharedEngine,
-        replica: Replica,
-        groups: Groups,
-        catalog: Catalog,
-        files: Files,
-    ) -> None:
+    def __init__(self, cluster: ClusterState, catalog: Catalog) -> None:
         self.damaged: set[int] = set()
         self.looked: list[Callable[[], None]] = []
-        self._engine = engine
-        self._replica = replica
-        self._groups = groups
+        self._cluster = cluster
         self._catalog = catalog
-        self._files = files
         # Extents that this process or an earlier one acknowledged may be lost without a trace.
         self._forgetful = True
         self._reported: set[Extent] = set()
@@ -61,11 +48,13 @@ class Inspection:
         async with self._looking_over:
             for extent in list(self._reported):
                 log.error(
-                    "extent %x.%x in %s is damaged and dropped", *extent, self._files.directory
+                    "extent %x.%x in %s is damaged and dropped",
+                    *extent,
+                    self._catalog.files.directory,
                 )
                 # If no inode has named it yet, its writer must not count on the acknowledgement any more.
                 self._forgetful |= not self._catalog.is_named(extent.content)
-                self._files.free(extent)
+                self._catalog.files.free(extent)
                 self._reported.discard(extent)
             await self._look_over()
 
@@ -85,12 +74,12 @@ class Inspection:
         self._damage.set()
 
     async def _look_over(self) -> None:
-        node = self._files.node
+        node = self._cluster.node
         while True:
-            await self._replica.barrier()
+            await self._cluster.replica.barrier()
             changes = {}
             lost: dict[int, int] = {}
-            for group, (config, revision) in list(self._groups.all().items()):
+            for group, (config, revision) in list(self._cluster.groups.all().items()):
                 if node not in config.members:
                     continue
                 await trio.lowlevel.checkpoint()
@@ -102,8 +91,8 @@ class Inspection:
                     lost[group] = len(lacking)
                 if self._forgetful:
                     changes[group] = revision, refenced(config)
-            newest, late = await self._groups.change(self._engine, changes)
-            await self._replica.wait_applied(newest)
+            newest, late = await self._cluster.groups.change(self._cluster.engine, changes)
+            await self._cluster.replica.wait_applied(newest)
             if not late:
                 break
         for group in lost.keys() - self.damaged:

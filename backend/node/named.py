@@ -1,10 +1,11 @@
 """A named content: which extents it has, and in which groups they are."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..cluster.placement import group_of
 from ..cluster.records import STRIPE_GROUPS_MAX, Layout
+from ..namespace import Inode
 
 __all__ = ["Named"]
 
@@ -17,10 +18,13 @@ class Named(NamedTuple):
     layout: Layout
     digests: bytes
     blocks: int
+    stripes: int
 
-    @property
-    def stripes(self) -> int:
-        return self.layout.stripes(self.size)
+    @classmethod
+    def by(cls, inode: Inode) -> Self:
+        """Return the content that an inode names."""
+        layout, size = inode.layout, inode.size
+        return cls(inode.extent, size, layout, inode.digests, inode.blocks, layout.stripes(size))
 
     def length(self, stripe: int) -> int:
         """Return how many bytes a stripe should have, 0 if there is no such stripe."""

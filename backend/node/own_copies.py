@@ -3,19 +3,20 @@
 A store node adopts the file that a program on its host wrote. Such a file is another one for each version,
 and the program may still have it open for writing, so it cannot stay registered: each read of it would
 register it anew (0.5 ms per MiB with soft-RoCE). So when such an extent is first read by RDMA, it is copied
-into a spare file, which is registered already (0.35 ms per MiB), and that takes its place.
+into a file that is used again (reuse.py), and is registered already (0.35 ms per MiB). The copy takes its
+place.
 """
 
 import logging
 import os
+from contextlib import closing
 
 import trio
 
 from ..store.extents import copy_all
 from ..transport import Extent
 from .files import Files, Incoming
-from .room import Room
-from .spares import SPARE_BYTES_MIN
+from .reuse import SPARE_BYTES_MIN
 
 __all__ = ["OwnCopies"]
 
@@ -25,9 +26,8 @@ log = logging.getLogger(__name__)
 class OwnCopies:
     """Copies each extent once, however many ask for it at the same time."""
 
-    def __init__(self, files: Files, room: Room) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
-        self._room = room
         self._copying: dict[Extent, trio.Event] = {}
 
     async def make(self, extent: Extent) -> None:
@@ -51,24 +51,14 @@ class OwnCopies:
         return size is not None and size >= SPARE_BYTES_MIN and self._files.is_foreign(extent)
 
     async def _copy(self, extent: Extent) -> None:
-        source = self._files.hold(extent)
-        try:
+        with closing(self._files.hold(extent)) as source:
             size = os.fstat(source.fd).st_size
-            incoming = await self._room.create_in_free(size, size)
-            try:
+            with closing(await self._files.make(size, size)) as incoming:
                 await trio.to_thread.run_sync(self._fill, source.fd, incoming)
                 if not self._is_wanted(extent):
-                    self._files.incoming.discard(incoming)
                     return
                 was_named = self._files.was_named(extent)
                 self._files.replace(incoming, extent)
-            except BaseException:
-                self._files.incoming.discard(incoming)
-                raise
-            finally:
-                incoming.close()
-        finally:
-            source.close()
         if was_named:
             self._files.mark_named(extent)
         await trio.to_thread.run_sync(self._files.settle)

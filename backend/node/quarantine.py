@@ -32,7 +32,8 @@ class Quarantine:
         self.bytes = 0
         self._fd = fd
         self._kept: dict[Extent, tuple[int, float]] = {}  # size, since; the oldest first
-        self._stripes: dict[int, set[int]] = {}  # by content
+        # The stripes that are here, by content.
+        self.stripes: dict[int, set[int]] = {}
         found = []
         for entry in os.scandir(fd):
             extent = parsed_name(entry.name)
@@ -48,15 +49,9 @@ class Quarantine:
     def __iter__(self) -> Iterator[Extent]:
         return iter(self._kept)
 
-    def contents(self) -> list[int]:
-        return list(self._stripes)
-
-    def stripes_of(self, content: int) -> list[tuple[int, int]]:
-        """Return the stripes of a content that are here, and their sizes in bytes."""
-        return [
-            (stripe, self._kept[Extent(content, stripe)][0])
-            for stripe in self._stripes.get(content, ())
-        ]
+    def size(self, extent: Extent) -> int:
+        """Return the bytes of an extent that is here."""
+        return self._kept[extent][0]
 
     def take_in(self, extent: Extent, size: int, sealed_fd: int) -> None:
         """Move an extent here from the directory of sealed ones. Raises FileNotFoundError."""
@@ -92,17 +87,17 @@ class Quarantine:
 
     def _add(self, extent: Extent, size: int, since: float) -> None:
         self._kept[extent] = size, since
-        self._stripes.setdefault(extent.content, set()).add(extent.stripe)
+        self.stripes.setdefault(extent.content, set()).add(extent.stripe)
         self.bytes += size
 
     def _forget(self, extent: Extent) -> None:
         known = self._kept.pop(extent, None)
         if known is not None:
             self.bytes -= known[0]
-            stripes = self._stripes[extent.content]
+            stripes = self.stripes[extent.content]
             stripes.discard(extent.stripe)
             if not stripes:
-                del self._stripes[extent.content]
+                del self.stripes[extent.content]
 
 
 def extent_name(extent: Extent) -> str:

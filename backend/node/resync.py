@@ -15,18 +15,14 @@ from typing import NamedTuple
 
 import trio
 
-from ..cluster.group_configs import Groups
 from ..cluster.groups import promoted, without
-from ..cluster.membership import Members, Session
 from ..cluster.records import GroupConfig
-from ..cluster.replica import Replica
-from ..kv import SharedEngine
 from ..transport import Extent
 from .catalog import Catalog
 from .copier import Copier
 from .figures import ResyncFigures
-from .files import Files
 from .inspection import Inspection
+from .state import ClusterState
 
 __all__ = ["Progress", "Resync"]
 
@@ -63,24 +59,14 @@ class Resync:
 
     def __init__(
         self,
-        node: int,
-        engine: SharedEngine,
-        replica: Replica,
-        members: Members,
-        groups: Groups,
-        session: Session,
+        cluster: ClusterState,
         catalog: Catalog,
-        files: Files,
         inspection: Inspection,
         copier: Copier,
     ) -> None:
-        self.node = node
-        self._engine = engine
-        self._replica = replica
-        self._groups = groups
-        self._session = session
+        self.node = cluster.node
+        self._cluster = cluster
         self._catalog = catalog
-        self._files = files
         self._inspection = inspection
         self._copier = copier
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
@@ -92,11 +78,11 @@ class Resync:
         self._news: dict[int, trio.Event] = {}
         self._left: dict[int, dict[Extent, int]] = {}
         inspection.looked.append(self._looked_over)
-        groups.group_changed.append(self._group_changed)
-        members.node_changed.append(self._node_changed)
+        cluster.groups.group_changed.append(self._group_changed)
+        cluster.members.node_changed.append(self._node_changed)
 
     async def run(self) -> None:
-        self._touched.update(self._groups.all())
+        self._touched.update(self._cluster.groups.all())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._mend)
             while True:
@@ -113,7 +99,7 @@ class Resync:
         while True:
             await self._inspection.wait_reported()
             try:
-                await self._session.wait_valid()
+                await self._cluster.session.wait_valid()
                 await self._inspection.mend()
                 delay_s = DAMAGE_PAUSE_S
             except OSError as error:
@@ -160,7 +146,7 @@ class Resync:
             news.set()
 
     def _due(self, group: int) -> tuple[GroupConfig, int] | None:
-        found = self._groups.get(group)
+        found = self._cluster.groups.get(group)
         if found is not None and (
             self.node in found[0].joining
             or (group in self._inspection.damaged and self.node in found[0].in_sync)
@@ -171,7 +157,7 @@ class Resync:
     async def _fill(self, group: int) -> None:
         delay_s = RETRY_FIRST_S
         try:
-            while not self._session.released and (found := self._due(group)) is not None:
+            while not self._cluster.session.released and (found := self._due(group)) is not None:
                 news = self._news[group] = trio.Event()
                 try:
                     async with self._slots:
@@ -195,9 +181,9 @@ class Resync:
     async def _advance(self, group: int, config: GroupConfig, revision: int) -> bool:
         """Do one round. Return whether there was progress. Raises OSError if a member or etcd could not be
         asked."""
-        await self._session.wait_valid()
-        await self._replica.wait_applied(revision)
-        if self._groups.get(group) != (config, revision):
+        await self._cluster.session.wait_valid()
+        await self._cluster.replica.wait_applied(revision)
+        if self._cluster.groups.get(group) != (config, revision):
             return True
         lost = self._lost.get(group, set())
         left = {extent: size for extent, size in self._catalog.missing(group) if extent not in lost}
@@ -222,7 +208,7 @@ class Resync:
             log.info("group %#x is whole again", group)
             self._inspection.damaged.discard(group)
             return
-        await self._put(group, revision, promoted(config, self.node))
+        await self._cluster.change({group: (revision, promoted(config, self.node))})
 
     async def _leave(self, group: int, config: GroupConfig, revision: int) -> None:
         """Leave a group: a full node that stays joining would make writes fail, while others are in
@@ -230,18 +216,11 @@ class Resync:
         log.error(
             "the store %s is full: group %#x cannot be kept here. Remove files, give the store more "
             "room, or add store nodes",
-            self._files.directory,
+            self._catalog.files.directory,
             group,
         )
         if self.node in config.joining:
-            await self._put(group, revision, without(config, self.node))
-
-    async def _put(self, group: int, revision: int, config: GroupConfig) -> None:
-        newest, late = await self._groups.change(self._engine, {group: (revision, config)})
-        if late:
-            await self._replica.barrier()
-        else:
-            await self._replica.wait_applied(newest)
+            await self._cluster.change({group: (revision, without(config, self.node))})
 
     async def _confirm_lost(
         self, group: int, config: GroupConfig, denied: Sequence[Extent]
@@ -249,8 +228,8 @@ class Resync:
         """Find out about extents that every member in sync denies. Either they were superseded, which the
         replica shows after a barrier, or they are nowhere: waiting for them would keep the group degraded
         for ever."""
-        await self._replica.barrier()
-        found = self._groups.get(group)
+        await self._cluster.replica.barrier()
+        found = self._cluster.groups.get(group)
         if found is None or found[0] != config:
             return
         lost = [extent for extent in denied if self._catalog.is_missing(extent)]

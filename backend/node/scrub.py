@@ -23,8 +23,6 @@ from typing import Any
 import msgspec
 import trio
 
-from ..cluster.group_configs import Groups
-from ..cluster.membership import Members
 from ..store.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog
@@ -32,7 +30,7 @@ from .checks import Checks, Verdict
 from .copier import Copier, Throttle
 from .damage import WrongExtents
 from .figures import ScrubFigures
-from .files import Files
+from .state import ClusterState
 
 __all__ = ["Scrub"]
 
@@ -66,10 +64,8 @@ class Scrub:
 
     def __init__(
         self,
-        files: Files,
+        cluster: ClusterState,
         catalog: Catalog,
-        members: Members,
-        groups: Groups,
         checks: Checks,
         copier: Copier,
         wrong: WrongExtents,
@@ -77,10 +73,9 @@ class Scrub:
         bytes_per_s: float,
         period_s: float,
     ) -> None:
-        self._files = files
+        self._cluster = cluster
+        self._files = files = catalog.files
         self._catalog = catalog
-        self._members = members
-        self._groups = groups
         self.checks = checks
         self._copier = copier
         self._throttle = Throttle(bytes_per_s)
@@ -99,7 +94,7 @@ class Scrub:
         self._told = trio.Event()
         for content, stripe in self._state.wrong:
             self.doubt(Extent(content, stripe))
-        members.node_changed.append(self._node_changed)
+        cluster.members.node_changed.append(self._node_changed)
 
     # -- what others say -------------------------------------------------------------------------
 
@@ -246,7 +241,7 @@ class Scrub:
 
     async def _mend(self, extent: Extent) -> None:
         group = self._catalog.home_of(extent)
-        known = self._groups.get(group) if group is not None else None
+        known = self._cluster.groups.get(group) if group is not None else None
         size = self._files.size(extent)
         if known is None or size is None:
             self._wrong.drop(extent)
@@ -278,7 +273,7 @@ class Scrub:
                 self._save()
 
     def _node_changed(self, node: int) -> None:
-        if self._wrong and node in self._members.nodes:
+        if self._wrong and node in self._cluster.members.nodes:
             self._news.set()
 
     # -- what is remembered ----------------------------------------------------------------------

@@ -9,24 +9,24 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import trio
 
-from ..cluster.group_configs import Groups
-from ..cluster.membership import Members, Session
 from ..cluster.records import session_of
-from ..cluster.replica import Replica
 from ..store.sparse import segments
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer
+from ..transport.service import Service
 from ..transport.session_keys import session_digest
+from .agent import Agent
 from .catalog import Catalog
-from .files import Files, Held, Incoming
+from .files import Held, Incoming
+from .inspection import Inspection
 from .own_copies import OwnCopies
-from .room import Room
 from .scrub import Scrub
+from .state import ClusterState
 
 __all__ = ["NodeService"]
 
@@ -40,50 +40,36 @@ _CATCH_UP_S = 5.0
 _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
-class NodeService:
-    """`evict(group, node)` takes an unreachable node out of a group, if that is right; `figures` returns
-    more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
-    `scrub` checks extents that others say are wrong here.
+class NodeService(Service[Incoming]):
+    """The service of one store node; Service says what each method promises. `figures` returns more to tell
+    in `status`.
 
     After `close` nothing is received any more; extents that are here can still be read.
     """
 
     def __init__(
         self,
-        files: Files,
+        cluster: ClusterState,
         catalog: Catalog,
-        room: Room,
-        replica: Replica,
-        members: Members,
-        groups: Groups,
-        session: Session,
-        evict: Callable[[int, int], Awaitable[bool]],
-        figures: Callable[[], dict[str, Any]] = dict,
-        damaged: Callable[[Extent], None] = lambda extent: None,
-        *,
+        agent: Agent,
+        inspection: Inspection,
         scrub: Scrub | None = None,
+        figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        self._files = files
+        self.node = cluster.node
+        self._cluster = cluster
+        self._files = files = catalog.files
         self._catalog = catalog
-        self._room = room
-        self._own_copies = OwnCopies(files, room)
-        self._replica = replica
-        self._members = members
-        self._groups = groups
-        self._session = session
-        self._evict = evict
+        self._own_copies = OwnCopies(files)
+        self._agent = agent
         self._figures = figures
-        self._damaged = damaged
+        self._inspection = inspection
         self._scrub = scrub
         self._started = time.monotonic()
         self._closed = False
         self._receiving = 0
         self._quiet = trio.Event()
         self._quiet.set()
-
-    @property
-    def node(self) -> int:
-        return self._files.node
 
     # -- taking in -------------------------------------------------------------------------------
 
@@ -92,10 +78,10 @@ class NodeService:
         for all its sessions, one after another. Raises OSError: ECANCELED if the content's session is over,
         EACCES if it is another's, Unreachable if this node lags behind."""
         number = session_of(content)
-        if number == peer.owned and number in self._members.sessions:
+        if number == peer.owned and number in self._cluster.members.sessions:
             return
         await self._catch_up(number)
-        record = self._members.sessions.get(number)
+        record = self._cluster.members.sessions.get(number)
         if record is None:
             raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
@@ -114,66 +100,47 @@ class NodeService:
         self._check_serving()
         session = session_of(extent.content)
         await self._catch_up(max(target.config, session))
-        found = self._groups.get(target.group)
+        found = self._cluster.groups.get(target.group)
         if found is None:
             raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
         config, revision = found
         if revision != target.config:
             raise Fenced(target.group)
-        if self._files.node not in config.members:
+        if self.node not in config.members:
             raise OSError(
                 errno.EINVAL,
-                f"node {self._files.node:x} is not a member of group {target.group:#x}",
+                f"node {self.node:x} is not a member of group {target.group:#x}",
             )
         self._check_wanted(extent)
         if self._catalog.is_named(extent.content) and extent not in self._files:
-            raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
+            raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
         """Make a file for an extent of `length` bytes, with room for all of them, or for the bytes to be
-        allocated. The caller gives it to `seal` or `drop`. Raises OSError ENOSPC."""
-        incoming = await self._room.create(
-            length, length if allocated is None else allocated, self._learn
-        )
-        self._begin()
-        return incoming
+        allocated. The caller closes it. Raises OSError ENOSPC."""
+        allocated = length if allocated is None else allocated
+        return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
-        """Open a mount's working copy NAME on this host, as a file like that of `create`.
-
-        Raises OSError ENOENT, EPERM.
-        """
-        incoming = self._files.incoming.take_over(name, extent.content)
-        self._begin()
-        return incoming
+        return self._begin(self._files.incoming.take_over(name, extent.content))
 
     async def share(self, source: Extent, length: int) -> Incoming:
-        """Return another name of an extent's file, as a file like that of `create`. Raises OSError
-        ENOENT."""
-        incoming = self._files.share(source, length)
-        self._begin()
-        return incoming
+        return self._begin(self._files.share(source, length))
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         """Store an extent whose bytes have arrived. When this returns it is stored, even after a power loss
         if the store is on a disk. If it is here already, the first copy is kept. Raises OSError: as
-        `admit`, EEXIST if the first one has another length; the new file is dropped then."""
-        try:
-            if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-            # The lease and the session may have ended while the bytes were arriving.
-            self._check_serving()
-            self._check_wanted(extent)
-            if not self._is_here(extent, incoming):
-                self._files.seal(incoming, extent)
-                self._catalog.sealed(extent)
-            if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.settle)
-        except BaseException:
-            self._files.incoming.discard(incoming)
-            raise
-        finally:
-            self._end()
+        `admit`, EEXIST if the first one has another length."""
+        if self._files.power_safe:
+            await trio.to_thread.run_sync(self._files.harden, incoming)
+        # The lease and the session may have ended while the bytes were arriving.
+        self._check_serving()
+        self._check_wanted(extent)
+        if not self._is_here(extent, incoming):
+            self._files.seal(incoming, extent)
+            self._catalog.sealed(extent)
+        if self._files.power_safe:
+            await trio.to_thread.run_sync(self._files.settle)
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
         """Return whether the extent is here already. Raises OSError EEXIST if that one differs in
@@ -184,22 +151,14 @@ class NodeService:
         if size != os.fstat(incoming.fd).st_size:
             text = f"extent {extent.content:x}.{extent.stripe:x} is here, with {size} bytes"
             raise FileExistsError(errno.EEXIST, text)
-        self._files.incoming.discard(incoming)
         return True
 
-    def drop(self, incoming: Incoming) -> None:
-        """Drop a file whose bytes did not arrive."""
-        self._files.incoming.discard(incoming)
-        self._end()
-
     def abort(self, content: int) -> None:
-        """Note that the content's writer will not publish it."""
         self._catalog.give_up(content)
 
     # -- giving out ------------------------------------------------------------------------------
 
     def size(self, extent: Extent) -> int | None:
-        """Return the bytes of an extent, None if it is not here."""
         return self._files.size(extent)
 
     def open(self, extent: Extent) -> int:
@@ -213,7 +172,6 @@ class NodeService:
         return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
 
     async def hold_own(self, extent: Extent) -> Held:
-        """Open an extent as `hold` does, in a file that can stay registered, if there is room for one."""
         await self._own_copies.make(extent)
         return self.hold(extent)
 
@@ -236,7 +194,7 @@ class NodeService:
             close(opened)
         # An extent that was freed a moment ago is gone from the files, and not damaged.
         if self._files.size(extent) is not None:
-            self._damaged(extent)
+            self._inspection.report(extent)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------
@@ -245,21 +203,18 @@ class NodeService:
         """Evict a member of a group that a writer cannot reach. Return whether it is not a member any
         more."""
         self._check_serving()
-        return await self._evict(group, node)
+        return await self._agent.evict(group, node)
 
     def doubt(self, extent: Extent) -> None:
-        """Note that the caller says it got wrong bytes of an extent."""
         if self._scrub is not None:
             self._scrub.doubt(extent)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest of the bytes that are here. Raises OSError: ENOENT."""
         if self._scrub is None:
             raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
         return await self._scrub.checks.tell(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Return where the data of an extent is. Raises OSError: ENOENT."""
         held = self.hold(extent)
         try:
             length = os.fstat(held.fd).st_size
@@ -268,20 +223,19 @@ class NodeService:
             held.close()
 
     def scrub(self) -> None:
-        """Begin to check everything that is kept here."""
         if self._scrub is not None:
             self._scrub.begin()
 
     def status(self) -> dict[str, Any]:
         space = self._files.space()
         return {
-            "node": f"{self._files.node:016x}",
+            "node": f"{self.node:016x}",
             "store": self._files.directory,
             "power_safe": self._files.power_safe,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "lease_valid_s": round(self._session.left_s(), 1),
-            "session": self._session.number,
-            "revision": self._replica.applied,
+            "lease_valid_s": round(self._cluster.session.left_s(), 1),
+            "session": self._cluster.session.number,
+            "revision": self._cluster.replica.applied,
             "bytes": space.used,
             "total_bytes": space.total,
             "free_bytes": space.free,
@@ -301,9 +255,9 @@ class NodeService:
 
     def _check_serving(self) -> None:
         if self._closed:
-            raise Unreachable(self._files.node, "it is being stopped")
-        if not self._session.valid():
-            raise Unreachable(self._files.node, "its lease is over")
+            raise Unreachable(self.node, "it is being stopped")
+        if not self._cluster.session.valid():
+            raise Unreachable(self.node, "its lease is over")
 
     def _check_wanted(self, extent: Extent) -> None:
         if not self._catalog.may_store(extent.content):
@@ -313,25 +267,27 @@ class NodeService:
             )
 
     async def _catch_up(self, revision: int) -> None:
-        if self._replica.applied >= revision:
+        if self._cluster.replica.applied >= revision:
             return
         with trio.move_on_after(_CATCH_UP_S):
-            await self._replica.wait_applied(revision)
-        if self._replica.applied < revision:
-            raise Unreachable(self._files.node, "it does not hear from etcd")
+            await self._cluster.replica.wait_applied(revision)
+        if self._cluster.replica.applied < revision:
+            raise Unreachable(self.node, "it does not hear from etcd")
 
     async def _learn(self) -> None:
         """Wait until the replica knows what was superseded a moment ago."""
         with trio.move_on_after(_CATCH_UP_S):
             try:
-                await self._replica.barrier()
+                await self._cluster.replica.barrier()
             except OSError as error:
                 log.info("the store is full, and what can go is not known: %s", error)
 
-    def _begin(self) -> None:
+    def _begin(self, incoming: Incoming) -> Incoming:
         if not self._receiving:
             self._quiet = trio.Event()
         self._receiving += 1
+        incoming.closed = self._end
+        return incoming
 
     def _end(self) -> None:
         self._receiving -= 1

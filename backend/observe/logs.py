@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Literal
 
-from ..cluster.config_sections import LogFormat
 from ..cluster.config_values import ConfigError
 
-__all__ = ["RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
+__all__ = ["LogFormat", "RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
+
+LogFormat = Literal["text", "json"]
 
 LOG_LIMIT_BYTES = 16 << 20
 # The most lines of one place in the code in this time; further lines are only counted.

@@ -1,4 +1,4 @@
-"""Devices: the memory of a store node seen through a transport.
+"""Devices: the memory of a store node seen through a transport (device.py).
 
 A device knows extents (content, stripe) and bytes, nothing of files. Every call raises OSError: ENOENT if
 the node does not have the extent (superseded, or never written), ENOSPC, ESTALE if the group's
@@ -7,14 +7,13 @@ cannot be reached, EACCES (`Distrusted`) if it and this process do not accept ea
 """
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 __all__ = [
-    "Device",
     "Distrusted",
     "Extent",
     "Fenced",
@@ -109,68 +108,3 @@ class Distrusted(Unreachable):
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(node, reason)
         self.errno = errno.EACCES
-
-
-class Device(Protocol):
-    """One store node."""
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Store a small extent on the node and down the chain; it is sealed everywhere when this
-        returns."""
-        ...
-
-    async def write(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        passed: Landed = nothing_landed,
-    ) -> None:
-        """Send a part of a file as an extent; it is sealed everywhere when this returns. Holes stay holes,
-        unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
-        those that are in memory of this process. The caller keeps the descriptor."""
-        ...
-
-    async def read(
-        self,
-        extent: Extent,
-        start: int,
-        into: FileRange,
-        landed: Landed = nothing_landed,
-    ) -> None:
-        """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
-        after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
-        ...
-
-    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
-        """Return small extents whole, in one round trip; None for those that the node does not have or
-        that are longer than `limit` bytes."""
-        ...
-
-    async def adopt(self, extent: Extent, target: Target, name: str) -> None:
-        """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
-        send it down the chain. On the node's host only."""
-        ...
-
-    async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
-        """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
-        is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
-        ...
-
-    async def read_sparse(
-        self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
-    ) -> None:
-        """Receive a whole extent that has holes; they become holes of the file."""
-        ...
-
-    async def digest(self, extent: Extent) -> bytes:
-        """Return the digest (backend/store/digest.py) of the node's bytes."""
-        ...
-
-    async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        ...
-
-    async def abort(self, content: int) -> None:
-        """Remove the extents of a content that will not be published."""
-        ...

@@ -6,7 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import trio
@@ -53,14 +53,14 @@ class Caller:
     name: str
     role: str
     resolve: Callable[[int], NodeAddress | None]
-    session: Callable[[], int]
-    session_key: bytes
-    credentials: Credentials | None
-    is_revoked: Callable[[str], bool]
-    timeout_s: float
     codec: Codec
-    counters: Counters
     nursery: trio.Nursery
+    credentials: Credentials | None = None
+    is_revoked: Callable[[str], bool] = lambda serial: False
+    session: Callable[[], int] = lambda: 0
+    session_key: bytes = b""
+    timeout_s: float = 5.0
+    counters: Counters = field(default_factory=Counters)
 
     def hello(self, node: int) -> Hello:
         return Hello(VERSION, self.role, self.name, self.session(), node, self.session_key)

@@ -10,7 +10,6 @@ import trio
 from ..observe import logs
 from . import Fenced
 from .codec import Codec
-from .counters import ServerFigures
 from .frames import BadMessage, Frames
 from .messages import (
     LASTING_MAX,
@@ -27,7 +26,7 @@ from .messages import (
 from .mover import Connection, Lasting
 from .operations import OPERATIONS, StoreNode
 from .prompt import acquire
-from .rights import Peer, Scope, may, tell_of_denial
+from .rights import Scope, may, tell_of_denial
 from .service import check_right
 
 log = logging.getLogger(__name__)
@@ -42,20 +41,18 @@ class Control:
     def __init__(
         self,
         frames: Frames,
-        peer: Peer,
         codec: Codec,
         node: StoreNode,
-        counters: ServerFigures,
         connect: Callable[[trio.Nursery], AbstractContextManager[dict[type[Message], Connection]]],
         *,
         idle_s: float,
         patience_s: float,
     ) -> None:
         self._frames = frames
-        self._peer = peer
+        self._peer = node.peer
         self._codec = codec
         self._node = node
-        self._counters = counters
+        self._counters = node.counters
         self._connect = connect
         self._idle_s = idle_s
         self._patience_s = patience_s

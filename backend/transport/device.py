@@ -27,40 +27,39 @@ from .messages import (
     Get,
     Map,
     Mapped,
+    Put,
     Share,
 )
-from .mover import NotThisWay, PuttingWay, Transfer, W, Way
+from .mover import NotThisWay, Transfer, W, Way
 
-__all__ = ["RemoteDevice"]
+__all__ = ["Device"]
 
 log = logging.getLogger(__name__)
 
 
-class RemoteDevice:
-    """A store node that is reached over a link, and in `ways`, of which the first are better."""
+class Device:
+    """One store node, which is reached over a link, and in `ways`, of which the first are better."""
 
     def __init__(self, link: Link, ways: Sequence[Way]) -> None:
         self.link = link
         self._counters = link.caller.counters
         self._ways = ways
-        self._putting = [way for way in ways if isinstance(way, PuttingWay)]
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        """Store a small extent on the node and down the chain; it is sealed everywhere when this
+        returns."""
         _check_chain(target)
         if len(data) > PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        for way in self._putting:
-            try:
-                await way.put(extent, target, data)
-                break
-            except NotThisWay as error:
-                log.info("store node %x: not over %s: %s", self.link.node, way.name, error)
-        else:
-            raise OSError(errno.EOPNOTSUPP, f"no mover puts to store node {self.link.node:x}")
-        self._counters.moved_bytes[way.name] += len(data)
+        await self.link.ask(
+            lambda number: Put(number, current_request(), extent, target, data), target.group
+        )
+        self._counters.message_bytes += len(data)
         self._counters.sent_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
+        """Return small extents whole, in one round trip; None for those that the node does not have or
+        that are longer than `limit` bytes."""
         found: list[bytes | None] = []
         limit = min(limit, PUT_BYTES_MAX)
         while len(found) < len(extents):
@@ -75,12 +74,16 @@ class RemoteDevice:
         return found
 
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:
+        """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
+        send it down the chain. On the node's host only."""
         _check_chain(target)
         await self.link.ask(
             lambda number: Adopt(number, current_request(), extent, target, name), target.group
         )
 
     async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
+        """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
+        is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
         await self.link.ask(
             lambda number: Share(number, current_request(), extent, target, source, length),
             target.group,
@@ -89,6 +92,7 @@ class RemoteDevice:
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
+        """Receive a whole extent that has holes; they become holes of the file."""
         answer = await self.link.ask(lambda number: Map(number, current_request(), extent))
         if not isinstance(answer, Mapped):
             raise OSError(errno.EPROTO, "a node's answer makes no sense")
@@ -102,15 +106,16 @@ class RemoteDevice:
             await self.read(extent, start, into.part(start, count), shown)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest of the bytes that the node has. Raises OSError: ENOENT."""
+        """Return the digest (backend/store/digest.py) of the node's bytes."""
         answer = await self.link.ask(lambda number: Digest(number, current_request(), extent))
         return answer.digest if isinstance(answer, Digested) else b""
 
     async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent wrong bytes. Raises OSError."""
+        """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
         await self.link.ask(lambda number: Doubt(number, current_request(), extent))
 
     async def abort(self, content: int) -> None:
+        """Remove the extents of a content that will not be published."""
         await self.link.ask(lambda number: Abort(number, current_request(), content))
 
     async def write(
@@ -120,6 +125,9 @@ class RemoteDevice:
         source: FileRange,
         passed: Landed = nothing_landed,
     ) -> None:
+        """Send a part of a file as an extent; it is sealed everywhere when this returns. Holes stay holes,
+        unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
+        those that are in memory of this process. The caller keeps the descriptor."""
         _check_chain(target)
         status = os.fstat(source.fd)
         transfer = Transfer(
@@ -151,6 +159,8 @@ class RemoteDevice:
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
+        """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
+        after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         _lengthen(into)
         transfer = Transfer("read", into.length, into.memory)
         async with self.link.operation():

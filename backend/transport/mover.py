@@ -12,12 +12,12 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from ..trust.security import Credentials
-from . import Device, Extent, FileRange, Landed, Memory, Target
+from . import Extent, FileRange, Landed, Memory, Target
 from .codec import MessageSet
 from .counters import ServerFigures
 from .door import Door
@@ -34,7 +34,6 @@ __all__ = [
     "Mover",
     "NotThisWay",
     "Others",
-    "PuttingWay",
     "Serving",
     "Transfer",
     "Way",
@@ -109,15 +108,6 @@ class Way(Protocol):
         ...
 
 
-@runtime_checkable
-class PuttingWay(Way, Protocol):
-    """A way that moves small extents, too, out of this process's memory."""
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Do as Device.put. Raises NotThisWay, too."""
-        ...
-
-
 W = TypeVar("W", bound=Way)
 
 
@@ -167,8 +157,12 @@ class Serving(Protocol):
         ...
 
 
-class NextNode(Device, Protocol):
-    """A store node that extents are handed on to."""
+class NextNode(Protocol):
+    """A store node that extents are handed on to: what movers use of a Device (device.py)."""
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None: ...
+
+    async def write(self, extent: Extent, target: Target, source: FileRange) -> None: ...
 
     async def pass_on(
         self,
@@ -177,10 +171,7 @@ class NextNode(Device, Protocol):
         source: FileRange,
         growth: Growth,
         lend: Callable[[], None],
-    ) -> None:
-        """Send a file that is still being received, as Way.pass_on does. It waits for no other operation,
-        as crossing chains would wait for each other."""
-        ...
+    ) -> None: ...
 
     def way(self, kind: type[W]) -> W:
         """Return the way of this kind, for the node's end of the same mover. Raises Unreachable."""

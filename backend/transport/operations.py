@@ -6,13 +6,12 @@ docs/contributing.md says how one is added.
 import errno
 import os
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import trio
 
-from ..store.intake import Intake
 from . import Extent, FileRange, Target
 from .codec import Codec, MessageSet
 from .counters import ServerFigures
@@ -121,19 +120,19 @@ async def _ask_etcd(node: StoreNode, request: AskEtcd) -> EtcdSaid:
 
 async def _put(node: StoreNode, request: Put) -> Done:
     extent, target, data = request.extent, request.target, request.data
-    intake = await begin(node.service, extent, target, len(data))
+    incoming = await begin(node.service, extent, target, len(data))
 
     async def store() -> None:
-        if intake is not None:
-            _write(intake.fd, data)
-            await node.service.seal(extent, intake.take())
+        if incoming is not None:
+            _write(incoming.fd, data)
+            await node.service.seal(extent, incoming)
             node.counters.received_bytes += len(data)
 
     async def forward(further: int, rest: Target) -> None:
         await node.others.device(further).put(extent, rest, data)
         node.counters.sent_bytes += len(data)
 
-    with intake or nullcontext():
+    with closing(incoming) if incoming is not None else nullcontext():
         await _here_and_further(target, store, forward)
     return Done(request.number)
 
@@ -145,10 +144,10 @@ async def _adopt(node: StoreNode, request: Adopt) -> Done:
         # A second try, after a node further down failed.
         fd = service.open(extent)
     else:
-        with Intake(await service.adopt(extent, request.name), service.drop) as intake:
-            fd = os.dup(intake.fd)
+        with closing(await service.adopt(extent, request.name)) as incoming:
+            fd = os.dup(incoming.fd)
             try:
-                await service.seal(extent, intake.take())
+                await service.seal(extent, incoming)
             except BaseException:
                 os.close(fd)
                 raise
@@ -172,9 +171,8 @@ async def _share(node: StoreNode, request: Share) -> Done:
     extent, service = request.extent, node.service
     await service.admit(extent, request.target)
     if service.size(extent) is None:
-        incoming = await service.share(request.source, request.length)
-        with Intake(incoming, service.drop) as intake:
-            await service.seal(extent, intake.take())
+        with closing(await service.share(request.source, request.length)) as incoming:
+            await service.seal(extent, incoming)
     return Done(request.number)
 
 

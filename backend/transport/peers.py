@@ -15,8 +15,7 @@ from ..observe.logs import current_request
 from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
-from .counters import Counters
-from .device import RemoteDevice
+from .device import Device
 from .link import Link
 from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
@@ -53,9 +52,17 @@ async def open_peers(
     with ExitStack() as stack:
         async with trio.open_nursery() as nursery:
             caller = Caller(
-                name, role, resolve, session, session_key, credentials, is_revoked, timeout_s,
-                codec_for(movers), Counters(), nursery,
-            )  # fmt: skip
+                name,
+                role,
+                resolve,
+                codec_for(movers),
+                nursery,
+                credentials=credentials,
+                is_revoked=is_revoked,
+                session=session,
+                session_key=session_key,
+                timeout_s=timeout_s,
+            )
             peers = stack.enter_context(closing(Peers(caller, movers)))
             nursery.start_soon(peers.run)
             try:
@@ -79,7 +86,7 @@ class Peers:
         self.nursery = caller.nursery
         self._caller = caller
         self._movers = movers
-        self._devices: dict[int, RemoteDevice] = {}
+        self._devices: dict[int, Device] = {}
 
     def close(self) -> None:
         """End all calls."""
@@ -93,11 +100,11 @@ class Peers:
                 nursery.start_soon(mover.run)
             await self._tidy()
 
-    def device(self, node: int) -> RemoteDevice:
+    def device(self, node: int) -> Device:
         device = self._devices.get(node)
         if device is None:
             link = Link(self._caller, node)
-            device = RemoteDevice(link, [mover.way(link) for mover in self._movers])
+            device = Device(link, [mover.way(link) for mover in self._movers])
             self._devices[node] = device
         return device
 

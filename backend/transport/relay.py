@@ -20,7 +20,6 @@ from ..trust.renewal import Renewable
 from ..trust.security import Credentials
 from . import Distrusted, Unreachable
 from .caller import Caller, ControlClient
-from .counters import Counters
 from .link import Link
 from .messages import ETCD_REQUEST_BYTES_MAX, AskEtcd, EtcdOutcome, EtcdSaid
 from .operations import codec_for
@@ -160,10 +159,15 @@ class Relay(Client):
         await started.wait()
         assert self._nursery is not None
         caller = Caller(
-            "reader", "reader", self._resolve, lambda: 0, b"", self._credentials,
-            lambda serial: self._is_revoked(serial), _SILENT_S, codec_for(()), Counters(),
+            "reader",
+            "reader",
+            self._resolve,
+            codec_for(()),
             self._nursery,
-        )  # fmt: skip
+            credentials=self._credentials,
+            is_revoked=lambda serial: self._is_revoked(serial),
+            timeout_s=_SILENT_S,
+        )
         self._link = Link(caller, 0)
         return self._link
 
@@ -175,10 +179,7 @@ class Relay(Client):
 
     def _resolve(self, node: int) -> NodeAddress:
         endpoint = self.endpoints[self._current]
-        return NodeAddress(
-            address=endpoint.host, control_port=endpoint.port, data_port=0, transports=[], host="",
-            store="", total_bytes=0, free_bytes=0, version="", name="",
-        )  # fmt: skip
+        return NodeAddress(endpoint.host, endpoint.port, 0, [], "", "", 0, 0, "")
 
     def _know_all(self) -> None:
         """Take note of the nodes that are registered now. That in use, or the next one, comes first."""

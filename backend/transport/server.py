@@ -140,10 +140,13 @@ class Listener:
                 self._service, self._others, self.counters, self._give_up, self._etcd, peer
             )
             control = Control(
-                frames, peer, self._codec, node, self.counters,
+                frames,
+                self._codec,
+                node,
                 partial(self._connections, local, peer),
-                idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
-            )  # fmt: skip
+                idle_s=IDLE_S,
+                patience_s=self._timeout_s * RECEIVER_PATIENCE,
+            )
             try:
                 await control.run()
             except BadMessage as error:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
-from ..store.intake import Intake
 from . import Extent, Target
 from .messages import AskEtcd, EtcdSaid
 from .rights import Asked, Peer, Row, Scope, need
@@ -31,7 +30,7 @@ class Held(Protocol):
 
 
 class Incoming(Held, Protocol):
-    """A file that may become an extent. The transport closes it after `seal` or `drop`."""
+    """A file that may become an extent. Closing it removes it, unless it was sealed."""
 
 
 I = TypeVar("I", bound=Incoming)  # noqa: E741
@@ -41,14 +40,12 @@ class Service(Protocol[I]):
     """A store node as seen by its transport. All calls are made in the event loop, except `open`.
 
     Errors that a method raises reach the caller: Fenced and Unreachable as such, any other OSError with
-    its errno and text. An extent is received so: `begin`, then either `seal` or `drop`. The same extent may
-    be on its way several times, with the same bytes.
+    its errno and text. An extent is received so: `begin`, then `seal`, and in any case the file is closed.
+    The same extent may be on its way several times, with the same bytes.
     """
 
-    @property
-    def node(self) -> int:
-        """Return the node's id."""
-        ...
+    node: int
+    """The node's id."""
 
     async def check_owner(self, peer: Peer, content: int) -> None:
         """Raise OSError unless the content is of a session of the peer's: ECANCELED when the session is
@@ -80,11 +77,7 @@ class Service(Protocol[I]):
         ...
 
     async def seal(self, extent: Extent, incoming: I) -> None:
-        """Make a complete file a readable, durable extent. If this raises, the file is dropped."""
-        ...
-
-    def drop(self, incoming: I) -> None:
-        """Drop a file whose bytes did not arrive."""
+        """Make a complete file a readable, durable extent."""
         ...
 
     def open(self, extent: Extent) -> int:
@@ -146,12 +139,13 @@ async def begin(
     target: Target,
     length: int,
     allocated: int | None = None,
-) -> Intake[I] | None:
-    """Begin to take an extent in; None: it is here. Raises what Service's `admit` and `create` do."""
+) -> I | None:
+    """Return a file to receive an extent into, None if it is here. Raises what Service's `admit` and
+    `create` do."""
     await service.admit(extent, target)
     if service.size(extent) == length:
         return None
-    return Intake(await service.create(extent, length, allocated), service.drop)
+    return await service.create(extent, length, allocated)
 
 
 async def check_right(

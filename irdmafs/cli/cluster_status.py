@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from .status import human_bytes, human_duration, print_table, printable
+from ..backend.sizes import human_bytes
+from .status import human_duration, print_table, printable
 
 __all__ = ["Progress", "print_cluster", "print_moves"]
 

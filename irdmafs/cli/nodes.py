@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..backend.sizes import human_bytes
 from ..mount.config import MountError
 from . import status
 from .cluster import config_option, find_node, load, read_state, say, with_etcd
@@ -220,7 +221,7 @@ async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
 def _files(lost: Lost) -> str:
     from ..backend.cluster.report import counted
 
-    return f"{counted(lost.files, 'file')} ({status.human_bytes(lost.bytes)})"
+    return f"{counted(lost.files, 'file')} ({human_bytes(lost.bytes)})"
 
 
 def _one_line(path: bytes) -> str:

@@ -21,10 +21,10 @@ class Alone(Coherence):
     replaced."""
 
     listings_stay = True
+    kernel_locks = None
     has_private_views = False
 
     def __init__(self, namespace: Namespace, cache: Cache) -> None:
-        super().__init__()
         self._cache = cache
         self._namespace = namespace
         self._nodes = cache.nodes
@@ -82,9 +82,6 @@ class Alone(Coherence):
 
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         return inode
-
-    async def before_change(self) -> None:
-        """Do nothing: nobody else has to know."""
 
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         return nullcontext()

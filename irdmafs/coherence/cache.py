@@ -140,11 +140,6 @@ class Cache:
             inode = self._inodes[inode.ino]
         return inode
 
-    def open_here(self, inode: Inode, node: Node, flags: int, pid: int) -> Handle:
-        """Open for reading the content that the node shows, of whatever version."""
-        content = node.content if node.is_bound else None
-        return self._open(node, content or self._sharing.current_or_new(inode), flags, pid)
-
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open the file for a request that accepts any node."""
         inode = await self._settled(inode, flags)

@@ -172,11 +172,12 @@ class ContentTable:
 
     def unpublished_bytes(self) -> int:
         """Return how many bytes are allocated for contents that are being written, beyond those of the
-        versions that they are changed copies of."""
+        versions that they are changed copies of. Those of files without a name are not published."""
         written = [*self.current.values(), *itertools.chain(*self.private.values())]
         blocks = 0
         for content in written:
-            if content.is_changing and content.extent:
+            has_name = bool(self._store.namespace.inodes[content.ino].nlink)
+            if has_name and content.is_changing and content.extent:
                 with suppress(OSError):  # a store node has removed it with its session
                     before = content.blocks if content.seen is not None else 0
                     blocks += max(0, self.stat(content).st_blocks - before)

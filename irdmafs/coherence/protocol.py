@@ -40,18 +40,17 @@ class Coherence(ABC):
     """The rules of when operations, and the kernel, may believe the namespace.
 
     `listings_stay`: the kernel may keep listings. `kernel_locks` is told of changes of names that are being
-    carried out. `pid` is the number of the calling thread.
+    carried out; it is None where others need not know of a change before it is answered. `pid` is the
+    number of the calling thread.
     """
 
     listings_stay: bool
+    kernel_locks: KernelLocks | None
 
     @property
     @abstractmethod
     def has_private_views(self) -> bool:
         """Return whether opens in private views of directories differ from others (see find_privately)."""
-
-    def __init__(self) -> None:
-        self.kernel_locks = KernelLocks()
 
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
@@ -130,10 +129,6 @@ class Coherence(ABC):
         bytes are on this host, too. `opens`: count an open of them. Raises OSError."""
 
     # -- changes by programs of this host ----------------------------------------------------------
-
-    @abstractmethod
-    async def before_change(self) -> None:
-        """Let a request go on in a task that may wait, if others have to know of its change."""
 
     @abstractmethod
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:

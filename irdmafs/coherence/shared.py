@@ -18,7 +18,7 @@ from .beliefs import Beliefs
 from .cache import Cache
 from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
-from .kernel_locks import Moves
+from .kernel_locks import KernelLocks, Moves
 from .kernel_names import KernelNames
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
@@ -40,7 +40,6 @@ class Shared(Coherence):
         return self._kernel.can_forget
 
     def __init__(self, store: Store, freshness: Freshness, cache: Cache, beliefs: Beliefs) -> None:
-        super().__init__()
         self._store = store
         self._freshness = freshness
         self._namespace = store.namespace
@@ -50,6 +49,7 @@ class Shared(Coherence):
         self._nodes = cache.nodes
         self._beliefs = beliefs
         self._trails = LookupTrails(store.namespace)
+        self.kernel_locks = KernelLocks()
         self._moves = Moves(self.kernel_locks)
         self._kernel_names = KernelNames(cache.nodes)
 
@@ -315,9 +315,6 @@ class Shared(Coherence):
             inode = await self._bring(now) if content else now
 
     # -- changes by programs of this host ----------------------------------------------------------
-
-    async def before_change(self) -> None:
-        await detach()
 
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         self._trails.forget(pid)  # the thread's lookups were for this change

@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backend.sizes import memory_limit
+from ..backend.sizes import human_bytes, memory_limit
 from ..backend.transport.verbs.rdma import Choice
-from ..cli.status import human_bytes
 from ..fuse import passthrough, wakeups
 from ..fuse.connection import Connection, ProtocolError
 from ..mount import mounting

@@ -8,11 +8,11 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from ..backend.sizes import human_bytes
 from ..backend.transport.verbs import devices
 from ..backend.transport.verbs.devices import Device, Gid, Obstacle, Port
 from ..backend.transport.verbs.library import Library, VerbsMissing, load
 from ..backend.transport.verbs.rdma import Choice
-from ..cli.status import human_bytes
 from .check import Check, Verdict
 
 _NAME = "RDMA"

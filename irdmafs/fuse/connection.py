@@ -6,11 +6,9 @@ import os
 from typing import Final
 
 from . import wire
-from .wire import BODY, Init, Opcode, Request
+from .wire import BODY, Init, Malformed, Opcode, Request
 
 log = logging.getLogger(__name__)
-
-_pack_header, _HEADER_BYTES = wire.OUT_HEADER.pack, wire.OUT_HEADER.size
 
 MAX_WRITE_BYTES: Final = 1024 * 1024
 _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096
@@ -59,7 +57,9 @@ class Connection:
         self.buffer = bytearray(_BUFFER_BYTES)
         self.buffers = (self.buffer,)  # as readv(2) takes it
         received = os.readv(device_fd, self.buffers)
-        request = Request(self.buffer, received)
+        request = Request(*wire.IN_HEADER.unpack_from(self.buffer))
+        if received < BODY or request.length != received:
+            raise Malformed(f"the first request has {received} bytes")
         if request.opcode != Opcode.INIT:
             raise ProtocolError(f"the kernel began with request {request.opcode}, not INIT")
         request.refuse_shorter(BODY + wire.INIT_IN.size)
@@ -94,19 +94,20 @@ class Connection:
     def answer(self, unique: int, payload: bytes) -> None:
         """Send the answer to a request."""
         try:
-            os.write(self.fd, _pack_header(_HEADER_BYTES + len(payload), 0, unique) + payload)
+            os.write(self.fd, wire.reply(unique, payload))
         except OSError as error:
-            self._unanswered(error)
+            self.not_answered(error)
 
     def refuse(self, unique: int, code: int) -> None:
         """Answer a request with an error."""
         try:
             os.write(self.fd, wire.error_reply(unique, code))
         except OSError as error:
-            self._unanswered(error)
+            self.not_answered(error)
 
     @staticmethod
-    def _unanswered(error: OSError) -> None:
+    def not_answered(error: OSError) -> None:
+        """Note that an answer could not be sent."""
         # ENOENT: the caller was killed meanwhile. ENODEV: unmounted.
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             log.error("answering the kernel failed: %s", error)

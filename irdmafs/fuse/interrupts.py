@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import trio
 
 from ..callers.processes import Processes
-from .wire import Opcode
+from .tasks import Tasks
+from .wire import Opcode, Request
 
 # The kernel does not report signals after the first.
 _LOOK_AGAIN_S = 0.1
@@ -49,3 +50,38 @@ class Waiting(NamedTuple):
             return True
         pending = await processes.pending_signals(self.pid)
         return pending.fatal or (pending.keyboard and self.opcode in _READING)
+
+
+class WaitingRequests:
+    """The requests that wait in tasks of their own, by their numbers."""
+
+    def __init__(self, processes: Processes, tasks: Tasks) -> None:
+        self._processes = processes
+        self._tasks = tasks
+        self.by_unique: dict[int, Waiting] = {}
+        # How many of them wait for others, which may take long.
+        self._resting = 0
+
+    def add(self, request: Request, *, any_signal: bool) -> Waiting:
+        """Note that a request begins to wait."""
+        waiting = Waiting(request.opcode, request.pid, any_signal, trio.CancelScope(), trio.Event())
+        self.by_unique[request.unique] = waiting
+        self._resting += any_signal
+        return waiting
+
+    def remove(self, unique: int) -> None:
+        waiting = self.by_unique.pop(unique)
+        waiting.ended.set()
+        self._resting -= waiting.any_signal
+
+    def interrupt(self, unique: int) -> None:
+        """Handle INTERRUPT: the caller of a request got a signal."""
+        waiting = self.by_unique.get(unique)
+        if waiting is not None:
+            self._tasks.start_soon(waiting.interrupted, self._processes)
+
+    def want_turn(self) -> bool:
+        """Return whether their tasks may have something to do."""
+        if len(self.by_unique) > self._resting:
+            return True
+        return self._resting > 0 and trio.lowlevel.current_statistics().tasks_runnable > 0

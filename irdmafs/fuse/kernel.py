@@ -1,7 +1,8 @@
 """The kernel session: speaks /dev/fuse itself, for what libfuse 3.14 cannot do, passthrough above all.
 
 One trio task reads requests and starts each one's coroutine in place (see inline.py); almost all are
-answered before the next read. A request that has to wait goes on in a task of its own.
+answered before the next read. A request that has to wait goes on in a task of its own, which a signal may
+end.
 
 While requests keep coming, the reader looks for the next one for a moment before it goes back to
 trio: a process that opens file after file is then answered without a sleep and a wake-up in between,
@@ -13,21 +14,29 @@ import logging
 import os
 import select
 import time
-from typing import Final
+from collections.abc import Coroutine
+from types import CoroutineType
+from typing import Any, Final
 
 import trio
 
-from ..posix.operations import Operations
-from .answering import Answering
-from .backings import Backings
+from .. import inline
+from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
+from .deferred import Deferred
+from .interrupts import Waiting, WaitingRequests
 from .notices import Notices
+from .requests import NoPayload, Requests, Row
 from .session import Session
 from .tasks import Tasks
 from .wakeups import FastWakeups
+from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request
 
 log = logging.getLogger(__name__)
+
+_new, _unpack_header = tuple.__new__, IN_HEADER.unpack_from
+_pack_header, _HEADER_BYTES = OUT_HEADER.pack, OUT_HEADER.size
 
 # How long the reader looks for the next request before it sleeps, and how long it may keep trio's
 # other tasks (signals, waiting requests) from their turn.
@@ -35,6 +44,18 @@ _SPIN_NS: Final = 100_000
 _TURN_NS: Final = 2_000_000
 # Requests that come closer to each other are one burst: wake-ups stay fast, tidying up has to wait.
 _BURST_S: Final = 0.01
+# Requests that may be answered before releases and forgets that came earlier are carried out.
+_GO_AHEAD = frozenset(
+    map(
+        int,
+        (
+            *(Opcode.LOOKUP, Opcode.GETATTR, Opcode.GETXATTR, Opcode.OPEN, Opcode.RELEASE),
+            *(Opcode.FORGET, Opcode.BATCH_FORGET),
+        ),
+    )
+)
+_PUT_OFF_MAX = 1024
+_WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 
 
 class KernelSession(Session):
@@ -45,49 +66,48 @@ class KernelSession(Session):
     def __init__(
         self,
         connection: Connection,
-        operations: Operations,
-        backings: Backings,
+        filesystem: Filesystem,
         notices: Notices,
         tasks: Tasks,
         counts: Counts,
         wakeups: FastWakeups,
     ) -> None:
         self._connection = connection
-        self._operations = operations
-        self._backings = backings
+        self._namespace = filesystem.namespace
         self._notices = notices
         self._tasks = tasks
         self._wakeups = wakeups
+        self.deferred = deferred = Deferred(filesystem, tasks)
+        self.waiting = waiting = WaitingRequests(filesystem.processes, tasks)
+        self._rows = Requests(connection, filesystem, notices, deferred, waiting).rows
         self._counts = counts
+        self._trace = log.isEnabledFor(logging.DEBUG)
         self._finished = trio.Event()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            answering = Answering(
-                self._connection, self._operations, self._backings, self._notices, self._counts,
-                nursery,
-            )  # fmt: skip
             nursery.start_soon(self._tasks.run)
-            nursery.start_soon(self._read_requests, answering)
+            nursery.start_soon(self._read_requests)
             await self._finished.wait()
+            self.deferred.settle()
             self._tasks.stop()
-            answering.deferred.settle()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
         self._finished.set()
 
     def close(self) -> None:
-        self._tasks.close()
         self._notices.close()
         self._wakeups.close()
         self._connection.close()
 
-    async def _read_requests(self, answering: Answering) -> None:
-        device = self._connection.fd
+    async def _read_requests(self) -> None:
+        device, buffers = self._connection.fd, self._connection.buffers
         poller = select.poll()
         poller.register(device, select.POLLIN)
-        clock = time.monotonic_ns
+        answer, waiting = self.answer, self.waiting
+        clock, readv = time.monotonic_ns, os.readv
+        spin_ends = 0
         while True:
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
@@ -98,7 +118,14 @@ class KernelSession(Session):
             self._wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
-                if self._serve_one(answering):
+                try:
+                    received = readv(device, buffers)
+                except OSError as error:
+                    more = self._without_request(error)
+                else:
+                    answer(received)
+                    more = True
+                if more:
                     spin_ends = clock() + _SPIN_NS
                     if spin_ends > turn_ends:
                         await trio.lowlevel.checkpoint()
@@ -106,7 +133,7 @@ class KernelSession(Session):
                     continue
                 if self._finished.is_set():
                     return
-                if answering.waiting and answering.want_turn():
+                if waiting.by_unique and waiting.want_turn():
                     break  # requests that wait in their own tasks want their turn
                 while not (ready := poller.poll(0)) and clock() < spin_ends:
                     pass
@@ -115,22 +142,114 @@ class KernelSession(Session):
 
     async def _tidy_up(self) -> None:
         try:
-            await self._operations.idle()
+            await self._namespace.idle()
         except Exception:
             log.exception("tidying up failed")
 
-    def _serve_one(self, answering: Answering) -> bool:
-        """Read and answer one request; False when there is none."""
+    def _without_request(self, error: OSError) -> bool:
+        """Do what was put off, as there is no request. Return whether to look for one at once."""
+        if error.errno == errno.EAGAIN:
+            work = self.deferred.released or self.deferred.forgotten
+            if work:
+                self.deferred.settle()
+            return bool(work)
+        if error.errno in (errno.EINTR, errno.ENOENT):
+            return True
+        if error.errno != errno.ENODEV:
+            log.error("reading from the kernel failed: %s", error)
+        self._finished.set()
+        return False
+
+    # -- answering -------------------------------------------------------------------------------
+
+    def answer(self, received: int) -> None:
+        """Answer the request of `received` bytes that is in the buffer."""
+        # Request(...) takes twice as long.
+        request: Request = _new(Request, _unpack_header(self._connection.buffer))
+        if received < BODY or request.length != received:
+            log.error(
+                "from the kernel: %d bytes, which say that they are %d", received, request.length
+            )
+            return
+        opcode = request.opcode
+        self._counts.by_opcode[opcode & 63] += 1
+        if self._trace:
+            log.debug(
+                "%s node %d pid %d, %d bytes", _name(opcode), request.nodeid, request.pid, received
+            )
+        put_off = len(self.deferred.released) + len(self.deferred.forgotten)
+        if put_off and (put_off > _PUT_OFF_MAX or opcode not in _GO_AHEAD):
+            self.deferred.settle()
+        row = self._rows.get(opcode)
+        if row is None:
+            self._connection.refuse(request.unique, errno.ENOSYS)
+            return
+        size, carry_out, pack = row
         try:
-            received = os.readv(self._connection.fd, self._connection.buffers)
-        except BlockingIOError:
-            return answering.deferred.settle()
+            if received < size:
+                raise Malformed("the request is too short for its kind")
+            result = carry_out(request)
+            if result.__class__ is CoroutineType:
+                result = inline.run(result)
+            if result.__class__ is NoPayload:
+                if result.code:
+                    self._connection.refuse(request.unique, result.code)
+                return
+            payload = (result or b"") if pack is None else pack(result)
+        except inline.Detached as detached:
+            waiting = self.waiting.add(request, any_signal=detached.any_signal)
+            self._tasks.start_soon(self._finish, request, row, waiting, result)
+            return
+        except Exception as error:
+            self.fail(request, error)
+            return
+        answer = _pack_header(_HEADER_BYTES + len(payload), 0, request.unique) + payload
+        try:
+            os.write(self._connection.fd, answer)
         except OSError as error:
-            if error.errno in (errno.EINTR, errno.ENOENT):
-                return True
-            if error.errno != errno.ENODEV:
-                log.error("reading from the kernel failed: %s", error)
-            self._finished.set()
-            return False
-        answering.answer(received)
-        return True
+            self._connection.not_answered(error)
+
+    async def _finish(
+        self, request: Request, row: Row, waiting: Waiting, coro: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
+        with waiting.scope as scope:
+            try:
+                result = await inline.resume(coro)
+                payload = (result or b"") if row.pack is None else row.pack(result)
+                self._connection.answer(request.unique, payload)
+            except Exception as error:
+                self.fail(request, error)
+            finally:
+                self.waiting.remove(request.unique)
+        if scope.cancelled_caught:
+            self._connection.refuse(request.unique, errno.EINTR)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Answer with an error, and log it if it is none that a filesystem answers with."""
+        opcode = request.opcode
+        if isinstance(error, Malformed):
+            log.error("from the kernel: %s", error)
+            code = errno.EINVAL
+        elif isinstance(error, OSError) and error.errno:
+            code = error.errno
+            if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+                log.error("%s: %s", _name(opcode), error)
+        elif isinstance(error, KeyError):
+            log.error("%s: the kernel asked for what is not open", _name(opcode), exc_info=error)
+            code = errno.EBADF
+        elif isinstance(error, OverflowError):
+            code = errno.EINVAL
+        else:
+            log.exception("%s failed", _name(opcode), exc_info=error)
+            code = errno.EIO
+        self._counts.failed(code)
+        if opcode not in _WITHOUT_ANSWER:
+            self._connection.refuse(request.unique, code)
+
+
+def _name(opcode: int) -> str:
+    try:
+        return Opcode(opcode).name
+    except ValueError:
+        return f"request {opcode}"

@@ -1,5 +1,7 @@
-"""Notifications to the kernel: what it must forget, and which descriptors' events have changed."""
+"""The kernel's memory of a mount: what it must forget, and the files that it holds, from which it serves
+reads and writes of nodes (passthrough)."""
 
+import os
 import select
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
@@ -7,10 +9,11 @@ from typing import Any, Final
 import trio
 
 from ..backend.cluster.records import ContentId
+from ..backend.store.extents import ExtentStore
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
-from . import wire
-from .backings import Backings
+from ..posix.atimes import Atimes
+from . import passthrough, wire
 from .connection import Connection
 from .submounts import Submounts
 from .tasks import Tasks
@@ -19,15 +22,24 @@ _CAUGHT_UP_S: Final = 0.1
 
 
 class Notices(KernelCache):
-    """The kernel's memory of a mount with a kernel session."""
+    """The kernel's memory of a mount with a kernel session. `atimes` is told of reads that pass through to
+    files of `extents`, and of their end."""
 
     def __init__(
-        self, connection: Connection, backings: Backings, submounts: Submounts, tasks: Tasks
+        self,
+        connection: Connection,
+        extents: ExtentStore,
+        atimes: Atimes,
+        submounts: Submounts,
+        tasks: Tasks,
     ) -> None:
         self._connection = connection
-        self._backings = backings
+        self._extents = extents
+        self._atimes = atimes
         self._submounts = submounts
         self._tasks = tasks
+        # The nodes for which the kernel holds the file of an extent, each until that is dropped.
+        self._backed: dict[int, set[Node]] = {}
 
     def close(self) -> None:
         self._submounts.close()
@@ -81,14 +93,44 @@ class Notices(KernelCache):
 
     # -- the files that it holds -----------------------------------------------------------------
 
+    def pass_through(self, node: Node) -> None:
+        """Have reads and writes of a node pass through to its content's file. Raises OSError."""
+        content = node.content
+        assert content is not None
+        if content.fd >= 0:
+            self._register(node, content.extent, content.fd)
+        else:
+            with self._extents.opened(content.extent) as fd:
+                self._register(node, content.extent, fd)
+
+    def _register(self, node: Node, extent: ContentId, fd: int) -> None:
+        atime_ns = os.fstat(fd).st_atime_ns
+        node.backing_id = passthrough.register(self._connection.fd, fd)
+        node.backing_extent = extent
+        self._backed.setdefault(extent, set()).add(node)
+        self._atimes.passes(node, extent, atime_ns)
+
     def drop_backing(self, node: Node) -> None:
-        self._backings.drop(node)
+        if node.backing_id:
+            self._atimes.gone(node)
+            passthrough.unregister(self._connection.fd, node.backing_id)
+            self._remove(node)
+            node.backing_id = node.backing_extent = 0
 
     def move_backing(self, node: Node, extent: ContentId) -> None:
-        self._backings.move(node, extent)
+        self._remove(node)
+        node.backing_extent = extent
+        self._backed.setdefault(extent, set()).add(node)
+        self._atimes.moved(node, extent)
 
     def backed_by(self, extent: ContentId) -> list[Node]:
-        return self._backings.of(extent)
+        return list(self._backed.get(extent, ()))
+
+    def _remove(self, node: Node) -> None:
+        nodes = self._backed[node.backing_extent]
+        nodes.discard(node)
+        if not nodes:
+            del self._backed[node.backing_extent]
 
     async def wake_poll(self, handle: int) -> None:
         message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))

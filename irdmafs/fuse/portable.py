@@ -10,6 +10,7 @@ import errno
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pyfuse3
@@ -18,8 +19,8 @@ import trio
 from ..backend.cluster.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
-from ..posix.calls import Attributes, OpenInfo, Space
-from ..posix.operations import Operations
+from ..posix.calls import Attributes, Caller, OpenInfo, Space
+from ..posix.filesystem import Filesystem
 from .counts import Counts
 from .session import Session
 from .tasks import Tasks
@@ -29,12 +30,6 @@ log = logging.getLogger(__name__)
 
 # The kernel has nothing to forget, or is gone itself.
 _GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENOTDIR})
-
-_REQUESTS = (
-    "lookup", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
-    "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "releasedir",
-    "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "create", "forget",
-)  # fmt: skip
 
 # The kernel locks directories while it changes names in them: which arguments of a request they are.
 _LOCKED = {
@@ -54,15 +49,15 @@ class PortableSession(Session):
 
     def __init__(
         self,
-        operations: Operations,
+        filesystem: Filesystem,
         tasks: Tasks,
         counts: Counts,
         mountpoint: str,
         options: set[str],
     ) -> None:
         self._tasks = tasks
-        self._end_waits = operations.end_waits
-        pyfuse3.init(_adapted(operations, counts), mountpoint, options)
+        self._waits = filesystem.waits
+        pyfuse3.init(_adapted(filesystem, counts), mountpoint, options)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -72,11 +67,10 @@ class PortableSession(Session):
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
-        self._end_waits()
+        self._waits.end()
         pyfuse3.terminate()
 
     def close(self) -> None:
-        self._tasks.close()
         pyfuse3.close(unmount=False)
 
 
@@ -140,13 +134,73 @@ class PortableNotices(KernelCache):
         return []
 
 
-def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
+def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any, Any, Any]]]:
+    """Return the operations that pyfuse3 carries, by its names, with its arguments."""
+    names, opens, files = filesystem.names, filesystem.opens, filesystem.files
+    metadata, xattrs, directories = filesystem.metadata, filesystem.xattrs, filesystem.directories
+
+    async def attributes(inode: int, ctx: Caller) -> Attributes:
+        return metadata.attributes(inode)
+
+    async def change(inode: int, attr: Any, fields: Any, fh: int | None, ctx: Caller) -> Attributes:
+        changes = {
+            name: getattr(attr, f"st_{name}")
+            for name in ("mode", "uid", "gid", "atime_ns", "mtime_ns")
+            if getattr(fields, f"update_{name.removesuffix('_ns')}")
+        }
+        size = attr.st_size if fields.update_size else None
+        return await metadata.change(inode, changes, ctx, size=size, fh=fh)
+
+    async def list_names(fh: int, start_id: int, token: Any) -> None:
+        def add(name: bytes, entry: Attributes, next_id: int) -> bool:
+            return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
+
+        await directories.readdir(fh, start_id, add, one_number=True)
+
+    return {
+        "lookup": filesystem.lookups.lookup,
+        "forget": filesystem.lookups.forget,
+        "mknod": lambda parent, name, mode, rdev, ctx: names.mknod(
+            parent, name, mode, ctx.umask, rdev, ctx
+        ),
+        "mkdir": lambda parent, name, mode, ctx: names.mkdir(parent, name, mode, ctx.umask, ctx),
+        "symlink": names.symlink,
+        "link": names.link,
+        "unlink": names.unlink,
+        "rmdir": names.rmdir,
+        "rename": names.rename,
+        "readlink": names.readlink,
+        "getattr": attributes,
+        "setattr": change,
+        "statfs": lambda ctx: metadata.statfs(),
+        "setxattr": xattrs.setxattr,
+        "getxattr": xattrs.getxattr,
+        "listxattr": xattrs.listxattr,
+        "removexattr": xattrs.removexattr,
+        "open": opens.open,
+        "create": lambda parent, name, mode, flags, ctx: opens.create(
+            parent, name, mode, ctx.umask, flags, ctx
+        ),
+        "read": files.read,
+        "write": files.write,
+        "flush": files.flush,
+        "release": files.release,
+        "fsync": files.fsync,
+        "opendir": directories.opendir,
+        "readdir": list_names,
+        "releasedir": directories.releasedir,
+        "fsyncdir": lambda fh, datasync: directories.sync(),
+    }
+
+
+def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
     """Return the operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
 
     pyfuse3 has one number for the node id and for stat(2). Where they differ (a second node of an
     inode) the kernel must not keep the attributes of a lookup, and getattr, whose answer has no
     node id, returns the inode's number. Listings have the node that has the inode's number.
     """
+    locks = filesystem.coherence.kernel_locks
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
         kind = Opcode[name.upper()]
@@ -156,7 +210,8 @@ def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
         async def wrapped(*args: Any) -> Any:
             counts.by_opcode[kind] += 1
             try:
-                with operations.kernel_locks.hold(*(args[at] for at in locked)):
+                held = (args[at] for at in locked)
+                with nullcontext() if locks is None else locks.hold(*held):
                     result = await method(*args)
             except (OSError, KeyError) as error:
                 code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EBADF
@@ -176,15 +231,8 @@ def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
 
         return wrapped
 
-    async def readdir(fh: int, start_id: int, token: Any) -> None:
-        def add(name: bytes, entry: Attributes, next_id: int) -> bool:
-            return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
-
-        await operations.readdir(fh, start_id, add, one_number=True)
-
     adapted = pyfuse3.Operations()
-    methods = {name: getattr(operations, name) for name in _REQUESTS}
-    for name, method in {**methods, "readdir": readdir}.items():
+    for name, method in _operations(filesystem).items():
         setattr(adapted, name, wrap(name, method))
     return adapted
 

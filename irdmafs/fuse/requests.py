@@ -9,18 +9,18 @@ from typing import Any, Final, NamedTuple
 
 from ..backend.clock import now_ns
 from ..backend.namespace import acl, fail
+from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
-from ..posix import ioctls
+from ..inline import detach
 from ..posix.calls import Attributes, OpenInfo
+from ..posix.filesystem import Filesystem
 from ..posix.locks import Lock
-from ..posix.operations import Operations
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY
 from . import wire
-from .backings import Backings
-from .bodies import SetattrFields, creator
 from .connection import Connection
 from .deferred import Deferred
+from .interrupts import WaitingRequests
 from .notices import Notices
 from .replies import (
     DirectoryReply,
@@ -33,9 +33,9 @@ from .replies import (
     pack_written,
     sized,
 )
-from .wire import BODY, Malformed, Opcode, Request, Valid
+from .wire import BODY, Malformed, Opcode, Request, Valid, decode_name
 
-__all__ = ["ANSWERED", "Requests", "Row"]
+__all__ = ["NO_ANSWER", "NoPayload", "Requests", "Row"]
 
 _NS: Final = 1_000_000_000
 _OFFSET_MAX: Final = 2**63 - 1
@@ -50,20 +50,37 @@ _KEEP_CACHE: Final = int(wire.Open.KEEP_CACHE)
 _NOFLUSH: Final = int(wire.Open.NOFLUSH)
 _PASSTHROUGH: Final = int(wire.Open.PASSTHROUGH)
 
-# Requests that only the kernel handles, or sends only to servers that offer them: answered ENOSYS.
+# Requests that only the kernel handles, or sends only to servers that offer them: answered ENOSYS. The
+# kernel makes ENOTTY of that for IOCTL.
 _NOT_SERVED: Final = frozenset(
     {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
-        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING),
+        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
     }
 )
+# Requests during which the kernel has locked the directories that they name.
+_RENAMES: Final = frozenset({Opcode.RENAME, Opcode.RENAME2})
+_CHANGE_NAMES: Final = frozenset(
+    {
+        *(Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.CREATE),
+        *(Opcode.UNLINK, Opcode.RMDIR, *_RENAMES),
+    }
+)
+_CHANGE_ATTRIBUTES: Final = frozenset({Opcode.SETATTR, Opcode.SETXATTR, Opcode.REMOVEXATTR})
 
 
-class Answered:
-    """The result of a request that gets no answer, or has got one already."""
+class NoPayload:
+    """The result of a request that is answered with an error (an exception takes 2 us more), or, with the
+    code 0, gets no answer."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        self.code = code
 
 
-ANSWERED: Final = Answered()
+NO_ANSWER: Final = NoPayload(0)
+_NO_DATA: Final = NoPayload(errno.ENODATA)
 # A coroutine is run to its result.
 Result = Any
 CarryOut = Callable[[Request], Result]
@@ -78,89 +95,106 @@ class Row(NamedTuple):
     pack: Callable[[Any], bytes] | None
 
 
-class Requests:
-    """The table of all kinds of requests (`rows`), which are read from the connection's buffer.
+def _row(
+    layout: Struct | None, carry_out: CarryOut, pack: Callable[[Any], bytes] | None = None
+) -> Row:
+    """Return the row of a request whose body begins with `layout`."""
+    return Row(BODY + (layout.size if layout is not None else 0), carry_out, pack)
 
-    `interrupt` is given the number of a request whose caller got a signal.
-    """
+
+class Requests:
+    """The table of all kinds of requests (`rows`), which are read from the connection's buffer: each
+    operation decodes a body, and calls the part of the filesystem that carries the request out."""
 
     def __init__(
         self,
         connection: Connection,
-        operations: Operations,
-        backings: Backings,
+        filesystem: Filesystem,
         notices: Notices,
         deferred: Deferred,
-        interrupt: Callable[[int], None],
+        waiting: WaitingRequests,
     ) -> None:
-        self._connection = connection
         self._buffer = connection.buffer
         self._view = memoryview(connection.buffer)
-        self._operations = operations
-        self._find = operations.find
-        self._locked = operations.kernel_locks.hold
-        self._attributes = operations.attributes
-        self._backings = backings
+        self._lookups = filesystem.lookups
+        self._names = filesystem.names
+        self._metadata = filesystem.metadata
+        self._xattrs = filesystem.xattrs
+        self._opens = filesystem.opens
+        self._files = filesystem.files
+        self._directories = filesystem.directories
+        self._atimes = filesystem.atimes
         self._notices = notices
         self._deferred = deferred
-        self._interrupt_waiting = interrupt
-        self.rows = self._table(operations)
+        self._waiting = waiting
+        listings_stay = filesystem.coherence.listings_stay
+        self._directory_flags = _CACHE_DIR if listings_stay else 0
+        self.rows = self._table()
+        locks = filesystem.coherence.kernel_locks
+        if locks is not None:
+            for opcode in _CHANGE_NAMES | _CHANGE_ATTRIBUTES:
+                row = self.rows[opcode]
+                self.rows[opcode] = row._replace(carry_out=self._told_to_others(row, locks))
 
-    def _table(self, ops: Operations) -> dict[int, Row]:
-        named, changing = self._named, self._changing
-        at_handle, row = self._at_handle, self._row
+    def _table(self) -> dict[int, Row]:
+        at_handle, files = self._at_handle, self._files
         rows = {
             # Names
-            Opcode.LOOKUP: row(None, self._lookup, pack_found),
-            Opcode.FORGET: row(wire.FORGET_IN, self._forget),
-            Opcode.BATCH_FORGET: row(wire.BATCH_FORGET_IN, self._batch_forget),
-            Opcode.MKNOD: row(wire.MKNOD_IN, changing(self._mknod), pack_entry),
-            Opcode.MKDIR: row(wire.MKDIR_IN, changing(self._mkdir), pack_entry),
-            Opcode.SYMLINK: row(None, changing(self._symlink), pack_entry),
-            Opcode.LINK: row(wire.LINK_IN, changing(self._link), pack_entry),
-            Opcode.UNLINK: row(None, changing(named(ops.unlink))),
-            Opcode.RMDIR: row(None, changing(named(ops.rmdir))),
-            Opcode.RENAME: row(wire.RENAME_IN, self._rename),
-            Opcode.RENAME2: row(wire.RENAME2_IN, self._rename2),
-            Opcode.READLINK: row(None, lambda asked: ops.readlink(asked.nodeid, asked)),
+            Opcode.LOOKUP: _row(None, self._lookup, pack_found),
+            Opcode.FORGET: _row(wire.FORGET_IN, self._forget),
+            Opcode.BATCH_FORGET: _row(wire.BATCH_FORGET_IN, self._batch_forget),
+            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, pack_entry),
+            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, pack_entry),
+            Opcode.SYMLINK: _row(None, self._symlink, pack_entry),
+            Opcode.LINK: _row(wire.LINK_IN, self._link, pack_entry),
+            Opcode.UNLINK: _row(None, self._unlink),
+            Opcode.RMDIR: _row(None, self._rmdir),
+            Opcode.RENAME: _row(wire.RENAME_IN, self._rename),
+            Opcode.RENAME2: _row(wire.RENAME2_IN, self._rename2),
+            Opcode.READLINK: _row(None, lambda asked: self._names.readlink(asked.nodeid, asked)),
             # Attributes
-            Opcode.GETATTR: row(None, self._getattr, pack_attributes),
-            Opcode.SETATTR: row(wire.SETATTR_IN, self._setattr, pack_attributes),
-            Opcode.STATX: row(None, self._statx),
-            Opcode.STATFS: row(None, lambda asked: ops.statfs(asked, asked.nodeid), pack_statfs),
-            Opcode.SETXATTR: row(wire.SETXATTR_IN, self._setxattr),
-            Opcode.GETXATTR: row(wire.GETXATTR_IN, self._getxattr),
-            Opcode.LISTXATTR: row(wire.GETXATTR_IN, self._listxattr),
-            Opcode.REMOVEXATTR: row(None, named(ops.removexattr)),
-            Opcode.IOCTL: row(wire.IOCTL_IN, self._ioctl),
-            # Files
-            Opcode.OPEN: row(wire.OPEN_IN, self._open, self._pack_open),
-            Opcode.CREATE: row(wire.CREATE_IN, changing(self._create), self._pack_created),
-            Opcode.TMPFILE: row(wire.CREATE_IN, self._tmpfile, self._pack_created),
-            Opcode.READ: at_handle(wire.READ_IN, ops.read),
-            Opcode.WRITE: row(wire.WRITE_IN, self._write, pack_written),
-            Opcode.FLUSH: row(wire.FLUSH_IN, self._flush),
-            Opcode.RELEASE: row(wire.RELEASE_IN, self._release),
-            Opcode.FSYNC: at_handle(wire.FSYNC_IN, self._fsync(ops.fsync)),
-            Opcode.FALLOCATE: at_handle(wire.FALLOCATE_IN, self._fallocate),
-            Opcode.LSEEK: at_handle(wire.LSEEK_IN, ops.lseek, wire.LSEEK_OUT.pack),
-            Opcode.COPY_FILE_RANGE: at_handle(
-                wire.COPY_FILE_RANGE_IN, ops.copy_file_range, pack_written
+            Opcode.GETATTR: _row(None, self._getattr, pack_attributes),
+            Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, pack_attributes),
+            Opcode.STATX: _row(None, self._statx),
+            Opcode.STATFS: _row(
+                None, lambda asked: self._metadata.statfs(asked.nodeid), pack_statfs
             ),
-            Opcode.POLL: row(wire.POLL_IN, self._poll),
+            Opcode.SETXATTR: _row(wire.SETXATTR_IN, self._setxattr),
+            Opcode.GETXATTR: _row(wire.GETXATTR_IN, self._getxattr),
+            Opcode.LISTXATTR: _row(wire.GETXATTR_IN, self._listxattr),
+            Opcode.REMOVEXATTR: _row(None, self._removexattr),
+            # Files
+            Opcode.OPEN: _row(wire.OPEN_IN, self._open, self._pack_open),
+            Opcode.CREATE: _row(wire.CREATE_IN, self._create, self._pack_created),
+            Opcode.TMPFILE: _row(wire.CREATE_IN, self._tmpfile, self._pack_created),
+            Opcode.READ: at_handle(wire.READ_IN, files.read),
+            Opcode.WRITE: _row(wire.WRITE_IN, self._write, pack_written),
+            Opcode.FLUSH: _row(wire.FLUSH_IN, self._flush),
+            Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
+            Opcode.FSYNC: at_handle(
+                wire.FSYNC_IN, lambda fh, flags, _: files.fsync(fh, bool(flags & 1))
+            ),
+            Opcode.FALLOCATE: at_handle(wire.FALLOCATE_IN, self._fallocate),
+            Opcode.LSEEK: at_handle(wire.LSEEK_IN, files.lseek, wire.LSEEK_OUT.pack),
+            Opcode.COPY_FILE_RANGE: at_handle(
+                wire.COPY_FILE_RANGE_IN, files.copy_file_range, pack_written
+            ),
+            Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories
-            Opcode.OPENDIR: row(wire.OPEN_IN, self._opendir, self._pack_opendir),
+            Opcode.OPENDIR: _row(wire.OPEN_IN, self._opendir, self._pack_opendir),
             Opcode.READDIR: at_handle(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: at_handle(wire.READ_IN, self._readdirplus),
-            Opcode.RELEASEDIR: at_handle(wire.RELEASE_IN, lambda fh, *_: ops.releasedir(fh)),
-            Opcode.FSYNCDIR: at_handle(wire.FSYNC_IN, self._fsync(ops.fsyncdir)),
-            Opcode.SYNCFS: row(None, lambda asked: ops.fsyncdir(0, False)),
+            Opcode.RELEASEDIR: at_handle(
+                wire.RELEASE_IN, lambda fh, *_: self._directories.releasedir(fh)
+            ),
+            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked: self._directories.sync()),
+            Opcode.SYNCFS: _row(None, lambda asked: self._directories.sync()),
             # Locks and signals
-            Opcode.GETLK: row(wire.LOCK_IN, self._getlk, pack_lock),
-            Opcode.SETLK: row(wire.LOCK_IN, self._setlk),
-            Opcode.SETLKW: row(wire.LOCK_IN, self._setlk),
-            Opcode.INTERRUPT: row(wire.INTERRUPT_IN, self._interrupt),
-            Opcode.DESTROY: row(None, lambda asked: None),
+            Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, pack_lock),
+            Opcode.SETLK: _row(wire.LOCK_IN, self._setlk),
+            Opcode.SETLKW: _row(wire.LOCK_IN, self._setlk),
+            Opcode.INTERRUPT: _row(wire.INTERRUPT_IN, self._interrupt),
+            Opcode.DESTROY: _row(None, lambda asked: None),
         }
         missing = set(Opcode) - _NOT_SERVED - rows.keys()
         if missing:
@@ -169,17 +203,6 @@ class Requests:
         return {int(opcode): found for opcode, found in rows.items()}
 
     # -- rows ------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _row(
-        layout: Struct | None, carry_out: CarryOut, pack: Callable[[Any], bytes] | None = None
-    ) -> Row:
-        """Return the row of a request whose body begins with `layout`."""
-        return Row(BODY + (layout.size if layout is not None else 0), carry_out, pack)
-
-    def _named(self, operation: Callable[[int, bytes, Request], Result]) -> CarryOut:
-        """Return the operation of a request whose body is one name."""
-        return lambda asked: operation(asked.nodeid, self._name(asked, BODY), asked)
 
     def _at_handle(
         self,
@@ -194,83 +217,91 @@ class Requests:
         def carry_out(asked: Request) -> Result:
             return operation(*unpack(buffer, BODY))
 
-        return self._row(layout, carry_out, pack)
+        return _row(layout, carry_out, pack)
 
-    def _changing(self, carry_out: CarryOut) -> CarryOut:
-        """Return the operation of a request during which the kernel has locked the directory."""
-        return lambda asked: self._hold(carry_out(asked), asked.nodeid)
+    def _told_to_others(self, row: Row, locks: KernelLocks) -> CarryOut:
+        """Return the operation of a request that other hosts must know of before it is answered: it may
+        wait."""
 
-    async def _hold(self, carrying_out: Coroutine[Any, Any, Any], *directories: int) -> Result:
-        with self._locked(*directories):
-            return await carrying_out
+        def carry_out(asked: Request) -> Result:
+            directories = [asked.nodeid] if asked.opcode in _CHANGE_NAMES else []
+            if asked.opcode in _RENAMES:
+                directories += wire.RENAME_IN.unpack_from(self._buffer, BODY)
+            return hold(row.carry_out(asked), directories)
 
-    @staticmethod
-    def _fsync(operation: Callable[[int, bool], Result]) -> Callable[..., Result]:
-        return lambda fh, flags, _: operation(fh, bool(flags & 1))
+        async def hold(operation: Coroutine[Any, Any, Any], directories: list[int]) -> Result:
+            with locks.hold(*directories):
+                await detach()
+                return await operation
 
-    def _name(self, asked: Request, start: int) -> bytes:
-        return wire.decode_name(self._buffer, start, asked.length)[0]
-
-    def _two_names(self, asked: Request, start: int) -> tuple[bytes, bytes]:
-        first, after = wire.decode_name(self._buffer, start, asked.length)
-        return first, self._name(asked, after)
+        return carry_out
 
     # -- names -----------------------------------------------------------------------------------
 
     def _lookup(self, asked: Request) -> Result:
-        name, _ = wire.decode_name(self._buffer, BODY, asked.length)
-        found = self._find(asked.nodeid, name, asked.pid)
-        return self._operations.lookup(asked.nodeid, name, asked) if found is None else found
+        name, _ = decode_name(self._buffer, BODY, asked.length)
+        found = self._lookups.find(asked.nodeid, name, asked.pid)
+        return self._lookups.lookup(asked.nodeid, name, asked) if found is None else found
 
-    def _forget(self, asked: Request) -> Answered:
+    def _forget(self, asked: Request) -> NoPayload:
         (lookups,) = wire.FORGET_IN.unpack_from(self._buffer, BODY)
         self._deferred.forgotten.append((asked.nodeid, lookups))
-        return ANSWERED
+        return NO_ANSWER
 
-    def _batch_forget(self, asked: Request) -> Answered:
+    def _batch_forget(self, asked: Request) -> NoPayload:
         count, _ = wire.BATCH_FORGET_IN.unpack_from(self._buffer, BODY)
         start = BODY + wire.BATCH_FORGET_IN.size
         stop = start + count * wire.FORGET_ONE.size
         asked.refuse_shorter(stop)
         self._deferred.forgotten += wire.FORGET_ONE.iter_unpack(self._view[start:stop])
-        return ANSWERED
+        return NO_ANSWER
 
     def _mknod(self, asked: Request) -> Result:
         mode, rdev, umask, _ = wire.MKNOD_IN.unpack_from(self._buffer, BODY)
-        name = self._name(asked, BODY + wire.MKNOD_IN.size)
-        return self._operations.mknod(asked.nodeid, name, mode, rdev, creator(asked, umask))
+        name, _ = decode_name(self._buffer, BODY + wire.MKNOD_IN.size, asked.length)
+        return self._names.mknod(asked.nodeid, name, mode, umask, rdev, asked)
 
     def _mkdir(self, asked: Request) -> Result:
         mode, umask = wire.MKDIR_IN.unpack_from(self._buffer, BODY)
-        name = self._name(asked, BODY + wire.MKDIR_IN.size)
-        return self._operations.mkdir(asked.nodeid, name, mode, creator(asked, umask))
+        name, _ = decode_name(self._buffer, BODY + wire.MKDIR_IN.size, asked.length)
+        return self._names.mkdir(asked.nodeid, name, mode, umask, asked)
 
     def _symlink(self, asked: Request) -> Result:
         name, target = self._two_names(asked, BODY)
-        return self._operations.symlink(asked.nodeid, name, target, asked)
+        return self._names.symlink(asked.nodeid, name, target, asked)
 
     def _link(self, asked: Request) -> Result:
         (old,) = wire.LINK_IN.unpack_from(self._buffer, BODY)
-        name = self._name(asked, BODY + wire.LINK_IN.size)
-        return self._operations.link(old, asked.nodeid, name, asked)
+        name, _ = decode_name(self._buffer, BODY + wire.LINK_IN.size, asked.length)
+        return self._names.link(old, asked.nodeid, name, asked)
+
+    def _unlink(self, asked: Request) -> Result:
+        name, _ = decode_name(self._buffer, BODY, asked.length)
+        return self._names.unlink(asked.nodeid, name, asked)
+
+    def _rmdir(self, asked: Request) -> Result:
+        name, _ = decode_name(self._buffer, BODY, asked.length)
+        return self._names.rmdir(asked.nodeid, name, asked)
 
     def _rename(self, asked: Request) -> Result:
         (target,) = wire.RENAME_IN.unpack_from(self._buffer, BODY)
-        return self._renamed(asked, target, 0, BODY + wire.RENAME_IN.size)
+        old, new = self._two_names(asked, BODY + wire.RENAME_IN.size)
+        return self._names.rename(asked.nodeid, old, target, new, 0, asked)
 
     def _rename2(self, asked: Request) -> Result:
         target, flags, _ = wire.RENAME2_IN.unpack_from(self._buffer, BODY)
-        return self._renamed(asked, target, flags, BODY + wire.RENAME2_IN.size)
+        old, new = self._two_names(asked, BODY + wire.RENAME2_IN.size)
+        return self._names.rename(asked.nodeid, old, target, new, flags, asked)
 
-    def _renamed(self, asked: Request, target: int, flags: int, start: int) -> Result:
-        old, new = self._two_names(asked, start)
-        renaming = self._operations.rename(asked.nodeid, old, target, new, flags, asked)
-        return self._hold(renaming, asked.nodeid, target)
+    def _two_names(self, asked: Request, start: int) -> tuple[bytes, bytes]:
+        first, after = decode_name(self._buffer, start, asked.length)
+        second, _ = decode_name(self._buffer, after, asked.length)
+        return first, second
 
     # -- attributes ------------------------------------------------------------------------------
 
     def _getattr(self, asked: Request) -> Attributes:
-        return self._attributes(asked.nodeid)
+        return self._metadata.attributes(asked.nodeid)
 
     def _setattr(self, asked: Request) -> Result:
         (
@@ -279,72 +310,61 @@ class Requests:
         ) = wire.SETATTR_IN.unpack_from(self._buffer, BODY)  # fmt: skip
         if max(atime_ns, mtime_ns) >= _NS:
             raise Malformed("a time has more nanoseconds than a second")
-        wanted = Attributes()
-        wanted.st_mode, wanted.st_uid, wanted.st_gid = mode, uid, gid
-        if valid & Valid.SIZE:
-            if size > _OFFSET_MAX:
-                raise fail(errno.EFBIG)
-            wanted.st_size = size
+        if valid & Valid.SIZE and size > _OFFSET_MAX:
+            raise fail(errno.EFBIG)
         now = now_ns() if valid & _VALID_NOW else 0
-        wanted.st_atime_ns = now if valid & Valid.ATIME_NOW else atime * _NS + atime_ns
-        wanted.st_mtime_ns = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
+        changes = {}
+        if valid & Valid.MODE:
+            changes["mode"] = mode
+        if valid & Valid.UID:
+            changes["uid"] = uid
+        if valid & Valid.GID:
+            changes["gid"] = gid
+        if valid & (Valid.ATIME | Valid.ATIME_NOW):
+            changes["atime_ns"] = now if valid & Valid.ATIME_NOW else atime * _NS + atime_ns
+        if valid & (Valid.MTIME | Valid.MTIME_NOW):
+            changes["mtime_ns"] = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
         # The kernel sends a SETATTR that sets nothing before a change that has no request of its own.
         lose_set_ids = bool(valid & Valid.KILL_SUIDGID) or not valid & ~_VALID_HANDLES
-        return self._operations.setattr(
-            asked.nodeid, wanted, SetattrFields(valid), fh if valid & Valid.FH else None, asked,
-            lose_set_ids=lose_set_ids, touch=not _VALID_NOW & ~valid,
+        return self._metadata.change(
+            asked.nodeid, changes, asked, size=size if valid & Valid.SIZE else None,
+            fh=fh if valid & Valid.FH else None, lose_set_ids=lose_set_ids,
         )  # fmt: skip
 
     def _statx(self, asked: Request) -> bytes:
-        entry = self._attributes(asked.nodeid)
-        return pack_statx(entry, self._operations.birth_ns(asked.nodeid))
+        entry = self._metadata.attributes(asked.nodeid)
+        return pack_statx(entry, self._metadata.birth_ns(asked.nodeid))
 
     def _setxattr(self, asked: Request) -> Result:
         size, flags, more = wire.SETXATTR_IN.unpack_from(self._buffer, BODY)
-        name, start = wire.decode_name(self._buffer, BODY + wire.SETXATTR_IN.size, asked.length)
+        name, start = decode_name(self._buffer, BODY + wire.SETXATTR_IN.size, asked.length)
         asked.refuse_shorter(start + size)
         value = bytes(self._view[start : start + size])
         drop_set_gid = bool(more & wire.SETXATTR_ACL_KILL_SGID)
-        return self._operations.setxattr(
+        return self._xattrs.setxattr(
             asked.nodeid, name, value, asked, flags, drop_set_gid=drop_set_gid
         )
 
     def _getxattr(self, asked: Request) -> Result:
         room, _ = wire.GETXATTR_IN.unpack_from(self._buffer, BODY)
-        name, _ = wire.decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, asked.length)
-        if name in _ASKED_OFTEN and not self._operations.has_xattrs(asked.nodeid):
-            return self._refuse(asked, errno.ENODATA)
+        name, _ = decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, asked.length)
+        if name in _ASKED_OFTEN and not self._xattrs.has_xattrs(asked.nodeid):
+            return _NO_DATA
         if name.startswith(OWN_XATTRS):
             self._deferred.settle()  # a caller that asks what is open must not see closed files
-        return self._sized(self._operations.getxattr(asked.nodeid, name, asked), room)
+        return self._sized(self._xattrs.getxattr(asked.nodeid, name, asked), room)
 
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
         return sized(await asking, room)
 
     async def _listxattr(self, asked: Request) -> bytes:
         room, _ = wire.GETXATTR_IN.unpack_from(self._buffer, BODY)
-        names = await self._operations.listxattr(asked.nodeid, asked)
+        names = await self._xattrs.listxattr(asked.nodeid, asked)
         return sized(b"".join(name + b"\0" for name in names), room)
 
-    def _ioctl(self, asked: Request) -> Result:
-        _, _, command, _, size, room = wire.IOCTL_IN.unpack_from(self._buffer, BODY)
-        if command not in ioctls.KNOWN:
-            return self._refuse(asked, errno.ENOTTY)
-        start = BODY + wire.IOCTL_IN.size
-        asked.refuse_shorter(start + size)
-        flags = ioctls.asked_flags(command, bytes(self._view[start : start + size]))
-        return self._flags(asked.nodeid, command, flags, room)
-
-    async def _flags(self, node_id: int, command: int, flags: int | None, room: int) -> bytes:
-        if flags is not None:
-            await self._operations.set_flags(node_id, flags)
-        answer = ioctls.answer(command, self._operations.flags(node_id))[:room]
-        return wire.IOCTL_OUT.pack(0, 0, 0, 0) + answer
-
-    def _refuse(self, asked: Request, code: int) -> Answered:
-        """Answer with an error that is asked for often: an exception takes 2 us more."""
-        self._connection.refuse(asked.unique, code)
-        return ANSWERED
+    def _removexattr(self, asked: Request) -> Result:
+        name, _ = decode_name(self._buffer, BODY, asked.length)
+        return self._xattrs.removexattr(asked.nodeid, name, asked)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -353,16 +373,16 @@ class Requests:
         if self._deferred.released and flags & (os.O_ACCMODE | os.O_TRUNC):
             self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
-        return self._operations.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
+        return self._opens.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
 
     def _create(self, asked: Request) -> Result:
         flags, mode, umask, _ = wire.CREATE_IN.unpack_from(self._buffer, BODY)
-        name = self._name(asked, BODY + wire.CREATE_IN.size)
-        return self._operations.create(asked.nodeid, name, mode, flags, creator(asked, umask))
+        name, _ = decode_name(self._buffer, BODY + wire.CREATE_IN.size, asked.length)
+        return self._opens.create(asked.nodeid, name, mode, umask, flags, asked)
 
     def _tmpfile(self, asked: Request) -> Result:
         flags, mode, umask, _ = wire.CREATE_IN.unpack_from(self._buffer, BODY)
-        return self._operations.tmpfile(asked.nodeid, mode, flags, creator(asked, umask))
+        return self._opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
     def _pack_created(self, created: tuple[OpenInfo, Attributes]) -> bytes:
         info, entry = created
@@ -378,73 +398,68 @@ class Requests:
         node = info.handle.node
         if not node.backing_id:
             try:
-                self._backings.register(node)
+                self._notices.pass_through(node)
             except OSError:
                 self._deferred.carry_out(self._cancel(info.handle, lookups), "giving up an open")
                 raise
         if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
-            self._operations.atimes.opened(node.ino)
+            self._atimes.opened(node.ino)
         return wire.OPEN_OUT.pack(info.handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
-        await self._operations.cancel_open(handle)
-        await self._operations.forget(lookups)
+        await self._opens.cancel_open(handle)
+        await self._lookups.forget(lookups)
 
     async def _write(self, asked: Request) -> int:
         fh, offset, size, flags = wire.WRITE_IN.unpack_from(self._buffer, BODY)
         start = BODY + wire.WRITE_IN.size
         asked.refuse_shorter(start + size)
-        written = await self._operations.write(fh, offset, self._view[start : start + size])
-        if flags & wire.WRITE_KILL_SUIDGID and self._operations.has_set_ids(asked.nodeid):
-            await self._operations.setattr(
-                asked.nodeid, Attributes(), SetattrFields(0), None, asked, lose_set_ids=True
-            )
+        written = await self._files.write(fh, offset, self._view[start : start + size])
+        if flags & wire.WRITE_KILL_SUIDGID and self._metadata.has_set_ids(asked.nodeid):
+            await detach()
+            await self._metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
 
     def _flush(self, asked: Request) -> Result:
         fh, _, _, owner = wire.FLUSH_IN.unpack_from(self._buffer, BODY)
-        return self._operations.close(fh, asked.pid, owner)
+        return self._files.close(fh, asked.pid, owner)
 
     def _release(self, asked: Request) -> Result:
         fh, _, flags, _ = wire.RELEASE_IN.unpack_from(self._buffer, BODY)
-        released = self._deferred.released
-        if fh in released:
+        if fh in self._deferred.released:
             raise fail(errno.EBADF)
-        operations = self._operations
-        if flags & wire.RELEASE_FLOCK_UNLOCK or operations.locking.has_locked(fh):
-            return operations.release_locked(fh)
-        if not operations.release_can_wait(fh):
-            return operations.release(fh)
-        released.append(fh)
-        return None
+        releasing = self._files.releasing(fh, flock=bool(flags & wire.RELEASE_FLOCK_UNLOCK))
+        if releasing is None:
+            self._deferred.released.append(fh)
+        return releasing
 
     async def _fallocate(self, fh: int, offset: int, length: int, mode: int, _: int) -> None:
         if max(offset, length) > _OFFSET_MAX:
             raise fail(errno.EFBIG)
-        await self._operations.fallocate(fh, mode, offset, length)
+        await self._files.fallocate(fh, mode, offset, length)
 
     def _poll(self, asked: Request) -> bytes:
         """Return the ready events. A file is always readable and writable; POLLPRI: its name has something
         newer."""
         fh, kernel_handle, flags, _ = wire.POLL_IN.unpack_from(self._buffer, BODY)
         if flags & wire.POLL_SCHEDULE_NOTIFY:
-            self._operations.poll(fh, kernel_handle, asked.uid)
+            self._files.poll(fh, kernel_handle, asked.uid)
         events = select.POLLIN | select.POLLOUT
-        if self._operations.is_outdated(fh):
+        if self._files.is_outdated(fh):
             events |= select.POLLPRI
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------
 
     def _opendir(self, asked: Request) -> Result:
-        return self._operations.opendir(asked.nodeid, asked)
+        return self._directories.opendir(asked.nodeid, asked)
 
     def _pack_opendir(self, fh: int) -> bytes:
-        return wire.OPEN_OUT.pack(fh, _CACHE_DIR if self._operations.listings_stay else 0, 0)
+        return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
 
     def _readdir(self, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for next_id, ino, name, mode in self._operations.names(fh, offset):
+        for next_id, ino, name, mode in self._directories.names(fh, offset):
             record = wire.dirent(ino, next_id, name, mode)
             size -= len(record)
             if size < 0:
@@ -454,7 +469,7 @@ class Requests:
 
     async def _readdirplus(self, fh: int, offset: int, size: int) -> bytes:
         listing = DirectoryReply(size)
-        await self._operations.readdir(fh, offset, listing.add)
+        await self._directories.readdir(fh, offset, listing.add)
         return b"".join(listing.parts)
 
     # -- locks and signals -----------------------------------------------------------------------
@@ -469,14 +484,14 @@ class Requests:
 
     def _getlk(self, asked: Request) -> Result:
         _, owner, lock, _ = self._decode_lock(asked)
-        return self._operations.test_lock(asked.nodeid, owner, lock)
+        return self._files.test_lock(asked.nodeid, owner, lock)
 
     def _setlk(self, asked: Request) -> Result:
         fh, owner, lock, flock = self._decode_lock(asked)
         wait = asked.opcode == Opcode.SETLKW
-        return self._operations.lock(fh, owner, lock, flock=flock, wait=wait)
+        return self._files.lock(fh, owner, lock, flock=flock, wait=wait)
 
-    def _interrupt(self, asked: Request) -> Answered:
+    def _interrupt(self, asked: Request) -> NoPayload:
         (interrupted,) = wire.INTERRUPT_IN.unpack_from(self._buffer, BODY)
-        self._interrupt_waiting(interrupted)
-        return ANSWERED
+        self._waiting.interrupt(interrupted)
+        return NO_ANSWER

@@ -1,6 +1,5 @@
 """Tasks of a session that are started by code that cannot wait."""
 
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,29 +9,38 @@ _Step = tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]
 
 
 class Tasks:
-    """Runs the functions given to start_soon(), from run() until stop(), which cancels the rest."""
+    """Runs the functions given to start_soon(), from run() until stop(), which cancels them."""
 
     def __init__(self) -> None:
-        self.ended = False
-        self._to_run: trio.MemorySendChannel[_Step]
-        self._to_run, self._steps = trio.open_memory_channel[_Step](math.inf)
+        self._nursery: trio.Nursery | None = None
+        self._ended = trio.Event()
+        # Given before run().
+        self._early: list[_Step] = []
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            async for step, args in self._steps:
+            self._nursery = nursery
+            for step, args in self._early:
                 nursery.start_soon(step, *args)
+            try:
+                await self._ended.wait()
+            finally:
+                self._ended.set()
+            nursery.cancel_scope.cancel()
 
     def start_soon(self, step: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Run this in a task. Return False, and do nothing, after stop()."""
         if self.ended:
             return False
-        self._to_run.send_nowait((step, args))
+        if self._nursery is None:
+            self._early.append((step, args))
+        else:
+            self._nursery.start_soon(step, *args)
         return True
 
     def stop(self) -> None:
-        self.ended = True
-        self._to_run.close()
-
-    def close(self) -> None:
-        self.stop()
-        self._steps.close()
+        self._ended.set()

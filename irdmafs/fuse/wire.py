@@ -7,7 +7,7 @@ do not add up raises Malformed. Replies are packed to bytes.
 import struct
 from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Final, NamedTuple
 
 Buffer = bytes | bytearray | memoryview
 
@@ -170,7 +170,6 @@ FORGET_ONE: Final = struct.Struct("<QQ")
 FALLOCATE_IN: Final = struct.Struct("<QQQII")
 LSEEK_IN: Final = struct.Struct("<QqI4x")
 COPY_FILE_RANGE_IN: Final = struct.Struct("<QQ8xQQQ8x")
-IOCTL_IN: Final = struct.Struct("<QIIQII")
 POLL_IN: Final = struct.Struct("<QQII")
 
 INIT_OUT: Final = struct.Struct("<IIIIHHIIHHIIH22x")
@@ -182,7 +181,6 @@ STATFS_OUT: Final = struct.Struct("<QQQQQIIII24x")
 XATTR_SIZE_OUT: Final = struct.Struct("<II")
 LOCK_OUT: Final = struct.Struct("<QQII")
 LSEEK_OUT: Final = struct.Struct("<Q")
-IOCTL_OUT: Final = struct.Struct("<iIII")
 STATX_OUT: Final = struct.Struct("<QII16x")
 # As struct statx begins: mask, block size, attributes, links, owners, mode, number, size, blocks, what
 # attributes mean; four times; device numbers of a node and of the filesystem.
@@ -199,24 +197,17 @@ BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
 
 
-_unpack_header = IN_HEADER.unpack_from
+class Request(NamedTuple):
+    """The header of a request, which says who made it. `pid` is the thread's, 0 when it lies outside our
+    pid namespace."""
 
-
-class Request:
-    """The header of the request that was read as `received` bytes, which says who made it. `pid` is the
-    thread's, 0 when it lies outside our pid namespace. Raises Malformed."""
-
-    __slots__ = ("gid", "length", "nodeid", "opcode", "pid", "uid", "unique")
-    umask = 0  # requests that make something have one of their own
-
-    def __init__(self, buffer: Buffer, received: int) -> None:
-        if received < BODY:
-            raise Malformed(f"{received} bytes are no request")
-        (
-            self.length, self.opcode, self.unique, self.nodeid, self.uid, self.gid, self.pid,
-        ) = _unpack_header(buffer)  # fmt: skip
-        if self.length != received:
-            raise Malformed(f"a request of {self.length} bytes came as {received}")
+    length: int
+    opcode: int
+    unique: int
+    nodeid: int
+    uid: int
+    gid: int
+    pid: int
 
     def refuse_shorter(self, size: int) -> None:
         """Raise Malformed if the request has not so many bytes."""

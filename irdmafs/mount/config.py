@@ -50,13 +50,6 @@ def _parse_umask(text: str) -> int:
     return mask
 
 
-def _parse_request_size(text: str) -> int:
-    size = parse_size(text)
-    if not 4096 <= size <= 1 << 30:
-        raise ValueError(text)
-    return size
-
-
 def _parse_locks(text: str) -> LockScope:
     scopes: dict[str, LockScope] = {"cluster": "cluster", "local": "local", "refuse": "refuse"}
     return scopes[text]
@@ -96,9 +89,6 @@ class Value(NamedTuple):
     help: str
 
 
-_SIZE = "a size from 4K to 1G"
-
-
 @dataclass(frozen=True, slots=True)
 class MountOptions:
     """The options of ``-o``. Sizes are in bytes."""
@@ -132,17 +122,6 @@ class MountOptions:
     nodiratime: Annotated[
         bool, Switch("nodiratime", "diratime", "keep access times of directories as they are")
     ] = False
-    lazytime: Annotated[
-        bool, Switch("lazytime", "nolazytime", "passed to the kernel; access times are lazy anyway")
-    ] = False
-    strictatime: Annotated[
-        bool,
-        Switch(
-            "strictatime",
-            "relatime",
-            "move the access time with every read, also those of the store",
-        ),
-    ] = False
     sync: Annotated[
         bool, Switch("sync", "async", "passed to the kernel: writes are synchronous")
     ] = False
@@ -155,12 +134,6 @@ class MountOptions:
     fsname: Annotated[
         str, Value(_parse_name, "a name", "the source that the mount table shows")
     ] = "irdmafs"
-    max_read: Annotated[
-        int | None, Value(_parse_request_size, _SIZE, "the largest READ request of the kernel")
-    ] = None
-    max_write: Annotated[
-        int | None, Value(_parse_request_size, _SIZE, "accepted, and without effect")
-    ] = None
     locks: Annotated[
         LockScope,
         Value(
@@ -236,8 +209,8 @@ class MountConfig(MountFlags):
 _IGNORED = frozenset(
     {
         "_netdev", "auto", "defaults", "group", "iversion", "loud", "mand", "noauto", "nofail",
-        "noiversion", "nomand", "norelatime", "nostrictatime", "nouser", "owner", "silent", "symfollow",
-        "user", "users",
+        "noiversion", "nolazytime", "nomand", "norelatime", "nostrictatime", "nouser", "owner",
+        "relatime", "silent", "symfollow", "user", "users",
     }
 )  # fmt: skip
 _IGNORED_PREFIXES = ("x-", "X-", "comment=", "uhelper=", "user=")

@@ -6,7 +6,6 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from itertools import islice
-from typing import NamedTuple
 
 import trio
 
@@ -30,7 +29,6 @@ from ..coherence.isolation import Isolation
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.protocol import Coherence
 from ..coherence.shared import Shared
-from ..fuse.backings import Backings
 from ..fuse.connection import Connection, ProtocolError
 from ..fuse.counts import Counts
 from ..fuse.kernel import KernelSession
@@ -41,8 +39,9 @@ from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
 from ..posix.atimes import Atimes
 from ..posix.census import Census
+from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
-from ..posix.operations import Operations
+from ..posix.superblock import Superblock
 from . import mounting
 from .config import MountConfig, MountError
 from .status import Cluster, SessionKind, Status
@@ -65,8 +64,8 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
         async with _opened_store(config) as (store, cluster):
             calm_the_collector()
             with closing(Processes(config.mountpoint)) as processes:
-                parts = _Assembly(config, store, cluster, processes).mounted()
-                await _Daemon(config, cluster, parts).run(ready)
+                session, status = _Assembly(config, store, cluster, processes).mounted()
+                await _Daemon(config, cluster, session, status).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except (ConfigError, Damaged) as error:
@@ -99,14 +98,6 @@ async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, Clust
         yield remote, remote
 
 
-class _Mounted(NamedTuple):
-    """The parts of a mount that its daemon needs while it runs."""
-
-    session: Session
-    operations: Operations
-    status: Status
-
-
 class _Assembly:
     """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
 
@@ -125,7 +116,7 @@ class _Assembly:
         self._tasks = Tasks()
         self._counts = Counts()
 
-    def mounted(self) -> _Mounted:
+    def mounted(self) -> tuple[Session, Status]:
         """Mount with the requested session, or with the best one that works. Raises MountError."""
         wanted, reason = self._config.session, ""
         if wanted in ("auto", "kernel"):
@@ -139,7 +130,7 @@ class _Assembly:
                 log.warning("taking the pyfuse3 session; %s", reason)
         return self._with_portable_session(reason)
 
-    def _with_kernel_session(self) -> _Mounted:
+    def _with_kernel_session(self) -> tuple[Session, Status]:
         if not mounting.can_mount():
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -163,21 +154,18 @@ class _Assembly:
             wakeups.close()
             os.close(fd)
             raise
-        backings = Backings(connection, self._store.extents, self._atimes)
-        notices = Notices(connection, backings, submounts, self._tasks)
+        notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
         kind = SessionKind(KernelSession.name, "", wakeups)
-        operations, status = self._operations(notices, kind, acls=acls)
-        session = KernelSession(
-            connection, operations, backings, notices, self._tasks, self._counts, wakeups
-        )
-        return _Mounted(session, operations, status)
+        filesystem, status = self._filesystem(notices, kind, acls=acls)
+        session = KernelSession(connection, filesystem, notices, self._tasks, self._counts, wakeups)
+        return session, status
 
     def _stack_depth(self) -> int:
         """Return 1, so that others can stack (overlayfs) on this mount, or 2 for a store on overlayfs."""
         below = mounting.containing_mount(self._config.store)
         return 2 if below is not None and below.fstype in _STACKED else 1
 
-    def _with_portable_session(self, reason: str) -> _Mounted:
+    def _with_portable_session(self, reason: str) -> tuple[Session, Status]:
         # Imported here: a kernel session needs no pyfuse3.
         from ..fuse.portable import PortableNotices, PortableSession
 
@@ -185,22 +173,22 @@ class _Assembly:
         if config.options.locks == "refuse":
             raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
         kind = SessionKind(PortableSession.name, reason, None)
-        operations, status = self._operations(PortableNotices(self._tasks), kind, acls=False)
+        filesystem, status = self._filesystem(PortableNotices(self._tasks), kind, acls=False)
         options = mounting.libfuse_options(config.options)
         try:
             session = PortableSession(
-                operations, self._tasks, self._counts, config.mountpoint, options
+                filesystem, self._tasks, self._counts, config.mountpoint, options
             )
         except RuntimeError as error:
             raise MountError(
                 f"cannot mount on {config.mountpoint}: libfuse refused ({error}); its log may say "
                 "more, and `irdmafs doctor` what this machine lacks"
             ) from error
-        return _Mounted(session, operations, status)
+        return session, status
 
-    def _operations(
+    def _filesystem(
         self, kernel: KernelCache, kind: SessionKind, *, acls: bool
-    ) -> tuple[Operations, Status]:
+    ) -> tuple[Filesystem, Status]:
         """Make the parts that both kinds of session need."""
         store, options = self._store, self._config.options
         isolation = Isolation(store.namespace, default=options.isolation)
@@ -216,19 +204,20 @@ class _Assembly:
             coherence = Alone(store.namespace, cache)
         census = Census(store.namespace, cache, coherence, locking)
         status = Status(self._config, store, self._cluster, kind, self._counts, census)
-        operations = Operations(
-            store, cache, coherence, locking, options, self._atimes, status.report, acls=acls
-        )
-        return operations, status
+        block = Superblock(store, cache, coherence, self._atimes, options)
+        return Filesystem(block, locking, status.report, acls=acls), status
 
 
 class _Daemon:
     """Runs a mount until it ends."""
 
-    def __init__(self, config: MountConfig, cluster: Cluster | None, parts: _Mounted) -> None:
+    def __init__(
+        self, config: MountConfig, cluster: Cluster | None, session: Session, status: Status
+    ) -> None:
         self._config = config
         self._cluster = cluster
-        self._session, self._operations, self._status = parts
+        self._session = session
+        self._status = status
         found = mounting.find_mount(config.mountpoint)
         self._mounted = (found.mount_id, found.device) if found is not None else None
 
@@ -243,7 +232,6 @@ class _Daemon:
                 nursery.start_soon(self._announce, ready)
                 await self._session.run()
                 tell_manager("STOPPING=1", status="unmounted; what was written is being stored")
-                await self._operations.ended()
                 nursery.cancel_scope.cancel()
         finally:
             self._unmount()

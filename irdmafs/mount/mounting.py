@@ -12,10 +12,12 @@ import errno
 import os
 import pwd
 import re
+import select
 import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -35,16 +37,14 @@ MS_REMOUNT = 0x20
 MS_DIRSYNC = 0x80
 MS_NOATIME = 0x400
 MS_NODIRATIME = 0x800
-MS_BIND = 0x1000
-MS_RELATIME = 0x200000
-MS_STRICTATIME = 0x1000000
-MS_LAZYTIME = 0x2000000
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
 
 CAP_SYS_ADMIN = 21
 
 _FUSE_CONFIG = "/etc/fuse.conf"
+# Mounting where something is mounted waits for this long: an unmount may have begun.
+_UNMOUNT_S = 2.0
 
 STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 
@@ -300,8 +300,6 @@ def mount_flags(options: MountOptions) -> int:
         (options.dirsync, MS_DIRSYNC),
         (options.noatime, MS_NOATIME),
         (options.nodiratime, MS_NODIRATIME),
-        (options.strictatime, MS_STRICTATIME),
-        (options.lazytime, MS_LAZYTIME),
     ):
         if wanted:
             flags |= flag
@@ -315,8 +313,6 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | No
         data.append("default_permissions")
     if options.allow_other:
         data.append("allow_other")
-    if options.max_read is not None:
-        data.append(f"max_read={options.max_read}")
     source = options.fsname if fsname is None else fsname
     try:
         mount_filesystem(source, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
@@ -358,7 +354,6 @@ def libfuse_options(options: MountOptions) -> set[str]:
         (options.dirsync, "dirsync"),
         (options.noatime, "noatime"),
         (options.nodiratime, "nodiratime"),
-        (options.max_read is not None, f"max_read={options.max_read}"),
     ):
         if wanted:
             words.add(word)
@@ -452,6 +447,8 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     if mount is not None and mount.fstype == FSTYPE:
         if mount.user not in (None, os.geteuid()) and not can_mount():
             raise MountError(f"{path} is already mounted by {user_name(mount.user)}")
+        if _ends(mount, _UNMOUNT_S):
+            return prepare_mountpoint(path, nonempty)
         raise MountError(
             f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
         )
@@ -470,6 +467,21 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     if not can_mount() and not os.access(real, os.W_OK):
         raise MountError(f"cannot mount on {path}: you may not write to it")
     return real
+
+
+def _ends(mount: Mount, within_s: float) -> bool:
+    """Return whether a mount is unmounted within this time. umount(8) of before may still have to start the
+    program that unmounts."""
+    deadline = time.monotonic() + within_s
+    with open("/proc/self/mountinfo", "rb") as table:
+        changes = select.poll()
+        changes.register(table, select.POLLPRI)
+        while mount.mount_id in [other.mount_id for other in parse_mountinfo(table.read())]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not changes.poll(left_s * 1000):
+                return False
+            table.seek(0)
+    return True
 
 
 def _served_by(mountpoint: str) -> str:

@@ -27,12 +27,9 @@ from ..backend.sizes import human_bytes, memory_limit
 from .config import MountError
 from .mounting import (
     FSTYPE,
-    MS_BIND,
     MS_NODEV,
     MS_NOSUID,
-    MS_RELATIME,
     MS_REMOUNT,
-    MS_STRICTATIME,
     can_mount,
     containing_mount,
     find_mount,
@@ -230,26 +227,6 @@ def resize(path: str, size: int) -> None:
         raise MountError(
             f"cannot resize the store {path} to {size} bytes: {error.strerror} (it holds {used})"
         ) from error
-
-
-def keep_access_times(path: str, *, strict: bool) -> None:
-    """Have every read of the store's files move their access times, or by the rule of relatime only.
-
-    Raises MountError if `strict`, and the store is not on a tmpfs of its own nor mounted so.
-    """
-    if strict == (not os.statvfs(path).f_flag & (os.ST_RELATIME | os.ST_NOATIME)):
-        return
-    if _is_private_tmpfs(path):
-        rule = MS_STRICTATIME if strict else MS_RELATIME
-        try:
-            mount_filesystem("", path, "", MS_REMOUNT | MS_BIND | _TMPFS_FLAGS | rule, "")
-        except OSError as error:
-            raise MountError(f"cannot mount the store {path} anew: {error.strerror}") from error
-    elif strict:
-        raise MountError(
-            f"-o strictatime: reads that pass through are reads of the store {path}, whose filesystem "
-            "is not mounted with strictatime"
-        )
 
 
 def _is_private_tmpfs(path: str) -> bool:

@@ -85,12 +85,11 @@ class Answers:
 
     def refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """Have the kernel ask for an inode's attributes that changed through one of its nodes."""
-        for other in self._nodes.of(ino):
+        for other in list(self._nodes.of(ino)):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
     def refresh_several(self, ino: int) -> None:
         """Make the kernel ask for attributes that it changed by itself for only one of several nodes."""
-        nodes = list(self._nodes.of(ino))
-        for node in nodes if len(nodes) > 1 else ():
-            self._cache.kernel.invalidate_attributes(node)
+        if self._nodes.has_siblings(ino):
+            self.refresh_other_nodes(None, ino)

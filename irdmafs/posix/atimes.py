@@ -1,23 +1,21 @@
 """When files were last read, without a request or a transaction for a read.
 
 Reads that pass through are reads of the extent, a file of the store. The kernel keeps its access time by
-the rule of relatime (with strictatime: at every read), and it is looked up when somebody asks for the
-file's. Reads that come through the daemon (cached reads, listings, links) are noted by the same rule. A
-time goes into the inode's record with the next change of its attributes, and in an embedded store at the
-unmount; until then it is in memory only, as with lazytime. Each host of a cluster knows its own reads.
+the rule of relatime, and it is looked up when somebody asks for the file's. Reads that come through the
+daemon (cached reads, listings, links) are noted by the same rule. A time goes into the inode's record with
+the next change of its attributes; until then it is in memory only. Each host of a cluster knows its own
+reads.
 """
 
 import ctypes
 import os
 import struct
 import time
-from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..backend.clock import now_ns
 from ..backend.cluster.records import ContentId
 from ..backend.namespace import Inode
-from ..backend.namespace.protection import NOATIME
 from ..backend.store.extents import ExtentStore
 from ..coherence.nodes import Node
 from ..mount.config import MountOptions
@@ -43,9 +41,7 @@ class Atimes:
 
     def __init__(self, options: MountOptions, extents: ExtentStore) -> None:
         self._extents = extents
-        self._strict = options.strictatime
-        # As mount(2) has it: strictatime outdoes noatime.
-        self._noatime = options.read_only or (options.noatime and not options.strictatime)
+        self._noatime = options.read_only or options.noatime
         self._nodiratime = self._noatime or options.nodiratime
         self._read: dict[int, int] = {}
         # By inode and node: the extent that reads pass through to, and its access time when they began to.
@@ -75,7 +71,8 @@ class Atimes:
         ino = node.ino
         passed = self._passed.get(ino)
         if passed is not None and node in passed:
-            self._look(ino)
+            if ino in self._may_be_read:
+                self._look(ino)
             del passed[node]
             if not passed:
                 del self._passed[ino]
@@ -87,17 +84,16 @@ class Atimes:
             return
         atime_ns = self._read.get(inode.ino, inode.atime_ns)
         counts = (
-            self._strict
-            or atime_ns <= max(inode.mtime_ns, inode.ctime_ns)
+            atime_ns <= max(inode.mtime_ns, inode.ctime_ns)
             or time.time_ns() - atime_ns > _DAY_NS  # the clock of files takes far longer
         )
-        if counts and not inode.flags & NOATIME:
+        if counts:
             _limit(self._read)
             self._read[inode.ino] = now_ns()
 
     def of(self, inode: Inode) -> int:
         """Return an inode's access time in ns."""
-        if inode.ino in self._may_be_read and not inode.flags & NOATIME:
+        if inode.ino in self._may_be_read:
             self._look(inode.ino)
         return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
 
@@ -113,15 +109,8 @@ class Atimes:
             if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
                 nodes[node] = passed._replace(atime_ns=inode.atime_ns)
 
-    def unsaved(self) -> Mapping[int, int]:
-        """Return the access times that no record has, by inode."""
-        for ino in list(self._may_be_read):
-            self._look(ino)
-        return self._read
-
     def _look(self, ino: int) -> None:
-        if ino not in self._may_be_read:
-            return
+        """Look at the extents of an inode that may have been read."""
         nodes = self._passed.get(ino, {})
         if not any(node.is_bound for node in nodes):
             self._may_be_read.remove(ino)

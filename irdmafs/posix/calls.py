@@ -6,13 +6,11 @@ from typing import Final, NamedTuple, Protocol
 
 from ..backend.namespace import Inode, fail
 from ..coherence.nodes import Handle
-from . import privileges
 
 __all__ = [
     "OFFSET_MAX",
     "Attributes",
     "Caller",
-    "Fields",
     "OpenInfo",
     "Space",
     "refuse_other_than_file",
@@ -21,28 +19,15 @@ __all__ = [
 OFFSET_MAX: Final = 2**63 - 1
 
 
-class Caller(privileges.Caller, Protocol):
+class Caller(Protocol):
     """The process that made a request; pyfuse3's RequestContext is one."""
 
     @property
-    def umask(self) -> int: ...
-
-
-class Fields(Protocol):
-    """Which attributes a setattr changes; pyfuse3's SetattrFields is one."""
-
+    def uid(self) -> int: ...
     @property
-    def update_mode(self) -> bool: ...
+    def gid(self) -> int: ...
     @property
-    def update_uid(self) -> bool: ...
-    @property
-    def update_gid(self) -> bool: ...
-    @property
-    def update_size(self) -> bool: ...
-    @property
-    def update_atime(self) -> bool: ...
-    @property
-    def update_mtime(self) -> bool: ...
+    def pid(self) -> int: ...
 
 
 class Attributes:

@@ -5,33 +5,23 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 
-from ..backend.namespace import Namespace, fail
-from ..coherence.cache import Cache
+from ..backend.namespace import fail
 from ..coherence.nodes import Handle
-from ..coherence.protocol import Coherence
-from .answers import Answers
-from .atimes import Atimes
 from .calls import Attributes, Caller
+from .superblock import Superblock
 
 
 class Directories:
     """Opens and lists directories."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        cache: Cache,
-        coherence: Coherence,
-        answers: Answers,
-        atimes: Atimes,
-    ) -> None:
-        self._namespace = namespace
-        self._inodes = namespace.inodes
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._coherence = coherence
-        self._answers = answers
-        self._atimes = atimes
+    def __init__(self, block: Superblock) -> None:
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._coherence = block.coherence
+        self._answers = block.answers
+        self._atimes = block.atimes
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
         self._nodes.directory(inode)
@@ -120,5 +110,6 @@ class Directories:
         self._nodes.drop_unused(self._nodes.close(fh).node)
         await self._cache.forget_nameless()
 
-    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+    async def sync(self) -> None:
+        """Make all changes of names that were answered survive a crash."""
         await self._namespace.flush()

@@ -9,23 +9,18 @@ from typing import Any, Final
 import trio
 
 from ..backend.namespace import fail
-from ..backend.namespace.protection import APPEND, IMMUTABLE
-from ..backend.store.api import Store
-from ..coherence.cache import Cache
 from ..coherence.content import Content
 from ..coherence.nodes import Handle
 from ..inline import detach
-from .answers import Answers
-from .atimes import Atimes
 from .calls import OFFSET_MAX
 from .locking import Locking
 from .locks import Lock
 from .metadata import Metadata
-from .privileges import Closer, privileges_of
+from .privileges import SET_IDS, Closer, privileges_of
+from .superblock import Superblock
 from .waits import Waits
 
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
-_FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,24 +31,17 @@ class OpenFiles:
     """Reads, writes, locks and closes by file handle. An unknown handle is a KeyError."""
 
     def __init__(
-        self,
-        store: Store,
-        cache: Cache,
-        answers: Answers,
-        metadata: Metadata,
-        locking: Locking,
-        atimes: Atimes,
-        waits: Waits,
+        self, block: Superblock, metadata: Metadata, locking: Locking, waits: Waits
     ) -> None:
-        self._store = store
-        self._inodes = store.namespace.inodes
-        self._extents = store.extents
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._answers = answers
+        self._store = block.store
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._extents = block.store.extents
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._atimes = block.atimes
         self._metadata = metadata
         self._locking = locking
-        self._atimes = atimes
         self._waits = waits
 
     def _handle(self, fh: int, *, writing: bool = False) -> Handle:
@@ -80,25 +68,27 @@ class OpenFiles:
         if off > OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._handle(fh, writing=True)
-        inode = self._inodes[handle.node.ino]
-        # The kernel lets programs take O_APPEND off: it does not know the append-only flag.
-        if inode.flags & APPEND and off < self._answers.attributes(handle.node, inode).st_size:
-            raise fail(errno.EPERM)
         return await self._cache.write(handle, off, buf)
 
-    async def flush(self, fh: int, pid: int = 0) -> None:
+    async def flush(self, fh: int) -> None:
+        """Carry out close(2) of one descriptor, whose closer is not known, in the pyfuse3 session."""
         handle = self._handle(fh)
-        pid = pid or handle.pid
+        await self._flush(handle, handle.pid)
+
+    async def _flush(self, handle: Handle, pid: int) -> None:
+        """Publish what was written through a handle, when the thread closes a descriptor of it."""
+        if not handle.writing:
+            return
         found = self._inodes[handle.node.ino]
-        if handle.writing and privileges_of(found) & ~handle.node.told:
+        if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~handle.node.told:
             await self._metadata.lose_privileges(found.ino, Closer(pid))
-        await self._publish(handle, pid, self._cache.flush(handle, pid))
+        if self._locking.may_lose:
+            await self._publish(handle, pid, self._cache.flush(handle, pid))
+        else:
+            await self._cache.flush(handle, pid)
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
         """Run code that may publish for a process, unless the process has lost a lock."""
-        if not self._locking.may_lose:
-            await step
-            return
         try:
             self._locking.check(pid)
         except OSError:
@@ -109,25 +99,35 @@ class OpenFiles:
             await step
 
     async def release(self, fh: int) -> None:
+        """Release a handle in the pyfuse3 session."""
         self._handle(fh)
         await self._cache.release(fh)
 
-    def release_can_wait(self, fh: int) -> bool:
-        """Return whether releasing this handle shows others nothing that its flush did not show before.
+    def releasing(self, fh: int, *, flock: bool) -> Coroutine[Any, Any, None] | None:
+        """Return what carries out a release in the kernel session; None if it may be put off: it shows
+        others nothing that the flush did not show before. `flock`: an flock(2) lock ends with the handle.
+        Raises OSError EBADF for a directory's, KeyError when there is none."""
+        handle = self._nodes.handles[fh]
+        if handle.is_directory:
+            raise fail(errno.EBADF)
+        if flock or fh in self._locking.lockers:
+            return self._release_locked(handle)
+        return self._cache.release(fh) if handle.writing else None
 
-        Raises OSError EBADF for a directory's, KeyError when there is none.
-        """
-        return not self._handle(fh).writing
+    async def _release_locked(self, handle: Handle) -> None:
+        """Release a handle through which locks may have been taken."""
+        async with self._locking.releasing(handle.fh, handle.node.ino):
+            await self._cache.release(handle.fh)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
-        await self._publish(handle, handle.pid, self._cache.fsync(handle))
+        if self._locking.may_lose:
+            await self._publish(handle, handle.pid, self._cache.fsync(handle))
+        else:
+            await self._cache.fsync(handle)
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         handle = self._handle(fh, writing=True)
-        protected = self._inodes[handle.node.ino].flags
-        if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
-            raise fail(errno.EPERM)
         if offset + length > self._store.size_max:
             raise fail(errno.EFBIG)
 
@@ -156,9 +156,7 @@ class OpenFiles:
             raise fail(errno.EOVERFLOW)
         source = self._content(self._handle(fh_in))
         target = self._handle(fh_out, writing=True)
-        if self._inodes[target.node.ino].flags & (IMMUTABLE | APPEND):
-            raise fail(errno.EPERM)
-        length = min(length, 16 * 1024 * 1024)  # other requests wait meanwhile
+        length = min(length, _COPIED_MAX_BYTES)
         copied = 0
 
         def change(out: int) -> None:
@@ -186,7 +184,7 @@ class OpenFiles:
             newer = handle.version != version
         if newer or handle.name is None:
             return newer
-        return not self._store.namespace.leads_to(*handle.name, handle.node.ino)
+        return not self._namespace.leads_to(*handle.name, handle.node.ino)
 
     def poll(self, fh: int, kernel_handle: int, uid: int) -> None:
         """Have the kernel ask once more for `is_outdated` when that may have changed. Raises OSError EAGAIN
@@ -206,26 +204,24 @@ class OpenFiles:
     async def close(self, fh: int, pid: int, owner: int) -> None:
         """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
         next owner of such a lock sees what was written under it, also if the process is being killed."""
-        locking = self._locking
-        if locking.may_lose and locking.posix.holds(self._handle(fh).node.ino, owner):
+        handle, locking = self._handle(fh), self._locking
+        if not (locking.may_lose or locking.closes_matter):
+            await self._flush(handle, pid)
+            return
+        if locking.may_lose and locking.posix.holds(handle.node.ino, owner):
             await detach()
             with trio.CancelScope(shield=True):
-                await self._close(fh, pid, owner)
+                await self._close_locked(handle, pid, owner)
         else:
-            await self._close(fh, pid, owner)
+            await self._close_locked(handle, pid, owner)
 
-    async def _close(self, fh: int, pid: int, owner: int) -> None:
-        locking = self._locking
+    async def _close_locked(self, handle: Handle, pid: int, owner: int) -> None:
         published = False
         try:
-            await self.flush(fh, pid)
+            await self._flush(handle, pid)
             published = True
         finally:
-            if locking.closes_matter:
-                ino = self._handle(fh).node.ino
-                await locking.closed(fh, ino, owner, pid, published=published)
-
-    async def release_locked(self, fh: int) -> None:
-        """Release a handle through which locks may have been taken."""
-        async with self._locking.releasing(fh, self._handle(fh).node.ino):
-            await self.release(fh)
+            if self._locking.closes_matter:
+                await self._locking.closed(
+                    handle.fh, handle.node.ino, owner, pid, published=published
+                )

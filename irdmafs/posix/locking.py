@@ -58,8 +58,8 @@ class Locking(LockHolder):
         self._describe = describe
         self.posix = LockTable()
         self.flocks = FlockTable()
-        # Owners of POSIX locks, by the handle through which they took some.
-        self._lockers: dict[int, set[int]] = {}
+        # Owners of POSIX locks, by the handle through which they took some, until a close gives them back.
+        self.lockers: dict[int, set[int]] = {}
         # Handles that are being released, whose flock(2) locks end with them, and what tells of the end.
         self._leaving: dict[int, trio.Event] = {}
         # Processes that do not know yet that they lost locks: on which inodes.
@@ -104,7 +104,7 @@ class Locking(LockHolder):
         self.tell_lost(lock.pid, ino)
         self._refuse()
         if not flock:
-            self._lockers.setdefault(fh, set()).add(owner)
+            self.lockers.setdefault(fh, set()).add(owner)
         if self._shared is not None:
             await self._lock_shared(self._shared, table, ino, owner, lock, wait=wait)
             return
@@ -214,10 +214,6 @@ class Locking(LockHolder):
 
     # -- closing ---------------------------------------------------------------------------------
 
-    def must_hear_of_closes(self, ino: int) -> bool:
-        """Return whether closing a descriptor that is opened for reading may drop locks."""
-        return self.posix.is_used(ino)
-
     def count(self) -> int:
         """Return how many locks the processes of this host hold."""
         return self.posix.count() + self.flocks.count()
@@ -225,21 +221,17 @@ class Locking(LockHolder):
     @property
     def closes_matter(self) -> bool:
         """Return whether a close may have to give a lock back, or to tell of a lost one."""
-        return bool(self._lost) or len(self.posix) > 0 or bool(self._lockers)
-
-    def has_locked(self, fh: int) -> bool:
-        """Return whether POSIX locks were taken through a handle, and not all given back by a close."""
-        return fh in self._lockers
+        return bool(self._lost or self.lockers or self.posix.inodes)
 
     async def closed(self, fh: int, ino: int, owner: int, pid: int, *, published: bool) -> None:
         """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Raises
         OSError if bytes written under them cannot be published, or a lock was lost. `published`: else the
         close fails in any case."""
-        owners = self._lockers.get(fh)
+        owners = self.lockers.get(fh)
         if owners is not None:
             owners.discard(owner)
             if not owners:
-                del self._lockers[fh]
+                del self.lockers[fh]
         if self.posix.holds(ino, owner):
             all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, pid)
             if published or self._shared is None:
@@ -263,7 +255,7 @@ class Locking(LockHolder):
     async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
         """Give up the locks of a handle whose last descriptor is closed, after what was written through
         it is published."""
-        owners = self._lockers.pop(fh, ())
+        owners = self.lockers.pop(fh, ())
         self._leaving[fh] = trio.Event()
         try:
             try:

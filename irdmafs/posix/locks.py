@@ -130,24 +130,17 @@ class LockTable:
     """
 
     def __init__(self) -> None:
-        self._inodes: dict[int, _Inode] = {}
+        # Those with locks or waiters.
+        self.inodes: dict[int, _Inode] = {}
         # Requests that wait, by owner: several threads of one owner may.
         self._requests: dict[int, list[tuple[int, Lock]]] = {}
         self._of_user: dict[int, int] = {}
         # Inodes that had a lock of late, oldest first.
         self._remembered: dict[int, None] = {}
 
-    def __len__(self) -> int:
-        """Return the number of inodes with locks or waiters."""
-        return len(self._inodes)
-
-    def __contains__(self, ino: int) -> bool:
-        """Return whether anybody holds a lock on the inode, or waits for one."""
-        return ino in self._inodes
-
     def is_used(self, ino: int) -> bool:
         """Return whether the inode is one of those that get locked."""
-        return ino in self._remembered or ino in self._inodes
+        return ino in self._remembered or ino in self.inodes
 
     def count(self) -> int:
         """Return the number of locks that are held."""
@@ -155,7 +148,7 @@ class LockTable:
 
     def conflicts(self, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether `lock` would have to wait for somebody else's."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         return inode is not None and inode.conflicts(owner, lock)
 
     def blockers(self, ino: int, owner: int, lock: Lock) -> set[int]:
@@ -164,18 +157,18 @@ class LockTable:
 
     def holds(self, ino: int, owner: int) -> bool:
         """Return whether an owner has locks on the inode."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         return inode is not None and owner in inode.owners
 
     def writes(self, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether an owner has some of these bytes locked for writing."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         held = inode.owners.get(owner) if inode is not None else None
         return held is not None and held.writes.count(lock.start, lock.end) > 0
 
     def held(self, ino: int) -> Iterator[Lock]:
         """Yield all locks on an inode."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         for owner in inode.owners.values() if inode is not None else ():
             for kind, ranges in ((F_RDLCK, owner.reads), (F_WRLCK, owner.writes)):
                 for start, end in ranges:
@@ -185,7 +178,7 @@ class LockTable:
         """Remove every lock; return (owner, pid) of those who had some, by inode."""
         had = {
             ino: [(owner, held.pid) for owner, held in inode.owners.items()]
-            for ino, inode in self._inodes.items()
+            for ino, inode in self.inodes.items()
             if inode.owners
         }
         for ino, owners in had.items():
@@ -216,7 +209,7 @@ class LockTable:
 
         A caller that does not take the lock at once afterwards lets others have it.
         """
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         if inode is None or not inode.conflicts(owner, lock):
             return
         request = (ino, lock)
@@ -238,19 +231,19 @@ class LockTable:
                 trio.lowlevel.current_trio_token().run_sync_soon(self._wake, ino)
 
     def _wake(self, ino: int) -> None:
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         if inode is not None:
             inode.wake()
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         if inode is not None and owner in inode.owners:
             self._set(ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
         _validate(lock)
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         if inode is not None and lock.type != F_UNLCK and inode.conflicts(owner, lock):
             return False
         self._set(ino, owner, lock)
@@ -258,7 +251,7 @@ class LockTable:
 
     def _conflicts(self, ino: int, owner: int, lock: Lock) -> Iterator[tuple[int, Lock]]:
         """Yield the owners that block this request, each with the first lock that does."""
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         if inode is None or lock.type == F_UNLCK or not inode.conflicts(owner, lock):
             return
         for other, held in inode.owners.items():
@@ -266,7 +259,7 @@ class LockTable:
                 yield other, found
 
     def _set(self, ino: int, owner: int, lock: Lock) -> None:
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         held = inode.owners.get(owner) if inode is not None else None
         span = lock.start, lock.end
         if held is None:
@@ -284,7 +277,7 @@ class LockTable:
         if growth > 0 and count > LOCKS_OF_USER_MAX:
             raise OSError(errno.ENOLCK, f"user {held.uid} holds {LOCKS_OF_USER_MAX} locks here")
         if inode is None:
-            inode = self._inodes[ino] = _Inode()
+            inode = self.inodes[ino] = _Inode()
             self._remember(ino)
         inode.owners[owner] = held
         inode.reads.replace(held.reads.apply(reads), reads.after)
@@ -312,7 +305,7 @@ class LockTable:
 
     def _tidy(self, ino: int, inode: _Inode) -> None:
         if not inode.owners and not inode.waiters:
-            del self._inodes[ino]
+            del self.inodes[ino]
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
         """Return whether the owners that block `request` wait, in the end, for `owner`."""
@@ -348,7 +341,7 @@ class FlockTable(LockTable):
 
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
         lock = _whole_file(lock)
-        inode = self._inodes.get(ino)
+        inode = self.inodes.get(ino)
         held = inode.owners.get(owner) if inode is not None else None
         if held is not None and bool(held.writes) != (lock.type == F_WRLCK):
             self.release_owner(ino, owner)

@@ -4,13 +4,11 @@ import errno
 from collections.abc import Sequence
 from typing import Final
 
-from ..backend.namespace import Inode, Namespace, fail
-from ..coherence.cache import Cache
+from ..backend.namespace import Inode, fail
 from ..coherence.nodes import INO_BITS
-from ..coherence.protocol import Coherence
-from .answers import Answers
 from .calls import Attributes, Caller
 from .since import Since
+from .superblock import Superblock
 
 # In every directory of a cluster, though no listing has it: a view of its files for programs that open them
 # as this mount knows them, and keep no references to their pages (docs/mount.md).
@@ -20,20 +18,13 @@ PRIVATE_VIEW: Final = b".irdmafs-private"
 class Lookups:
     """Answers lookups, by name and by file handle."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        cache: Cache,
-        coherence: Coherence,
-        answers: Answers,
-        since: Since,
-    ) -> None:
-        self._namespace = namespace
-        self._inodes = namespace.inodes
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._coherence = coherence
-        self._answers = answers
+    def __init__(self, block: Superblock, since: Since) -> None:
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._coherence = block.coherence
+        self._answers = block.answers
         self._since = since
 
     def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
@@ -51,8 +42,7 @@ class Lookups:
         valid_s = self._coherence.missing_s(parent)
         if valid_s is None:
             return None
-        link = self._since.find(parent, name)
-        if link is not None:
+        if parent.xattrs and (link := self._since.find(parent, name)) is not None:
             return link
         missing = Attributes()
         missing.entry_timeout = valid_s

@@ -4,36 +4,26 @@ import errno
 import os
 
 from ..backend.namespace import ROOT_INO, Inode, fail
-from ..backend.namespace.protection import APPEND, IMMUTABLE
-from ..backend.store.api import Store
-from ..coherence.cache import Cache
-from ..coherence.protocol import Coherence
+from ..inline import detach
 from . import quotas
-from .answers import Answers
-from .atimes import Atimes
-from .calls import OFFSET_MAX, Attributes, Caller, Fields, Space, refuse_other_than_file
+from .calls import OFFSET_MAX, Attributes, Caller, Space, refuse_other_than_file
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left, refuse_stranger
-from .privileges import Caller as Changer
+from .superblock import Superblock
 
 
 class Metadata:
-    """Shows and changes the attributes that stat(2), statfs(2) and lsattr(1) show."""
+    """Shows and changes the attributes that stat(2) and statfs(2) show."""
 
-    def __init__(
-        self, store: Store, cache: Cache, coherence: Coherence, answers: Answers, atimes: Atimes
-    ) -> None:
-        self._store = store
-        self._namespace = store.namespace
-        self._inodes = store.namespace.inodes
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._processes = cache.processes
-        self._coherence = coherence
-        self._answers = answers
-        self._atimes = atimes
-
-    async def getattr(self, inode: int, ctx: Caller) -> Attributes:
-        return self.attributes(inode)
+    def __init__(self, block: Superblock) -> None:
+        self._store = block.store
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._processes = block.processes
+        self._coherence = block.coherence
+        self._answers = block.answers
+        self._atimes = block.atimes
 
     def attributes(self, node_id: int) -> Attributes:
         node, found = self._nodes.get(node_id)
@@ -41,51 +31,36 @@ class Metadata:
         self._coherence.attributes(answer, node, found)
         return answer
 
-    async def setattr(
+    async def change(
         self,
-        inode: int,
-        attr: Attributes,
-        fields: Fields,
-        fh: int | None,
+        node_id: int,
+        changes: dict[str, int],
         ctx: Caller,
         *,
+        size: int | None = None,
+        fh: int | None = None,
         lose_set_ids: bool = False,
-        touch: bool = False,
     ) -> Attributes:
-        """Set attributes. `lose_set_ids`: the caller is about to change the content, or does so by this
-        truncation, and may not keep set-user-id and set-group-id. `touch`: set both times to now."""
-        node, found = self._nodes.get(inode)
-        await self._coherence.before_change()
-        if fields.update_size:
-            await self._truncate(found, attr.st_size, fh)
+        """Set attributes: `changes` by the names of Namespace.set_attributes, and the size, through the
+        handle `fh` if given. `lose_set_ids`: the caller is about to change the content, or does so by this
+        truncation, and may not keep set-user-id and set-group-id."""
+        node, found = self._nodes.get(node_id)
+        if size is not None:
+            await self._truncate(found, size, fh)
             self._answers.refresh_other_nodes(node, node.ino)  # one may show the cut content
-            found = self._nodes.inode_of(inode)
-        changes: dict[str, int] = {}
-        if touch and found.flags & IMMUTABLE:
-            raise fail(errno.EPERM)
-        sets_times = (fields.update_atime or fields.update_mtime) and not touch
-        asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
-        if lose_set_ids or fields.update_uid or fields.update_gid:
-            changes["mode"] = await mode_left(found, ctx, self._processes)
-            if lose_set_ids and not fields.update_size and not self._cache.is_written(found.ino):
-                await refuse_stranger(found, changes["mode"], ctx, self._processes)
-        if fields.update_mode:
-            changes["mode"] = attr.st_mode
-        if fields.update_uid:
-            changes["uid"] = attr.st_uid
-        if fields.update_gid:
-            changes["gid"] = attr.st_gid
-        if fields.update_atime:
-            changes["atime_ns"] = attr.st_atime_ns
-        if fields.update_mtime:
-            changes["mtime_ns"] = attr.st_mtime_ns
-            self._cache.set_mtime(node, attr.st_mtime_ns)
-        atime_ns = self._atimes.of(found)
-        if not changes and not fields.update_size:
+            found = self._nodes.inode_of(node_id)
+        if lose_set_ids or "uid" in changes or "gid" in changes:
+            left = await mode_left(found, ctx, self._processes)
+            changes.setdefault("mode", left)
+            if lose_set_ids and size is None and not self._cache.is_written(found.ino):
+                await refuse_stranger(found, left, ctx, self._processes)
+        if "mtime_ns" in changes:
+            self._cache.set_mtime(node, changes["mtime_ns"])
+        if not changes and size is None:
             changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
         if changes:
-            changes.setdefault("atime_ns", atime_ns)
-            await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
+            changes.setdefault("atime_ns", self._atimes.of(found))
+            await self._namespace.set_attributes(node.ino, **changes)
             self._atimes.saved(self._inodes[node.ino])
             self._answers.refresh_other_nodes(node, node.ino)
         answer = self._answers.attributes(node, self._inodes[node.ino])
@@ -94,8 +69,6 @@ class Metadata:
 
     async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         refuse_other_than_file(inode)
-        if inode.flags & APPEND or (inode.flags & IMMUTABLE and fh is None):
-            raise fail(errno.EPERM)
         if not 0 <= size <= OFFSET_MAX:
             raise fail(errno.EINVAL)
         if size > self._store.size_max:
@@ -108,14 +81,14 @@ class Metadata:
             await self._cache.truncate(inode, size)
 
     async def lose_privileges(
-        self, ino: int, ctx: Changer, *, lose_set_ids: bool | None = None
+        self, ino: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> None:
         """Take the privileges of a file whose content is about to change (see privileges). `lose_set_ids`
         is None if the session does not say whether the caller may keep them."""
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
             return
-        await self._coherence.before_change()
+        await detach()
         if CAPABILITY in found.xattrs:
             await self._namespace.remove_xattr(ino, CAPABILITY)
         if found.mode & SET_IDS:
@@ -124,7 +97,7 @@ class Metadata:
                 lose = not await may_keep_set_ids(ctx, self._processes)
             mode = await mode_left(found, ctx, self._processes) if lose else found.mode
             if mode != found.mode:
-                await self._namespace.set_attributes(ino, mode=mode, asked_for=False)
+                await self._namespace.set_attributes(ino, mode=mode)
                 self._answers.refresh_other_nodes(None, ino)
 
     def has_set_ids(self, node_id: int) -> bool:
@@ -134,17 +107,7 @@ class Metadata:
         """Return when an inode was made (ns), 0 if nobody noted it."""
         return self._nodes.inode_of(node_id).birth_ns
 
-    def flags(self, node_id: int) -> int:
-        """Return the flags of an inode that chattr(1) sets."""
-        return self._nodes.inode_of(node_id).flags
-
-    async def set_flags(self, node_id: int, flags: int) -> None:
-        node, _ = self._nodes.get(node_id)
-        await self._coherence.before_change()
-        await self._namespace.set_attributes(node.ino, flags=flags)
-        self._answers.refresh_other_nodes(None, node.ino)
-
-    async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> Space:
+    async def statfs(self, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""
         below = self._store.statvfs()
         data = Space(

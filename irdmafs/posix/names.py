@@ -5,13 +5,9 @@ import stat
 from typing import Any
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
-from ..backend.store.api import Store
-from ..coherence.cache import Cache
-from ..coherence.protocol import Coherence
-from .answers import Answers
-from .atimes import Atimes
 from .calls import Attributes, Caller
 from .since import Since
+from .superblock import Superblock
 
 # The types that mknod makes; 0 stands for a regular file, as in mknod(2).
 _NODES = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
@@ -20,47 +16,39 @@ _NODES = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, sta
 class Names:
     """Changes directories. Files are created by opening them, see opens."""
 
-    def __init__(
-        self,
-        store: Store,
-        cache: Cache,
-        coherence: Coherence,
-        answers: Answers,
-        atimes: Atimes,
-        since: Since,
-    ) -> None:
-        self._store = store
-        self._namespace = store.namespace
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._coherence = coherence
-        self._answers = answers
-        self._atimes = atimes
+    def __init__(self, block: Superblock, since: Since) -> None:
+        self._store = block.store
+        self._namespace = block.namespace
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._coherence = block.coherence
+        self._answers = block.answers
+        self._atimes = block.atimes
         self._since = since
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
         directory = self._nodes.directory(parent)
-        await self._coherence.before_change()
-        self._since.refuse(directory, name)
-        inode = await self._namespace.create(
-            directory.ino, name, mode, ctx.uid, ctx.gid, umask=ctx.umask, **what
-        )
+        if directory.xattrs:
+            self._since.refuse(directory, name)
+        inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
         return self._answers.made(directory.ino, name, inode, ctx.pid)
 
     async def mknod(
-        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Caller
+        self, parent_inode: int, name: bytes, mode: int, umask: int, rdev: int, ctx: Caller
     ) -> Attributes:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind not in _NODES:
             raise fail(errno.EINVAL)
         mode = kind | stat.S_IMODE(mode)
-        return await self._make(parent_inode, name, mode, ctx, rdev=rdev, version=1)
+        return await self._make(parent_inode, name, mode, ctx, umask=umask, rdev=rdev, version=1)
 
-    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Caller) -> Attributes:
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, umask: int, ctx: Caller
+    ) -> Attributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        return await self._make(parent_inode, name, mode, ctx)
+        return await self._make(parent_inode, name, mode, ctx, umask=umask)
 
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: Caller
@@ -74,8 +62,8 @@ class Names:
     ) -> Attributes:
         node, _ = self._nodes.get(inode)
         directory = self._nodes.directory(new_parent_inode)
-        await self._coherence.before_change()
-        self._since.refuse(directory, new_name)
+        if directory.xattrs:
+            self._since.refuse(directory, new_name)
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
@@ -84,17 +72,16 @@ class Names:
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         directory = self._nodes.directory(parent_inode)
         parent = directory.ino
-        await self._coherence.before_change()
-        self._since.refuse(directory, name)
+        if directory.xattrs:
+            self._since.refuse(directory, name)
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.has_nodes(found.ino)
         with self._coherence.changing(ctx.pid, (parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
-        await self._unnamed(inode, in_use)
+        self._unnamed(inode, in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.directory(parent_inode).ino
-        await self._coherence.before_change()
         found = self._namespace.lookup(parent, name)
         # A process whose working directory it is still sends requests about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
@@ -103,7 +90,7 @@ class Names:
                 parent, name, in_use=in_use, known=self._coherence.known_directories((parent, name))
             )
 
-    async def _unnamed(self, inode: Inode, in_use: bool) -> None:
+    def _unnamed(self, inode: Inode, in_use: bool) -> None:
         """Tell the kernel and the store that an inode lost a name."""
         if inode.nlink:
             self._answers.refresh_other_nodes(None, inode.ino)
@@ -125,9 +112,9 @@ class Names:
         source = self._nodes.directory(parent_inode_old)
         target = self._nodes.directory(parent_inode_new)
         old, new = source.ino, target.ino
-        await self._coherence.before_change()
-        self._since.refuse(source, name_old)
-        self._since.refuse(target, name_new)
+        if source.xattrs or target.xattrs:
+            self._since.refuse(source, name_old)
+            self._since.refuse(target, name_new)
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.is_file:
             await self._cache.publish_now(moved.ino)
@@ -147,7 +134,7 @@ class Names:
             self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
             self._answers.refresh_several(moved.ino)
         if unnamed is not None:
-            await self._unnamed(unnamed, in_use)
+            self._unnamed(unnamed, in_use)
         elif replaced is not None:
             self._answers.refresh_several(replaced.ino)
 

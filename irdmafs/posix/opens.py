@@ -6,17 +6,13 @@ import stat
 from typing import Final
 
 from ..backend.namespace import Inode, fail
-from ..backend.namespace.protection import refuse_open
-from ..backend.store.api import Store
-from ..coherence.cache import Cache
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
-from ..coherence.protocol import Coherence
-from .answers import Answers
 from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
 from .metadata import Metadata
 from .since import Since
+from .superblock import Superblock
 
 # Others may remove a name and make it again each time that it is found taken.
 _CREATES_MAX: Final = 20
@@ -26,22 +22,15 @@ class Opens:
     """Opens files, each on the content that the cache decides on."""
 
     def __init__(
-        self,
-        store: Store,
-        cache: Cache,
-        coherence: Coherence,
-        answers: Answers,
-        metadata: Metadata,
-        locking: Locking,
-        since: Since,
+        self, block: Superblock, metadata: Metadata, locking: Locking, since: Since
     ) -> None:
-        self._store = store
-        self._namespace = store.namespace
-        self._inodes = store.namespace.inodes
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._coherence = coherence
-        self._answers = answers
+        self._store = block.store
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._coherence = block.coherence
+        self._answers = block.answers
         self._metadata = metadata
         self._locking = locking
         self._since = since
@@ -49,22 +38,14 @@ class Opens:
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
-        if not flags:
-            # The kernel's own open, for an ioctl on a file that a program has open: an open by name has
-            # O_LARGEFILE among its flags (or is of a 32-bit program without it). It would not come again.
-            node, found = self._nodes.get(inode)
-            refuse_other_than_file(found)
-            return self._opened(self._cache.open_here(found, node, flags, ctx.pid))
         name = None
         arrived = self._coherence.arrived(inode)
         if arrived is not None:
             node, found = arrived
         else:
             node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
-        if not found.is_file:
+        if not stat.S_ISREG(found.mode):
             refuse_other_than_file(found)
-        if found.flags:
-            refuse_open(found, flags)
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
@@ -81,11 +62,11 @@ class Opens:
         return self._opened(handle)
 
     async def create(
-        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
+        self, parent_inode: int, name: bytes, mode: int, umask: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         directory = self._nodes.directory(parent_inode)
-        await self._coherence.before_change()
-        self._since.refuse(directory, name)
+        if directory.xattrs:
+            self._since.refuse(directory, name)
         found = self._namespace.lookup(directory.ino, name)
         tries = 0
         while found is None:
@@ -96,7 +77,7 @@ class Opens:
             try:
                 inode = await self._namespace.create(
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
-                    version=0 if writing else 1, durable=not writing, umask=ctx.umask,
+                    version=0 if writing else 1, durable=not writing, umask=umask,
                     layout=self._store.layout(directory.ino, name),
                     seen=not self._cache.is_isolated(directory.ino),
                 )  # fmt: skip
@@ -120,14 +101,12 @@ class Opens:
         return self._opened(handle), answer
 
     async def tmpfile(
-        self, parent_inode: int, mode: int, flags: int, ctx: Caller
+        self, parent_inode: int, mode: int, umask: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
         directory = self._nodes.directory(parent_inode)
         mode = mode & 0o7777 | stat.S_IFREG
-        inode = self._namespace.orphan(
-            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=ctx.umask
-        )
+        inode = self._namespace.orphan(mode, ctx.uid, ctx.gid, directory=directory.ino, umask=umask)
         return self._created(inode, flags, ctx)
 
     def _created(
@@ -148,7 +127,7 @@ class Opens:
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        noflush = not handle.writing and not self._locking.must_hear_of_closes(node.ino)
+        noflush = not handle.writing and not self._locking.posix.is_used(node.ino)
         return OpenInfo(handle, not node.cached, node.opens > 1 and node.cached, noflush)
 
     async def cancel_open(self, handle: Handle) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ..backend.namespace import Inode, Namespace, fail
-from ..backend.namespace.attributes import FOLLOW, ISOLATION, NAMES, SINCE_TIMEOUT, TRAIN, check
+from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, FOLLOW, ISOLATION, NAMES, check
 from ..backend.namespace.quotas import QUOTA_NAMES
 from ..coherence.cache import Cache
 from ..coherence.content import Content
@@ -45,7 +45,7 @@ QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
 QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
 _TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
-_OF_DIRECTORIES = {FOLLOW, ISOLATION, TRAIN, SINCE_TIMEOUT, *NAMES, *QUOTA_NAMES}
+_OF_DIRECTORIES = {FOLLOW, ISOLATION, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
 _SETTABLE = {DISCARD, PREFETCH, *_KEPT}

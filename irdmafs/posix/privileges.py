@@ -10,28 +10,18 @@ private copy was written: it loses them when the copy is published.
 
 import errno
 import stat
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ..backend.namespace import Inode, fail
 from ..callers.credentials import CAP_FOWNER, CAP_FSETID
 from ..callers.processes import Processes
+from .calls import Caller
 
 CAPABILITY: Final = b"security.capability"
 SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
 
 
 _HAS_CAPABILITY: Final = 1 << 16
-
-
-class Caller(Protocol):
-    """A process, as far as its privileges matter."""
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def gid(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
 
 
 class Closer(NamedTuple):

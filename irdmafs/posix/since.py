@@ -1,8 +1,9 @@
-"""Names that wait: a directory with user.irdmafs.train = "since" leads to versions that are to come.
+"""Names that wait: a directory with user.irdmafs.awaits = DIRECTORY leads to names that are to come.
 
-Each decimal number N is a name in it that no listing shows: a symbolic link whose target is known
-when the directory `versions` beside it has a name that is a number M >= N. The target is ../versions/M, of
-all such M the largest.
+Each name in it is a symbolic link to that name in the directory DIRECTORY beside it. No listing shows
+the links. A reader of a link waits until the name is there and, if it is a file, has a version. A
+decimal number N leads to the largest number M >= N among the names. Names that begin with a dot are
+no links.
 
 A link is an inode of the tree without a record, as a file without a name is. Its number follows from its
 directory and N, on every host. Each lookup makes a node of its own: the kernel keeps a link's target with
@@ -12,13 +13,14 @@ the node, and everybody who reads it waits with the page locked, which no signal
 import errno
 import math
 import stat
+from functools import partial
 from hashlib import blake2b
 from typing import Final
 
 import trio
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, Namespace, fail
-from ..backend.namespace.attributes import SINCE, SINCE_TIMEOUT, TRAIN, since_timeout_s
+from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
 from ..backend.store.api import Freshness
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.nodes import NodeTable
@@ -29,7 +31,6 @@ from .waits import Waits
 
 __all__ = ["Since"]
 
-_VERSIONS: Final = b"versions"
 _DIGITS_MAX: Final = 18
 # A node's id has 16 bits that tell it from others of its inode.
 _NODES_MAX: Final = 1 << 15
@@ -66,7 +67,7 @@ class Since:
         OSError EAGAIN if too many hold it."""
         if not _is_link(directory, name):
             return None
-        link = self._link(directory, int(name))
+        link = self._link(directory, name)
         if self._nodes.count(link.ino) >= _NODES_MAX:
             raise fail(errno.EAGAIN)
         node = self._nodes.add(link)
@@ -91,30 +92,32 @@ class Since:
 
     async def target(self, link: Inode, ctx: Caller) -> bytes:
         """Return the target of a link, as soon as there is one. Raises OSError ETIMEDOUT; EAGAIN, EINTR as
-        Waits does; ESTALE if its directory is gone."""
-        first = int(link.target)
+        Waits does; ESTALE if its directory is gone, ENOENT if that is an ordinary one now."""
+        directory = self._namespace.inode(link.parent)
         if self._freshness is not None:
-            await self._freshen(self._freshness, link.parent)
-        found = self._newest(link.parent, first)
+            await self._freshen(self._freshness, directory)
+        found = self._found_by(directory, link.target)
         if found is not None:
             return found
-        directory = self._namespace.inode(link.parent)
         await detach(any_signal=True)
-        timeout_s = since_timeout_s(directory.xattrs.get(SINCE_TIMEOUT, b""))
+        timeout_s = awaits_timeout_s(directory.xattrs.get(AWAITS_TIMEOUT, b""))
         with trio.move_on_after(timeout_s):
             while True:
-                watched = self._versions(link.parent) or self._namespace.parent_of(link.parent)
+                directory = self._namespace.inode(link.parent)
+                awaited = self._awaited(directory)
+                watched = awaited.ino if awaited else self._namespace.parent_of(directory.ino)
                 count = self._waits.count(watched)
-                found = self._newest(link.parent, first)
+                found = self._found_by(directory, link.target)
                 if found is not None:
                     return found
                 await self._waits.changed(watched, count, math.inf, ctx)
         raise fail(errno.ETIMEDOUT)
 
-    def _link(self, directory: Inode, number: int) -> Inode:
+    def _link(self, directory: Inode, name: bytes) -> Inode:
         """Return the inode of a link, made unless it is there."""
-        target = b"%d" % number
-        digest = blake2b(b"%d/%d" % (directory.ino, number), digest_size=8).digest()
+        # Two spellings of a number are one link.
+        target = b"%d" % int(name) if _is_number(name) else name
+        digest = blake2b(b"%d/%b" % (directory.ino, target), digest_size=8).digest()
         ino = FIRST_VIRTUAL_INO + int.from_bytes(digest) % FIRST_VIRTUAL_INO
         while (known := self._inodes.get(ino)) is not None:
             if known.parent == directory.ino and known.target == target:
@@ -125,32 +128,44 @@ class Since:
         self._namespace.add_virtual(link)
         return link
 
-    async def _freshen(self, freshness: Freshness, directory: int) -> None:
-        """Have the namespace know every version that was committed before."""
-        parent = self._inodes.get(self._namespace.parent_of(directory))
+    async def _freshen(self, freshness: Freshness, directory: Inode) -> None:
+        """Have the namespace know every name that was committed before."""
+        parent = self._inodes.get(self._namespace.parent_of(directory.ino))
         if parent is None:
             return
-        for ino in (parent.ino, self._versions(directory)):
-            inode = self._inodes.get(ino)
+        for inode in (parent, self._awaited(directory)):
             if inode is not None and not freshness.is_fresh(inode):
                 await detach(any_signal=True)
                 await freshness.freshen(inode)
 
-    def _versions(self, directory: int) -> int:
-        """Return the directory of versions beside a directory, 0: there is none."""
-        found = self._namespace.lookup(self._namespace.parent_of(directory), _VERSIONS)
-        return found.ino if found is not None and found.is_dir else 0
+    def _awaited(self, directory: Inode) -> Inode | None:
+        """Return the directory that the links of another lead to, if it is there. Raises OSError."""
+        name = directory.xattrs.get(AWAITS)
+        if name is None:
+            raise fail(errno.ENOENT)
+        found = self._namespace.lookup(self._namespace.parent_of(directory.ino), name)
+        return found if found is not None and found.is_dir else None
 
-    def _newest(self, directory: int, first: int) -> bytes | None:
-        """Return the path of the newest version if that is at least `first`."""
-        versions = self._versions(directory)
-        if not versions:
+    def _found_by(self, directory: Inode, name: bytes) -> bytes | None:
+        """Return the target of the link with this name, if there is one. Raises OSError."""
+        awaited = self._awaited(directory)
+        if awaited is None:
             return None
-        names = [name for name, _ in self._namespace.children(versions) if _is_number(name)]
-        newest = max(names, key=int, default=None)
-        if newest is None or int(newest) < first:
-            return None
-        return b"../" + _VERSIONS + b"/" + newest
+        if _is_number(name):
+            numbers = (one for one, _ in self._namespace.children(awaited.ino) if _is_number(one))
+            at_least = [one for one in numbers if int(one) >= int(name)]
+            found = max(filter(partial(self._is_there, awaited), at_least), key=int, default=None)
+        else:
+            found = name if self._is_there(awaited, name) else None
+        return None if found is None else b"../%b/%b" % (directory.xattrs[AWAITS], found)
+
+    def _is_there(self, directory: Inode, name: bytes) -> bool:
+        """Return whether a name is in a directory, and is no file that has no version yet."""
+        found = self._namespace.lookup(directory.ino, name)
+        if found is None or not stat.S_ISREG(found.mode) or found.version > 0:
+            return found is not None
+        # In a cluster a file that stays empty gets no version, but everybody sees its name.
+        return self._freshness is not None and not found.maker
 
 
 def _is_number(name: bytes) -> bool:
@@ -159,4 +174,4 @@ def _is_number(name: bytes) -> bool:
 
 def _is_link(directory: Inode, name: bytes) -> bool:
     """Return whether a name is a link, unless something has that name."""
-    return bool(directory.xattrs) and directory.xattrs.get(TRAIN) == SINCE and _is_number(name)
+    return bool(directory.xattrs) and AWAITS in directory.xattrs and not name.startswith(b".")

@@ -7,19 +7,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..backend.namespace import ROOT_INO, Inode, acl, fail
-from ..backend.namespace.attributes import TRAIN
+from ..backend.namespace.attributes import AWAITS
 from ..backend.namespace.quotas import QUOTA_NAMES
-from ..backend.store.api import Store
 from ..callers.credentials import CAP_SYS_ADMIN
 from ..callers.processes import ids_of, open_thread
-from ..coherence.cache import Cache
-from ..coherence.protocol import Coherence
 from ..inline import detach
 from . import own_xattrs, quotas
-from .answers import Answers
 from .calls import Caller
 from .listing import tree_below
 from .privileges import privileges_of
+from .superblock import Superblock
 from .waits import Waits
 
 _DESCRIPTOR_MAX: Final = 2**31 - 1
@@ -34,26 +31,23 @@ class Xattrs:
 
     def __init__(
         self,
-        store: Store,
-        cache: Cache,
-        coherence: Coherence,
-        answers: Answers,
-        status: Callable[[], dict[str, Any]],
+        block: Superblock,
         waits: Waits,
+        status: Callable[[], dict[str, Any]],
         *,
         acls: bool,
     ) -> None:
-        self._store = store
-        self._namespace = store.namespace
-        self._cache = cache
-        self._nodes = cache.nodes
-        self._processes = cache.processes
-        self._coherence = coherence
-        self._answers = answers
-        self._status = status
+        self._store = block.store
+        self._namespace = block.namespace
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._processes = block.processes
+        self._coherence = block.coherence
+        self._answers = block.answers
         self._waits = waits
+        self._status = status
         self._acls = acls
-        self._refusals = own_xattrs.Refusals(store.namespace)
+        self._refusals = own_xattrs.Refusals(block.namespace)
 
     async def setxattr(
         self,
@@ -78,14 +72,11 @@ class Xattrs:
                 own_xattrs.refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
                     await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-                await self._coherence.before_change()
                 await self._store.check_attribute(found, name, value)
-        else:
-            await self._coherence.before_change()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._answers.refresh_several(found.ino)
-        if name == TRAIN and self._cache.kernel.can_forget:
-            # It may remember that numbers do not exist in this directory.
+        if name == AWAITS and self._cache.kernel.can_forget:
+            # The kernel may remember that names do not exist in this directory.
             self._cache.kernel.forget((), names=True)
         node = self._nodes.by_id.get(inode)
         if node is not None:
@@ -199,6 +190,5 @@ class Xattrs:
         self._refuse_unknown_xattr(name)
         if name in QUOTA_NAMES:
             await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-        await self._coherence.before_change()
         await self._namespace.remove_xattr(found.ino, name)
         self._answers.refresh_several(found.ino)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from .errors import Refused
 from .folders import Directories, Past, Seen
 from .layout import ModelLayout, Shard
 from .plan import Plan, Push, next_plan
-from .pushes import STEP, check_shard, header_of, identity_of_directory
+from .pushes import STEP, check_shard, push_in_shards
 from .shard_files import ShardFile
 from .trees import Folder, Trees
 
@@ -57,7 +56,7 @@ class Staged:
 
     def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
         self._train = train
-        self._header_of = partial(header_of, most=layout.header_max_bytes)
+        self._header_max_bytes = layout.header_max_bytes
         self._trees = trees
         self._newest = -1
         # The pushes that no plan could be foreseen from, and when that was.
@@ -105,13 +104,13 @@ class Staged:
             for name, found in folder.folders.items():
                 # The coordinator tells of a name that is refused.
                 with contextlib.suppress(Refused):
-                    identity = identity_of_directory(name)
+                    push = push_in_shards(name)
                     if (
-                        identity is not None
-                        and owner in (identity.worker, None)
-                        and identity.step > newest.clocks.get(identity.worker, 0)
+                        push is not None
+                        and owner in (push.worker, None)
+                        and push.step > newest.clocks.get(push.worker, 0)
                     ):
-                        yield _Push(identity.push(name), home / name, found)
+                        yield _Push(push, home / name, found)
 
     def files(self, shard: Shard, plan: Plan) -> Foreseen | None:
         """Return the shard's files of all pushes of the foreseen plan; None if one of them is not there."""
@@ -131,7 +130,7 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile.within(directory, shard.name, self._header_of)
+            file = ShardFile.within(directory, shard.name, header_max_bytes=self._header_max_bytes)
             if file.inode == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_shard(shard, file.header, cut=True)
                 return file, before

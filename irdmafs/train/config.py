@@ -15,6 +15,7 @@ from .rules import RULES, is_fp32, make_rule
 __all__ = ["Sync", "TrainConfig", "parse_sync"]
 
 SyncKind = Literal["bsp", "quorum", "ssp", "async", "local"]
+Nonfinite = Literal["refuse", "skip", "count"]
 _SYNC = re.compile(r"(bsp|async)|(quorum|ssp|local):(\d{1,6})")
 _WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -61,7 +62,7 @@ class TrainConfig:
     sync: str = "bsp"
     workers: str | int | tuple[str, ...] = "auto"
     clip_norm: float = 0.0
-    nonfinite: Literal["refuse", "skip", "count"] = "refuse"
+    nonfinite: Nonfinite = "refuse"
     staleness: Literal["none", "inverse"] = "none"
     keep: int = 3
     whole_every: int = 1

@@ -26,24 +26,21 @@ from .directory import (
     TrainDirectory,
     discard,
     give_back,
-    lead_to_newest,
     move,
     owner_of,
     put_aside,
-    read_small,
     remove,
     remove_aside,
     rename_new,
     replace,
 )
-from .errors import Refused, TrainError
+from .errors import Refused
 from .folders import Seen, seen
 from .layout import ModelLayout
 from .locks import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
-from .pushes import Identity
 from .staging import without_worker
-from .status import Progress, write_status
+from .status import StatusFile, progress_of
 from .trees import Folder, Trees
 from .whole import add_kept_files, assemble
 
@@ -59,12 +56,12 @@ _TIDY_LEAST = 8
 _READ_S = 0.2
 # A file that is written aside has its name sooner than that, unless its process was killed.
 _LEFT_S = 60.0
-# Without irdmafs below a file is seen as it grows: a file that has just been written may not be whole.
-_SETTLED_NS = 2_000_000_000
+# The clock of a worker has so many digits at most.
+_CLOCK_MAX_BYTES = 20
 
 
 class _Worker(NamedTuple):
-    """One that takes part: its file, open, and the clock in it once that was read."""
+    """One that takes part: its file, open, and the clock in it; None: it says none."""
 
     status: Seen | None
     lock: WatchedLock
@@ -78,11 +75,11 @@ class Coordinator:
         self._train = train
         self._layout = layout
         self._trees = trees
-        self._progress = Progress()
+        self._status = StatusFile(train)
         # By name in push/; of refused ones the inode, time and size of the file that was refused, by the
         # configuration of then.
         self._config: TrainConfig | None = None
-        self._pushes: dict[str, Identity] = {}
+        self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
         # By name in push/: when it was looked at last, as a number that grows; of pushes only until then.
         self._looks: dict[str, int] = {}
@@ -117,14 +114,12 @@ class Coordinator:
         found = self._find_pushes(config, newest)
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
-        self._progress.see(config, newest, waiting, awaited, self._members)
         if not enough:
-            write_status(self._train, self._progress)
+            self._status.show(progress_of(config, newest, waiting, awaited, self._members))
             return self._has_unread(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
-        self._progress.planned(sum(self._pushes[push.path].size for push in plan.pushes))
         return True
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
@@ -191,22 +186,23 @@ class Coordinator:
         for name in self._in_turns(names - self._pushes.keys(), newest):
             self._look_count += 1
             self._looks[name] = self._look_count
-            identity = self._look_at(config, newest, name, there.folders.get(name))
-            if identity is not None:
-                self._pushes[name] = identity
+            push = self._look_at(config, newest, name, there.folders.get(name))
+            if push is not None:
+                self._pushes[name] = push
             if time.monotonic() > until_s:
                 break
-        for name, identity in list(self._pushes.items()):
-            if _is_past(identity, newest):
+        for push in list(self._pushes.values()):
+            if _is_past(push, newest):
                 # A repetition of one that has counted.
-                del self._pushes[name]
-                self._put_aside_push(name)
-        for identity in self._pushes.values():
-            steps[identity.worker] = max(steps.get(identity.worker, 0), identity.step)
-        for name, identity in [item for item in self._pushes.items() if item[1].step == 0]:
-            steps[identity.worker] += 1
-            self._settle(name, identity, steps[identity.worker])
-        return [one.push(name) for name, one in self._pushes.items()]
+                del self._pushes[push.path]
+                put_aside(self._train, self._train.push / push.path)
+                self._litter = None
+        for push in self._pushes.values():
+            steps[push.worker] = max(steps.get(push.worker, 0), push.step)
+        for push in [one for one in self._pushes.values() if one.step == 0]:
+            steps[push.worker] += 1
+            self._settle(push, steps[push.worker])
+        return list(self._pushes.values())
 
     def _has_unread(self, names: Iterable[str]) -> bool:
         return any(name not in self._looks for name in names)
@@ -222,42 +218,35 @@ class Coordinator:
                  if name in by_worker]  # fmt: skip
         return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
 
-    def _put_aside_push(self, name: str) -> None:
-        put_aside(self._train, self._train.push / name)
-        self._litter = None
-
-    def _settle(self, name: str, identity: Identity, step: int) -> None:
+    def _settle(self, push: Push, step: int) -> None:
         """Give a push that has the worker's next step a name that says which that is. Its old name is free:
         a file that comes there is another push."""
-        settled = pushes.settled_name(name, identity.worker, step)
-        del self._pushes[name]
+        del self._pushes[push.path]
+        path = pushes.name_in_file(push._replace(step=step))
         try:
-            rename_new(self._train.push / name, self._train.push / settled)
+            rename_new(self._train.push / push.path, self._train.push / path)
         except FileExistsError:
             # Its worker has just pushed that step: this is the one after.
             return
-        self._pushes[settled] = identity._replace(step=step)
+        self._pushes[path] = push._replace(step=step, path=path)
 
     def _look_at(
         self, config: TrainConfig, newest: Plan, name: str, folder: Folder | None
-    ) -> Identity | None:
-        path = self._train.push / name
+    ) -> Push | None:
         try:
-            status = path.lstat()
-            now = seen(status)
+            now = seen((self._train.push / name).lstat())
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
-            identity = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
-            if identity is not None and not _is_past(identity, newest):
-                pushes.check_identity(self._train, config, identity)
-            return identity
+            push = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
+            if push is not None and not _is_past(push, newest):
+                pushes.check_turn(self._train, config, push)
+            return push
         except FileNotFoundError:
             return None
         except Refused as error:
-            if self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
-                self._bad[name] = now
-                self._refuse(name, error)
+            self._bad[name] = now
+            self._refuse(name, error)
             return None
 
     def _refuse(self, name: str, error: Refused, *, counts: bool = False) -> None:
@@ -284,10 +273,9 @@ class Coordinator:
                 discard(self._train, self._train.staging / name)
         for name in self._joined.keys() - present:
             del self._joined[name]
-        members = {}
-        for name in present:
-            with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
-                members[name] = self._clock_of(name)
+        members = {
+            name: worker.clock for name, worker in self._joined.items() if worker.clock is not None
+        }
         if members != self._members or not self._train.members.exists():
             replace(self._train.members, msgspec.json.encode(members))
             self._members = members
@@ -298,8 +286,9 @@ class Coordinator:
         path = self._train.workers / name
         known = self._joined.get(name)
         try:
-            if known is None or known.status != status:
-                known = self._joined[name] = _Worker(status, WatchedLock(path), None)
+            if known is None or known.clock is None or known.status != status:
+                lock = WatchedLock(path)
+                known = self._joined[name] = _Worker(status, lock, _clock_in(lock))
             # Another file may have the name by now.
             if known.lock.is_held() or is_locked(path):
                 return True
@@ -310,22 +299,12 @@ class Coordinator:
         remove(path)
         return False
 
-    def _clock_of(self, name: str) -> int:
-        """Return the clock at which a worker joined, which its file says."""
-        known = self._joined[name]
-        if known.status is None or known.clock is None:
-            clock = int(read_small(self._train.workers / name) or 0)
-            known = self._joined[name] = known._replace(clock=clock)
-        assert known.clock is not None
-        return known.clock
-
     # -- commit ------------------------------------------------------------------------------------
 
     def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         there = self._trees.look(self._train.next).folder(target.name)
         if not self._layout.parts.keys() <= there.folders.keys():
             return False
-        self._progress.reduced()
         if config.whole_every and plan.version % config.whole_every == 0:
             assemble(self._train, self._layout, plan.version, target)
         try:
@@ -334,15 +313,12 @@ class Coordinator:
             # Another coordinator made it, while this one's host was stopped.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-        self._progress.committed(plan)
-        lead_to_newest(self._train)
         return True
 
     def _tidy(self, config: TrainConfig, newest: Plan) -> None:
         """Give the pushes that count back to their workers, and put aside versions that nobody wants any
         more, and what was left behind."""
         train = self._train
-        lead_to_newest(train)
         staged = os.listdir(train.staging)
         for push in newest.pushes:
             path = train.push / push.path
@@ -400,7 +376,7 @@ class Coordinator:
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
                 put_aside(self._train, self._train.ahead / name)
-        for folder in (self._train.path, self._train.since, self._train.workers):
+        for folder in (self._train.path, self._train.workers):
             for name in os.listdir(folder):
                 path = folder / name
                 if name.startswith(".") and _is_old(path) and not is_locked(path):
@@ -413,9 +389,16 @@ def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
         yield from (one for one in turn if one is not None)
 
 
-def _is_past(identity: Identity, newest: Plan) -> bool:
+def _is_past(push: Push, newest: Plan) -> bool:
     """Return whether a push of this worker and step has counted."""
-    return 0 < identity.step <= newest.clocks.get(identity.worker, 0)
+    return 0 < push.step <= newest.clocks.get(push.worker, 0)
+
+
+def _clock_in(lock: WatchedLock) -> int | None:
+    """Return the clock at which a worker joined, which its file says; None: it says none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(lock.read(_CLOCK_MAX_BYTES) or 0)
+    return None
 
 
 def _visible(names: Iterable[str]) -> set[str]:

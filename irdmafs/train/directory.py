@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..client import _files
-from .changes import count_changes
 from .config import TrainConfig
 from .errors import TrainError
-from .folders import OpenFolders, Seen, seen
+from .folders import Directory, Seen, seen
 from .layout import ModelLayout, Shard
 from .plan import Plan
+from .trees import count_changes
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class TrainDirectory:
         self._keeps_open = keeps_open
         self._read: dict[Path, tuple[Seen, Any]] = {}
         # The counter of changes below versions/, and the plan that was the newest then.
-        self._newest: tuple[str | None, Plan] | None = None
+        self._newest: tuple[int, Plan] | None = None
         self.reopen()
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class TrainDirectory:
 
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
-        self._open = OpenFolders(self.path) if self._keeps_open else None
+        self._opened: dict[str, Directory] = {}
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")
@@ -102,7 +102,12 @@ class TrainDirectory:
         self.members = self._files / "members.json"
 
     def _folder(self, name: str) -> Path:
-        return self.path / name if self._open is None else self._open.path(name)
+        if self._keeps_open:
+            # One that is not there is named in the error of its first use.
+            with contextlib.suppress(OSError):
+                self._opened[name] = Directory(self.path / name)
+                return self._opened[name].path
+        return self.path / name
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -118,7 +123,13 @@ class TrainDirectory:
 
     def shown(self, text: str) -> str:
         """Return a text in which files have their paths in the directory."""
-        return text if self._open is None else self._open.shown(text)
+        names = {str(opened.fd): name for name, opened in self._opened.items()}
+
+        def known(found: re.Match[str]) -> str:
+            name = names.get(found[1])
+            return found[0] if name is None else os.fspath(self.path / name)
+
+        return re.sub(r"/proc/self/fd/(\d+)", known, text) if names else text
 
     @property
     def is_current(self) -> bool:
@@ -127,11 +138,6 @@ class TrainDirectory:
             return os.path.samestat(self.path.stat(), self._files.stat())
         except OSError:
             return False
-
-    @functools.cached_property
-    def is_on_irdmafs(self) -> bool:
-        """Return whether the directory lies on a mount of irdmafs. Raises OSError."""
-        return _files.lies_on_irdmafs(self.path)
 
     def config(self) -> TrainConfig:
         """Read config.toml. Raises TrainError."""
@@ -198,7 +204,7 @@ class TrainDirectory:
     def newest_plan(self) -> Plan:
         """Return the plan of the newest version that the mount has been told of. Raises TrainError."""
         counter = count_changes(self.versions)
-        if counter is None or self._newest is None or self._newest[0] != counter:
+        if self._newest is None or self._newest[0] != counter:
             self._newest = (counter, self._read_newest_plan())
         return self._newest[1]
 
@@ -255,15 +261,6 @@ def read_small(path: Path) -> bytes:
         return _files.read_at(fd, status.st_size, 0)
     finally:
         os.close(fd)
-
-
-def is_published(path: Path, status: os.stat_result | None = None) -> bool:
-    """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
-    try:
-        size = (status or os.stat(path)).st_size
-        return size > 0 and _files.read_version(os.fspath(path)) != 0
-    except FileNotFoundError:
-        return False
 
 
 def _aside(path: Path) -> Path:
@@ -384,16 +381,6 @@ def give_back(path: Path, home: Path) -> bool:
             raise
         return False
     return True
-
-
-def lead_to_newest(train: TrainDirectory) -> None:
-    """Make since/0 a link to the newest version, where that is not done by irdmafs itself."""
-    if train.is_on_irdmafs:
-        return
-    link = _aside(train.since / "0")
-    link.unlink(missing_ok=True)
-    link.symlink_to(f"../versions/{train.newest()}")
-    os.replace(link, train.since / "0")
 
 
 def make_part(path: Path) -> None:

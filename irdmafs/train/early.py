@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..client import FormatError
-from .changes import GATHER_S
 from .directory import LOOK_S, PARAMS, TrainDirectory, owner_of
 from .folders import Directories, Directory, Past, Seen
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile
-from .trees import Folder, look
+from .trees import GATHER_S, Folder, look
 
 __all__ = ["Early"]
 

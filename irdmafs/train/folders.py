@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Directories", "Directory", "OpenFolders", "Past", "Seen", "seen"]
+from ..client import _files
+
+__all__ = ["Directories", "Directory", "Past", "Seen", "is_published", "seen"]
 
 _PAST_MAX = 1 << 16
 _OPEN_MAX = 128
@@ -28,6 +29,15 @@ class Seen(NamedTuple):
 
 def seen(status: os.stat_result) -> Seen:
     return Seen(status.st_ino, status.st_ctime_ns, status.st_size)
+
+
+def is_published(path: Path, status: os.stat_result | None = None) -> bool:
+    """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
+    try:
+        size = (status or os.stat(path)).st_size
+        return size > 0 and _files.read_version(os.fspath(path)) != 0
+    except FileNotFoundError:
+        return False
 
 
 class Past:
@@ -107,29 +117,3 @@ class Directories:
 
     def close(self) -> None:
         self._opened.clear()
-
-
-class OpenFolders:
-    """A directory and those in it, kept open: paths that begin there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._opened: dict[str, Directory] = {}
-
-    def path(self, name: str) -> Path:
-        """Return a path for a directory; its own if it cannot be opened."""
-        try:
-            self._opened[name] = Directory(self._path / name)
-        except OSError:
-            return self._path / name
-        return self._opened[name].path
-
-    def shown(self, text: str) -> str:
-        """Return a text in which files have their paths in the directory."""
-        names = {str(opened.fd): name for name, opened in self._opened.items()}
-
-        def known(found: re.Match[str]) -> str:
-            name = names.get(found[1])
-            return found[0] if name is None else os.fspath(self._path / name)
-
-        return re.sub(r"/proc/self/fd/(\d+)", known, text)

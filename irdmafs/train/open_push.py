@@ -1,13 +1,15 @@
-"""A push that is made while its gradients are still being computed."""
+"""A push that is being made, maybe while its gradients are still being computed."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 from ..client._dtypes import Value
 from .errors import Refused
@@ -16,6 +18,12 @@ from .pushes import values_of
 from .staging import Staging
 
 __all__ = ["OpenPush"]
+
+
+class Publish(Protocol):
+    """Publishes the directory with the files of a push, and returns its step. Raises Refused, OSError."""
+
+    def __call__(self, written: Path, weight: float, lr: float | None) -> int: ...
 
 
 class OpenPush:
@@ -28,23 +36,28 @@ class OpenPush:
     def __init__(
         self,
         layout: ModelLayout,
+        shards: Sequence[Shard],
         staging: Staging,
-        hidden: Path,
+        name: str,
         more: Mapping[str, str],
-        publish: Callable[[Mapping[str, Value], float, float | None], int],
+        *,
+        finite: bool,
+        publish: Publish,
+        noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`hidden`: the directory in `staging` for the shards' files until the push is published; `more`:
-        their metadata.
-        `publish`: called by `finish` with all values, the weight and the learning rate, when all files are
-        in `hidden`."""
+        """`shards`: in the order in which `finish` writes them. `name`: of the directory in `staging` for
+        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `noting`: as a context
+        it is told why the push is refused. Raises OSError."""
         self._layout = layout
+        self._shards = shards
         self._staging = staging
-        self._hidden = hidden
         self._more = more
+        self._finite = finite
         self._publish = publish
-        self._shards = layout.shards()
+        self._noting = noting
+        self._path, self._directory = staging.begin(name)
         self._holders: dict[str, list[Shard]] = {}
-        for shard in self._shards:
+        for shard in shards:
             for part in shard.slices:
                 self._holders.setdefault(part.parameter.name, []).append(shard)
                 self._holders.setdefault(part.scales, []).append(shard)
@@ -67,32 +80,40 @@ class OpenPush:
                     writing = self._written.pop(shard.name)
                     if not writing.cancel():
                         self._in_vain.append(writing)
-                elif len(self._shards) > 1 and self._is_complete(shard):
+                elif self._is_complete(shard):
                     self._write(shard)
+
+    def put_all(self, values: Mapping[str, Value]) -> None:
+        """Add values that were checked. Their files are written by `finish`."""
+        with self._lock:
+            self._values |= values
 
     def finish(self, weight: float = 1.0, *, lr: float | None = None) -> int:
         """Publish the push, as Worker.push() does, and return its step. Parameters that were not put are
         left out. Raises Refused and OSError, after which nothing of the push is there."""
+        with self._noting():
+            step = self._finish(weight, lr)
+        self._thread.shutdown()
+        return step
+
+    def _finish(self, weight: float, lr: float | None) -> int:
         try:
-            if len(self._shards) > 1:
-                # The version of a file that is published last stays.
-                for writing in self._in_vain:
-                    with contextlib.suppress(Refused):
-                        writing.result().result()
-                with self._lock:
-                    for shard in self._shards:
-                        if shard.name not in self._written:
-                            self._write(shard)
-                for writing in self._written.values():
+            # The version of a file that is published last stays.
+            for writing in self._in_vain:
+                with contextlib.suppress(Refused):
                     writing.result().result()
+            with self._lock:
+                for shard in self._shards:
+                    if shard.name not in self._written:
+                        self._write(shard)
+            for writing in self._written.values():
+                writing.result().result()
             if not self._values:
                 raise Refused(errno.EINVAL, "it has no tensor")
-            step = self._publish(self._values, weight, lr)
+            return self._publish(self._path, weight, lr)
         except BaseException:
             self.abort()
             raise
-        self._thread.shutdown()
-        return step
 
     def abort(self) -> None:
         """Drop the push."""
@@ -100,7 +121,7 @@ class OpenPush:
         for writing in (*self._in_vain, *self._written.values()):
             if not writing.cancelled() and writing.exception() is None:
                 wait([writing.result()])
-        self._staging.drop(self._hidden)
+        self._staging.drop(self._path)
 
     def _is_complete(self, shard: Shard) -> bool:
         return all(part.parameter.name in self._values for part in shard.slices)
@@ -113,5 +134,6 @@ class OpenPush:
             if name in self._values
         }
         self._written[shard.name] = self._thread.submit(
-            self._staging.write, self._hidden, shard, values, self._more
-        )
+            self._staging.write, self._path, self._directory, shard, values, self._more,
+            finite=self._finite,
+        )  # fmt: skip

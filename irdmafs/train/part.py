@@ -22,7 +22,6 @@ from .directory import (
     SPARE,
     STATE,
     TrainDirectory,
-    is_published,
     make_home,
     make_part,
     move,
@@ -31,7 +30,7 @@ from .directory import (
     replace,
 )
 from .errors import BadPush, TrainError
-from .folders import Directories
+from .folders import Directories, is_published
 from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import PartFolders, Reduction
@@ -177,8 +176,6 @@ class Part:
             before = self._open_before(plan)
             for shard in shards:
                 found[shard.name] = self._reduction(config, shard, plan, before)
-                if config.nonfinite == "skip":
-                    found[shard.name].check_finite()
             self._begun = (target, found)
         return self._begun[1]
 
@@ -192,7 +189,7 @@ class Part:
     ) -> Reduction:
         return Reduction(
             self._train, shard, plan, self._blocks, before, opened,
-            header_max_bytes=self._layout.header_max_bytes, finite=config.nonfinite == "refuse",
+            header_max_bytes=self._layout.header_max_bytes, nonfinite=config.nonfinite,
         )  # fmt: skip
 
     def _all_norms(self, target: Path) -> list[float] | None:

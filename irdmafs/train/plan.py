@@ -26,12 +26,12 @@ __all__ = [
 
 
 class Push(NamedTuple):
-    """A push that is there, whole. `path`: its name in push/. `base`: the version that it was made from; -1
-    if that was not said. `lr`: None if it was not said."""
+    """A push that is there, whole. `step`: 0: the worker's next. `path`: its name in push/. `base`: the
+    version that it was made from; -1 if that was not said. `lr`: None if it was not said."""
 
     worker: str
     step: int
-    path: str
+    path: str = ""
     weight: float = 1.0
     base: int = -1
     lr: float | None = None

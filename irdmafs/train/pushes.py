@@ -8,41 +8,44 @@ import re
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..client import FormatError, _files, _npy
+from ..client import FormatError, _files
 from ..client._dtypes import Layout, Value, code_of, dtype_of_code, size_bytes, value_of
-from ..client._safetensors import HEADER_MAX_BYTES, Header
+from ..client._safetensors import Header
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory, is_published
+from .directory import TrainDirectory
 from .errors import Refused
-from .folders import Directory
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .locks import is_locked
 from .plan import Push
 from .scales import blocks_of
-from .shard_files import read_header
-from .trees import Folder
+from .shard_files import ShardFile, read_header
+from .trees import Folder, look
 
 __all__ = [
     "STEP",
-    "Identity",
     "check_finite",
-    "check_identity",
+    "check_scales",
     "check_shard",
-    "identity_of_directory",
+    "check_turn",
+    "has_nonfinite",
     "inspect",
+    "name_in_file",
+    "name_in_shards",
+    "push_by_name",
+    "push_in_shards",
     "read_file",
-    "settled_name",
+    "scales_of",
     "slices_of",
+    "values_of",
     "worker_of",
 ]
 
-_SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
 # Of a file, without its suffix; both are said in errors.
@@ -67,65 +70,37 @@ _SHOWN_MAX = 100
 _BLOCK_BYTES = 16 << 20
 
 
-class Identity(NamedTuple):
-    """The metadata of a push; `step` 0: the worker's next, `lr` None: not said. `size`: of its files, in
-    bytes, if that is known."""
-
-    worker: str
-    step: int
-    weight: float = 1.0
-    base: int = -1
-    lr: float | None = None
-    size: int = 0
-
-    @property
-    def name(self) -> str:
-        """Return the name of the push as a directory."""
-        more = f";weight={self.weight!r}"
-        if self.base >= 0:
-            more += f";base={self.base}"
-        if self.lr is not None:
-            more += f";lr={self.lr!r}"
-        return f"{self.worker}@{self.step}{more}"
-
-    def push(self, path: str) -> Push:
-        return Push(self.worker, self.step, path, self.weight, self.base, self.lr)
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Return the metadata of the push as a file."""
-        said = {"worker": self.worker, STEP: str(self.step), "weight": repr(self.weight)}
-        if self.base >= 0:
-            said["base"] = str(self.base)
-        if self.lr is not None:
-            said["lr"] = repr(self.lr)
-        return said
+# -- names ----------------------------------------------------------------------------------------
 
 
-def identity_of_directory(name: str) -> Identity | None:
-    """Return what the name of a directory in push/ says; None if it is not a push."""
+def name_in_shards(push: Push) -> str:
+    """Return the name of a push as a directory, which says all that is said of the push."""
+    name = f"{push.worker}@{push.step};weight={push.weight!r}"
+    if push.base >= 0:
+        name += f";base={push.base}"
+    if push.lr is not None:
+        name += f";lr={push.lr!r}"
+    return name
+
+
+def name_in_file(push: Push) -> str:
+    """Return the name of a push in one file, whose metadata says the rest."""
+    return f"{push.worker}@{push.step}.safetensors"
+
+
+def push_in_shards(name: str) -> Push | None:
+    """Return the push that a directory in push/ is by its name; None if it is none. Raises Refused."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
     said = dict(part.split("=", 1) for part in found[3].split(";")[1:])
-    return _identity(found[1], {STEP: found[2], **said})
+    return _push(name, found[1], {STEP: found[2], **said})
 
 
-def _identity_in_shards(name: str) -> Identity:
-    """Raises Refused."""
-    identity = identity_of_directory(name)
-    if identity is None:
-        raise Refused(
-            errno.EINVAL,
-            f"{name!r} is not the name of a push in shards, which is {_NAME_OF_DIRECTORY}",
-        )
-    return identity
-
-
-def identity_of_name(name: str) -> Identity | None:
-    """Return what a name in push/ says, step 0: the worker's next; None if it is not that of a push."""
+def push_by_name(name: str) -> Push | None:
+    """Return the push that a name in push/ says, step 0: the worker's next; None if it says none."""
     try:
-        return identity_of_directory(name) or _identity_of_file(name, {})
+        return push_in_shards(name) or _push_in_file(name, {})
     except Refused:
         return None
 
@@ -133,11 +108,11 @@ def identity_of_name(name: str) -> Identity | None:
 def worker_of(name: str) -> str:
     """Return the worker that a name in push/ says, of a push or of anything else."""
     worker, at, _ = name.partition("@")
-    return worker if at else os.path.splitext(name)[0].partition(":")[0]
+    return worker if at else os.path.splitext(name)[0]
 
 
-def _identity(worker: str, said: Mapping[str, str]) -> Identity:
-    """Raises Refused."""
+def _push(name: str, worker: str, said: Mapping[str, str]) -> Push:
+    """Return a push by what its name and metadata say; step 0: the worker's next. Raises Refused."""
     numbers: dict[str, Any] = {STEP: 0}
     for key, (kind, allowed) in _NUMBERS.items():
         if key in said:
@@ -146,84 +121,116 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
             except ValueError:
                 value = said[key][:_SHOWN_MAX]
                 raise Refused(errno.EINVAL, f"its {key} is {value!r}, not {allowed}") from None
-    identity = Identity(said.get("worker", worker), **numbers)
-    if not is_worker_name(identity.worker):
-        shown = identity.worker[:_SHOWN_MAX]
+    push = Push(said.get("worker", worker), path=name, **numbers)
+    if not is_worker_name(push.worker):
+        shown = push.worker[:_SHOWN_MAX]
         raise Refused(
             errno.EINVAL,
             f"{shown!r} cannot be the name of a worker: letters, digits and _ . -, 100 at most",
         )
-    if identity.step < 0:
-        raise Refused(errno.EINVAL, f"step {identity.step} is not a step")
-    _check_numbers(identity)
-    return identity
+    if push.step < 0:
+        raise Refused(errno.EINVAL, f"step {push.step} is not a step")
+    _check_numbers(push)
+    return push
 
 
-def _check_numbers(identity: Identity) -> None:
-    if not (0 <= identity.weight <= F32_MAX and 0 <= (identity.lr or 0) <= F32_MAX):
+def _check_numbers(push: Push) -> None:
+    if not (0 <= push.weight <= F32_MAX and 0 <= (push.lr or 0) <= F32_MAX):
         raise Refused(
-            errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not an fp32 number >= 0"
+            errno.EINVAL, f"weight {push.weight} or lr {push.lr} is not an fp32 number >= 0"
         )
 
 
-class _File(NamedTuple):
-    """A push in one file: its tensors, and what it says of itself."""
-
-    tensors: dict[str, Layout]
-    identity: Identity
-
-
-def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) -> Identity:
-    """Return what a push in one file says of itself. `finite`: its elements are read, too. Raises Refused
-    for what does not fit the parameters, and for NaN and infinity where elements are read."""
-    pushed = _read(layout, name, fd)
-    _check_whole(layout, pushed.tensors)
-    if finite:
-        for parameter, found in pushed.tensors.items():
-            _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
-    return pushed.identity
-
-
-def _read(layout: ModelLayout, name: str, fd: int) -> _File:
-    """Read the header of a push. Raises Refused."""
-    try:
-        header = header_of(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
-    except FormatError as error:
-        raise Refused(errno.EINVAL, error.defect) from None
-    scales_of(header)
-    return _File(header.tensors, _identity_of_file(name, header.metadata))
-
-
-def _identity_of_file(name: str, metadata: Mapping[str, str]) -> Identity:
-    """Return what the name of a file in push/, and its metadata, say. Raises Refused."""
+def _push_in_file(name: str, metadata: Mapping[str, str]) -> Push:
+    """Return the push that a file in push/ is by its name and metadata. Raises Refused."""
     if not name.isprintable():
         raise Refused(errno.EINVAL, "its name is not printable text")
-    stem, suffix = os.path.splitext(name)
-    who = stem.rpartition(":")[0] or stem if suffix == _NPY else stem
-    if "@" not in who:
-        return _identity(who, metadata)
-    found = _FILE_NAME.fullmatch(who)
+    stem = os.path.splitext(name)[0]
+    if "@" not in stem:
+        return _push(name, stem, metadata)
+    found = _FILE_NAME.fullmatch(stem)
     if found is None:
         raise Refused(errno.EINVAL, f"{name!r} is not the name of a push, which is {_NAME_OF_FILE}")
     worker, step = found.groups()
-    identity = _identity(worker, {"worker": worker, STEP: step, **metadata})
-    if (identity.worker, str(identity.step)) != (worker, step):
+    push = _push(name, worker, {"worker": worker, STEP: step, **metadata})
+    if (push.worker, str(push.step)) != (worker, step):
         # Another push may be about to get this name.
-        raise Refused(errno.EINVAL, f"it is {identity.worker}@{identity.step} by its metadata")
-    return identity
+        raise Refused(errno.EINVAL, f"it is {push.worker}@{push.step} by its metadata")
+    return push
 
 
-def header_of(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
-    """Read the header of a file of a push, of `most` bytes at most: an array WORKER@STEP:PARAMETER.npy is
-    one parameter. Raises FormatError and Refused."""
-    name = os.path.basename(path)
-    if not name.endswith(_NPY):
-        return read_header(path, fd, size, most)
-    found = _npy.layout(path, lambda count: _files.read_at(fd, count, 0), size)
-    if found.order != "C":
-        raise Refused(errno.EINVAL, "its array is in Fortran order")
-    parameter = name.removesuffix(_NPY).rpartition(":")[2]
-    return Header({parameter: found}, {}, size_bytes(found.dtype, found.shape) > 0)
+# -- contents -------------------------------------------------------------------------------------
+
+
+def inspect(
+    train: TrainDirectory,
+    layout: ModelLayout,
+    name: str,
+    folder: Folder | None = None,
+    *,
+    finite: bool = False,
+) -> Push | None:
+    """Return the push that a name in push/ leads to; None if it leads to none, or to none that is whole.
+    `folder`: what is known to be below it. `finite`: as in read_file(); the files of a push in shards are
+    not opened here, as they would be fetched: reducers check them. Raises Refused for what does not fit the
+    parameters."""
+    if name.startswith("."):
+        return None
+    path = train.push / name
+    try:
+        if folder is None and stat.S_ISDIR(_check_kind(path).st_mode):
+            folder = look(path)
+        if folder is not None:
+            return _inspect_shards(layout, name, path, folder)
+        with _files.open_to_read(os.fspath(path)) as (fd, status):
+            if status.st_size == 0 or _files.read_version(fd) == 0:
+                return None
+            return read_file(layout, name, fd, finite=finite)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise Refused(
+            errno.EACCES, f"the reducer may not read {train.shown(str(error.filename))}"
+        ) from None
+
+
+def _inspect_shards(layout: ModelLayout, name: str, path: Path, folder: Folder) -> Push | None:
+    push = push_in_shards(name)
+    if push is None:
+        raise Refused(
+            errno.EINVAL,
+            f"{name!r} is not the name of a push in shards, which is {_NAME_OF_DIRECTORY}",
+        )
+    if folder.files.keys() >= {*layout.shard_names}:
+        return push
+    for shard in layout.shard_names:
+        _check_kind(path / shard)
+    return None
+
+
+def _check_kind(path: Path) -> os.stat_result:
+    """Return the status of a file or directory. Raises Refused for anything else: a link could lead to a
+    file that only the reducer may read. Raises OSError."""
+    status = path.lstat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
+    return status
+
+
+def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) -> Push:
+    """Return the push that a file is. `finite`: its elements are read, too. Raises Refused for what does
+    not fit the parameters, and for NaN and infinity where elements are read."""
+    try:
+        header = read_header(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
+    except FormatError as error:
+        raise Refused(errno.EINVAL, error.defect) from None
+    scales_of(header)
+    push = _push_in_file(name, header.metadata)
+    _check_whole(layout, header.tensors)
+    if finite:
+        for parameter, found in header.tensors.items():
+            _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
+    return push
 
 
 def scales_of(header: Header) -> dict[str, float]:
@@ -243,93 +250,6 @@ def check_scales(scales: Mapping[str, float]) -> None:
     """Raises Refused for factors that are no fp32 numbers."""
     if not all(abs(scale) <= F32_MAX for scale in scales.values()):
         raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
-
-
-def inspect(
-    train: TrainDirectory,
-    layout: ModelLayout,
-    name: str,
-    folder: Folder | None = None,
-    *,
-    finite: bool = False,
-) -> Identity | None:
-    """Return what a name in push/ says of itself; None for what is no push, or not yet. `folder`: what is
-    known to be below it. `finite`: as in read_file(); the files of a push in shards are not opened here.
-    Raises Refused for what does not fit the parameters."""
-    if name.startswith("."):
-        return None
-    if folder is not None and train.is_on_irdmafs and folder.files.keys() >= {*layout.shard_names}:
-        # Reducers check its files.
-        size = sum(folder.files[shard].size for shard in layout.shard_names)
-        return _identity_in_shards(name)._replace(size=size)
-    path = train.push / name
-    try:
-        if stat.S_ISDIR(_check_kind(path).st_mode):
-            identity = _identity_in_shards(name)
-            size = _size_if_whole(layout, path)
-            if size and not train.is_on_irdmafs:
-                _check_headers(layout, path)
-            return identity._replace(size=size) if size else None
-        with _files.open_to_read(os.fspath(path)) as (fd, status):
-            if status.st_size == 0 or _files.read_version(fd) == 0:
-                return None
-            identity = read_file(layout, name, fd, finite=finite)._replace(size=status.st_size)
-    except FileNotFoundError:
-        return None
-    except PermissionError as error:
-        raise Refused(
-            errno.EACCES, f"the reducer may not read {train.shown(str(error.filename))}"
-        ) from None
-    return identity
-
-
-def _check_kind(path: Path) -> os.stat_result:
-    """Return the status of a file or directory. Raises Refused for anything else: a link could lead to a
-    file that only the reducer may read. Raises OSError."""
-    status = path.lstat()
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
-    return status
-
-
-def _size_if_whole(layout: ModelLayout, path: Path) -> int:
-    """Return the bytes of a directory that has the files of all shards, else 0. Reducers check the files;
-    here they are not opened: on another host than theirs all of them would be fetched. Raises Refused."""
-    directory = Directory(path)
-    size = 0
-    for name in layout.shard_names:
-        file = directory.file(name)
-        status = _check_kind(file)
-        if not is_published(file, status):
-            return 0
-        size += status.st_size
-    return size
-
-
-def _check_headers(layout: ModelLayout, path: Path) -> None:
-    """Check the files of all shards. Raises Refused."""
-    for shard in layout.shards():
-        with _files.open_to_read(os.fspath(path / shard.name)) as (fd, _):
-            _check_header(layout, shard, fd)
-
-
-def settled_name(name: str, worker: str, step: int) -> str:
-    """Return the name of a push whose step was the worker's next, and is this one now."""
-    parameter = f":{name.rpartition(':')[2]}" if name.endswith(_NPY) else _SAFETENSORS
-    return f"{worker}@{step}{parameter}"
-
-
-# -- whether it may count -------------------------------------------------------------------------
-
-
-def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> None:
-    """Check the header of a shard's file of a push. Raises Refused."""
-    try:
-        header = read_header(shard.name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
-    except FormatError as error:
-        raise Refused(errno.EINVAL, str(error)) from None
-    scales_of(header)
-    check_shard(shard, header, cut=True)
 
 
 def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
@@ -378,38 +298,32 @@ def _check_tensors(
             raise Refused(errno.EINVAL, f"{name!r} has the type {found.extension or found.dtype}")
 
 
-def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identity) -> None:
+# -- whether it may count -------------------------------------------------------------------------
+
+
+def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
     """Raises Refused for a worker, a step or a base that cannot count."""
     newest = train.newest_plan()
     clocks = newest.clocks
-    _check_worker_and_step(config, clocks, identity)
-    if isinstance(config.workers, int) and identity.worker not in clocks:
-        _check_number(train, config.workers, identity.worker, clocks)
-    clock = clocks.get(identity.worker, 0)
-    if 0 < identity.step <= clock:
+    _check_numbers(push)
+    if isinstance(config.workers, tuple) and push.worker not in config.workers:
+        raise Refused(errno.EPERM, f"{push.worker!r} is not one of the workers")
+    others = max(clocks.values(), default=0)
+    if push.step > others + config.ahead:
         raise Refused(
-            errno.ESTALE, f"step {identity.step} is past: {identity.worker} is at {clock}"
+            errno.EINVAL, f"step {push.step} is too far ahead: the others are at {others}"
         )
-    if identity.base > newest.version:
-        raise Refused(errno.EINVAL, f"there is no version {identity.base} yet")
+    if isinstance(config.workers, int) and push.worker not in clocks:
+        _check_number(train, config.workers, push.worker, clocks)
+    clock = clocks.get(push.worker, 0)
+    if 0 < push.step <= clock:
+        raise Refused(errno.ESTALE, f"step {push.step} is past: {push.worker} is at {clock}")
+    if push.base > newest.version:
+        raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
     # Where nobody waits for the others, a base may be older than all versions that are kept.
     lockstep = config.synchronization.kind in ("bsp", "local")
-    if lockstep and identity.base >= 0 and not train.version(identity.base).is_dir():
-        raise Refused(errno.ESTALE, f"version {identity.base} is gone")
-
-
-def _check_worker_and_step(
-    config: TrainConfig, clocks: Mapping[str, int], identity: Identity
-) -> None:
-    """Raises Refused for one who is not in the list of workers, and for steps that are too far ahead."""
-    _check_numbers(identity)
-    if isinstance(config.workers, tuple) and identity.worker not in config.workers:
-        raise Refused(errno.EPERM, f"{identity.worker!r} is not one of the workers")
-    newest = max(clocks.values(), default=0)
-    if identity.step > newest + config.ahead:
-        raise Refused(
-            errno.EINVAL, f"step {identity.step} is too far ahead: the others are at {newest}"
-        )
+    if lockstep and push.base >= 0 and not train.version(push.base).is_dir():
+        raise Refused(errno.ESTALE, f"version {push.base} is gone")
 
 
 def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collection[str]) -> None:
@@ -435,14 +349,14 @@ def _refuse_nonfinite(name: str, bad: int) -> None:
         raise Refused(errno.EINVAL, f"{name!r} has {bad} elements that are NaN or infinite")
 
 
-def has_nonfinite(file: Path) -> bool:
-    """Return whether a file of a push has NaN or infinity, or cannot be read any more. Raises OSError."""
-    with _files.open_privately(os.fspath(file)) as (fd, status):
-        try:
-            header = header_of(os.fspath(file), fd, status.st_size)
-        except (FormatError, Refused):
+def has_nonfinite(file: ShardFile) -> bool:
+    """Return whether a file of a push has NaN or infinity."""
+    for name, found in file.header.tensors.items():
+        code = code_of(found.dtype, found.extension)
+        assert code is not None
+        if count_nonfinite(file.tensor(name).reshape(-1), code):
             return True
-        return any(_nonfinite_in(fd, one) for one in header.tensors.values())
+    return False
 
 
 def _nonfinite_in(fd: int, found: Layout) -> int:

@@ -28,12 +28,13 @@ from .arithmetic import (
     square_sum,
     to_float32,
 )
+from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
 from .folders import Directory
 from .layout import FLOAT_CODES, Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_shard, has_nonfinite, header_of, scales_of
+from .pushes import check_shard, has_nonfinite, scales_of
 from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
@@ -98,15 +99,16 @@ class Reduction:
         opened: Mapping[str, ShardFile] | None = None,
         *,
         header_max_bytes: int,
-        finite: bool,
+        nonfinite: Nonfinite,
     ) -> None:
         """`before`: of the part in the version before. `opened`: the shard's files in all pushes, by the
-        names of the pushes, if these are not in push/ yet; they were checked. `finite`: a push with NaN or
-        infinity is bad, which write() finds. Raises FileNotFoundError for a push that is gone, and BadPush
-        for one that does not fit the parameters."""
+        names of the pushes, if these are not in push/ yet; they were checked. `nonfinite`: a push with NaN
+        or infinity is bad: if it is "skip" it is found here, if it is "refuse" by write(). Raises
+        FileNotFoundError for a push that is gone, and BadPush for a bad one and for one that does not fit
+        the parameters."""
         self._opened = opened
-        self._header_of = partial(header_of, most=header_max_bytes)
-        self._finite = finite
+        self._header_max_bytes = header_max_bytes
+        self._nonfinite = nonfinite
         self._train = train
         self._shard = shard
         self._plan = plan
@@ -125,7 +127,6 @@ class Reduction:
         if not shard.is_fp32:
             self._master = self._kept[MASTER]
         self._updates = plan.each_update()
-        self._files: dict[str, Path] = {}
         terms = [list(self._terms(update.pushes)) for update in self._updates]
         self._spans = _spans(shard.size, terms, mean=self.rule.combine == "mean")
         # The sum of the only update. Those of many updates may need more memory than there is.
@@ -139,6 +140,8 @@ class Reduction:
                 file, cut = self._open(counted)
             except (FormatError, Refused) as error:
                 raise BadPush(counted.path, self._train.shown(str(error))) from None
+            if self._nonfinite == "skip" and has_nonfinite(file):
+                raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
@@ -150,16 +153,9 @@ class Reduction:
         cut = path.is_dir()
         if cut:
             path /= self._shard.name
-        self._files[counted.path] = path
-        file = ShardFile(path, self._header_of)
+        file = ShardFile(path, header_max_bytes=self._header_max_bytes)
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
-
-    def check_finite(self) -> None:
-        """Raises BadPush for one that has NaN or infinity."""
-        for name, path in self._files.items():
-            if has_nonfinite(path):
-                raise BadPush(name, "it has NaN or infinity: skipped")
 
     def square_norms(self) -> list[float]:
         """Return the sum of the squares of each update's combined pushes, which does not depend on
@@ -185,11 +181,7 @@ class Reduction:
                 min(1.0, self._plan.clip_norm / (math.sqrt(square) + 1e-6))
                 for square in square_norms
             ]
-        versioned = self._train.is_on_irdmafs
-        files = _ShardFiles(
-            folders, self._shard, self.rule, self._plan.version, versioned=versioned
-        )
-        with files:
+        with _ShardFiles(folders, self._shard, self.rule, self._plan.version) as files:
             self._fill(files, scales)
 
     def _fill(self, files: _ShardFiles, scales: Sequence[float]) -> None:
@@ -208,7 +200,7 @@ class Reduction:
                 if not terms:
                     continue
                 gradient = self._gradient(terms, first, last)
-                if self._finite and not _is_surely_finite(gradient):
+                if self._nonfinite == "refuse" and not _is_surely_finite(gradient):
                     _check_finite(terms, first, last - first)
                 if scale != 1:
                     gradient = gradient * np.float32(scale)
@@ -284,9 +276,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
     """params/K of a version that is being made, and state/K if anything is kept there. All elements are to
     be written, by any threads; the files are published at the end of the block, unless that raises."""
 
-    def __init__(
-        self, folders: PartFolders, shard: Shard, rule: Rule, version: int, *, versioned: bool
-    ) -> None:
+    def __init__(self, folders: PartFolders, shard: Shard, rule: Rule, version: int) -> None:
         self._shard = shard
         kept = rule.state if shard.is_fp32 else (MASTER, *rule.state)
         said = {VERSION: str(version)}
@@ -298,10 +288,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         elif shard.name in folders.kept:
             # By another rule, in files that are written anew.
             folders.state.file(shard.name).unlink(missing_ok=True)
-        self._making = [
-            new_file(folder, shard.name, head, versioned=versioned)
-            for folder, head in heads.items()
-        ]
+        self._making = [new_file(folder, shard.name, head) for folder, head in heads.items()]
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -362,12 +349,10 @@ def _flat(file: ShardFile, shard: Shard) -> Array:
     return file.bits(np.dtype(np.float32), first, shard.size)
 
 
-def first_state(
-    directory: Path, shard: Shard, values: Mapping[str, Value], rule: Rule, *, versioned: bool
-) -> None:
+def first_state(directory: Path, shard: Shard, values: Mapping[str, Value], rule: Rule) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
     folders = PartFolders(Directory(directory / PARAMS), Directory(directory / STATE))
-    with _ShardFiles(folders, shard, rule, 0, versioned=versioned) as files:
+    with _ShardFiles(folders, shard, rule, 0) as files:
         files.write_state(dict.fromkeys(rule.state, np.zeros(shard.size, np.float32)), 0)
         for part in shard.slices:
             flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]

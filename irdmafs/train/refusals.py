@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from .directory import COMPLAINT, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 
-__all__ = ["NewRefusals", "Refusal", "complain", "complaints", "note", "one_line", "read"]
+__all__ = ["Refusal", "complain", "complaints", "names", "newest", "note", "one_line", "read"]
 
 _KEPT = 32
 _SHOWN = 8
@@ -72,41 +73,26 @@ def _keep(folder: int, name: str, data: bytes) -> None:
             os.unlink(old, dir_fd=folder)
 
 
-def read(train: TrainDirectory) -> list[Refusal]:
-    """Return the newest refusals, oldest first. Raises OSError."""
-    names = sorted(os.listdir(train.refused))[-_SHOWN:]
-    return [one for name in names if (one := _read(train, name)) is not None]
+def names(train: TrainDirectory) -> list[str]:
+    """Return the names of the files of refusals, oldest first. Whoever put something else in the place of
+    refused/ is told nothing."""
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(train.refused))
+    return []
 
 
-def _read(train: TrainDirectory, name: str) -> Refusal | None:
-    with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
-        return msgspec.json.decode(read_small(train.refused / name), type=Refusal)
-    return None
+def read(train: TrainDirectory, files: Iterable[str]) -> list[Refusal]:
+    """Return what files of these names say, as far as they are there and say it."""
+    found = []
+    for name in files:
+        with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
+    return found
 
 
-class NewRefusals:
-    """The refusals from now on."""
-
-    def __init__(self, train: TrainDirectory) -> None:
-        self._train = train
-        self._known = set(self._names())
-
-    def _names(self) -> list[str]:
-        # Whoever put something else in the place of refused/ is told nothing.
-        with contextlib.suppress(OSError):
-            return sorted(os.listdir(self._train.refused))
-        return []
-
-    def skip(self, name: str) -> None:
-        """Leave one out, which its worker was told of."""
-        self._known.add(name)
-
-    def read(self) -> list[Refusal]:
-        """Return those that came since the last time, oldest first."""
-        names = self._names()
-        found = [_read(self._train, name) for name in names if name not in self._known]
-        self._known = set(names)
-        return [one for one in found if one is not None]
+def newest(train: TrainDirectory) -> list[Refusal]:
+    """Return the newest refusals, oldest first."""
+    return read(train, names(train)[-_SHOWN:])
 
 
 def complain(target: Path, shard: str, bad: BadPush) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
-from .directory import FOLDERS, PLAN, TrainDirectory, lead_to_newest, make_part, remove
+from .directory import FOLDERS, PLAN, TrainDirectory, make_part, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
@@ -28,7 +28,7 @@ __all__ = ["begin", "end"]
 
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
-_TRAIN = "user.irdmafs.train"
+_AWAITS = "user.irdmafs.awaits"
 # Of a reducer each removal meets one file or none: it ends as soon as it finds no version.
 _REMOVALS_MAX = 20
 
@@ -45,6 +45,8 @@ def begin(
     train = TrainDirectory(directory)
     if not train.models.is_dir():
         raise TrainError(f"{train.models} is not a directory")
+    if not _files.lies_on_irdmafs(train.models):
+        raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)
     try:
@@ -102,12 +104,12 @@ def _make(
 ) -> ModelLayout:
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
-    _set(train.path, _PLACEMENT, b"together")
+    os.setxattr(train.path, _PLACEMENT, b"together")
     # Each step changes it more often than it is read.
-    _set(train.path, _FOLLOW, b"off")
+    os.setxattr(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()
-    _set(train.since, _TRAIN, b"since")
+    os.setxattr(train.since, _AWAITS, os.fsencode(train.versions.name))
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
     names, parts = shard_names(train.path, shards, size)
@@ -116,16 +118,9 @@ def _make(
     _first_version(
         train, rule, layout, config, {name: value for name, (_, value) in values.items()}
     )
-    lead_to_newest(train)
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
     return layout
-
-
-def _set(path: Path, name: str, value: bytes) -> None:
-    """Set an attribute of irdmafs; another filesystem has none of them."""
-    if _files.lies_on_irdmafs(path):
-        os.setxattr(path, name, value)
 
 
 def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Value]]:
@@ -171,8 +166,7 @@ def _first_version(
     for part in layout.parts:
         make_part(target / part)
     for shard in layout.shards():
-        directory = target / shard.part
-        first_state(directory, shard, values, rule, versioned=train.is_on_irdmafs)
+        first_state(target / shard.part, shard, values, rule)
     plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
     assemble(train, layout, 0, target)

@@ -1,11 +1,11 @@
-"""Files of shards: as memory to read, and new ones to write."""
+"""Files of shards: as memory to read, copied into arrays and tensors, and new ones to write."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,9 +17,17 @@ from ..client._dtypes import Array, Value, dtype_of_code
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, parse_header
 from .directory import VERSION
 from .folders import Directory
-from .layout import ModelLayout, Shard
+from .layout import ModelLayout, Shard, Slice
 
-__all__ = ["NewFile", "ShardFile", "gather", "in_parallel", "new_file", "read_header"]
+__all__ = [
+    "NewFile",
+    "ShardFile",
+    "copy_shard",
+    "gather",
+    "in_parallel",
+    "new_file",
+    "read_header",
+]
 
 T = TypeVar("T")
 
@@ -34,22 +42,22 @@ class ShardFile:
     def __init__(
         self,
         path: Path,
-        header_of: Callable[[str, int, int], Header] | None = None,
         *,
         version: int | None = None,
         shown: bool = False,
         promised: bool = False,
+        header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> None:
         """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
         given to programs, which may send them from where they lie; otherwise nobody does, which is
         `promised` by a path in a private view. Raises FileNotFoundError, also if it is of another version,
-        and FormatError, and what `header_of` raises, which reads the header of a file of another kind."""
+        and FormatError, also for a longer header."""
         name = os.fspath(path)
         open_file = _files.open_to_read if shown or promised else _files.open_privately
         self.shown = shown
         with open_file(name) as (fd, status):
             self.inode = status.st_ino
-            self.header = (header_of or read_header)(name, fd, status.st_size)
+            self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
                 raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
             self._data = _files.Mapping(name, fd, status.st_size).bytes
@@ -59,15 +67,20 @@ class ShardFile:
         cls,
         directory: Directory,
         name: str,
-        header_of: Callable[[str, int, int], Header] | None = None,
         *,
         version: int | None = None,
         shown: bool = False,
+        header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> Self:
         """Open a file as the mount knows it."""
         view = None if shown else directory.view
-        path = directory.file(name) if view is None else view / name
-        return cls(path, header_of, version=version, shown=shown, promised=view is not None)
+        return cls(
+            directory.file(name) if view is None else view / name,
+            version=version,
+            shown=shown,
+            promised=view is not None,
+            header_max_bytes=header_max_bytes,
+        )
 
     def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
         """Return elements, as numbers of this type or as integers that hold their bits."""
@@ -106,6 +119,54 @@ def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dic
     return result
 
 
+def copy_shard(
+    open_shard: Callable[[Shard], ShardFile], out: Mapping[str, Any], shard: Shard
+) -> None:
+    """Copy the parameters of a shard into arrays or tensors."""
+    file = open_shard(shard)
+    for part in shard.slices:
+        name = part.parameter.name
+        if name in out:
+            extension = dtype_of_code(part.parameter.dtype)[1]
+            _copy(Value(file.tensor(name), extension), out[name], part)
+
+
+def _copy(value: Value, target: Any, part: Slice) -> None:
+    """Copy a slice of a parameter into an array, or a tensor on any device, of the parameter's shape."""
+    shown: Array = value.shown
+    if type(target).__module__.partition(".")[0] == "torch":
+        import torch
+
+        dtype = getattr(torch, value.extension or value.array.dtype.name)
+        if target.device.type != "cpu" or target.dtype != dtype:
+            source = torch.from_numpy(value.array.copy()).view(dtype)
+            _copy_tensor(source, target, part)
+            return
+        target = target.detach()
+        shown = value.array
+        if value.extension is not None:
+            target = target.view(getattr(torch, value.array.dtype.name))
+        target = target.numpy()
+    if part.is_whole:
+        target[...] = shown
+    elif target.flags.c_contiguous:
+        target.reshape(-1)[part.start : part.stop] = shown
+    else:
+        target.flat[part.start : part.stop] = shown
+
+
+def _copy_tensor(source: Any, target: Any, part: Slice) -> None:
+    """Copy into a tensor on another device, or of another type."""
+    whole = target.detach()
+    if part.is_whole:
+        whole.copy_(source)
+    elif whole.is_contiguous():
+        whole.view(-1)[part.start : part.stop].copy_(source)
+    else:
+        at = np.unravel_index(range(part.start, part.stop), part.parameter.shape)
+        whole[at] = source.to(whole)
+
+
 def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
     """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
     length = header_size(path, _files.read_at(fd, 8, 0), size)
@@ -138,29 +199,19 @@ class NewFile:
 
 
 @contextlib.contextmanager
-def new_file(directory: Directory, name: str, head: Head, *, versioned: bool) -> Iterator[NewFile]:
-    """Give a file to be written, and publish it, whole, at the end of the block, unless that raises. A file
-    that was begun and not published is begun anew.
+def new_file(directory: Directory, name: str, head: Head) -> Iterator[NewFile]:
+    """Give a file to be written, and publish it, whole, at the end of the block, unless that raises: it has
+    no version until it is closed. Nobody else writes in the directory.
 
     It is written, not mapped: a mount publishes a copy of a file that may be mapped still.
-
-    On irdmafs (`versioned`) the file is written in place: it has no version until it is closed. Elsewhere
-    it gets its name when it is whole. Nobody else writes in the directory.
     """
-    path = directory.file(name)
-    written = path if versioned else path.with_name(f".{name}.{os.getpid()}")
-    fd = _files.open_anew(os.fspath(written), os.O_WRONLY, directory.view if versioned else None)
+    fd = _files.open_anew(os.fspath(directory.file(name)), os.O_WRONLY, directory.view)
     try:
         yield NewFile(fd, head)
     except BaseException:
         with contextlib.suppress(OSError):
-            if versioned:
-                os.setxattr(fd, _DISCARD, b"1")
-            else:
-                written.unlink()
+            os.setxattr(fd, _DISCARD, b"1")
         with contextlib.suppress(OSError):
             os.close(fd)
         raise
     os.close(fd)
-    if not versioned:
-        written.rename(path)

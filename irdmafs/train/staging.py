@@ -31,47 +31,40 @@ class Staging:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self._train = train
         self.path = make_home(train.staging, worker, partial(discard, train))
-        # The push that is being written, and whether it may have NaN.
-        self._finite = False
-        self._open: tuple[Path, Directory] | None = None
         self._directories = Directories()
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
-    def begin(self, name: str, *, finite: bool) -> Path:
+    def begin(self, name: str) -> tuple[Path, Directory]:
         """Return a directory for the files of a push. Those of one that has counted are in it, if there is
-        one: writing all of them anew costs half of making new ones. `finite`: NaN and infinity are refused.
-        Raises OSError."""
-        self._finite = finite
+        one: writing all of them anew costs half of making new ones. Raises OSError."""
         path = self.path / name
         try:
             os.rename(self.path / SPARE, path)
         except FileNotFoundError:
             path.mkdir()
-        self._open = (path, self._directories.open(path))
-        return path
+        return path, self._directories.open(path)
 
     def write(
-        self, directory: Path, shard: Shard, values: Mapping[str, Value], more: Mapping[str, str]
+        self,
+        path: Path,
+        directory: Directory,
+        shard: Shard,
+        values: Mapping[str, Value],
+        more: Mapping[str, str],
+        *,
+        finite: bool,
     ) -> Future[None]:
-        """Write the file of a shard; `more`: its metadata. It is published when the future is done, which
-        raises OSError. So one file is on its way to its node while the next is written. Raises Refused and
-        OSError."""
+        """Write the file of a shard into a directory that has this path; `more`: its metadata; `finite`:
+        NaN and infinity are refused. It is published when the future is done, which raises OSError. So one
+        file is on its way to its node while the next is written. Raises Refused and OSError."""
         slices = slices_of(shard, values)
-        if self._finite:
+        if finite:
             check_finite(slices)
         contents = list(encode(slices, more))
-        path = directory / shard.name
-        if not self._train.is_on_irdmafs:
-            return self._publishing.submit(
-                _files.replace_file, os.fspath(path), contents, versioned=False
-            )
-        opened = self._open
-        assert opened is not None
-        assert opened[0] == directory, "only one push is written at a time"
-        with self._naming(path):
-            name = os.fspath(opened[1].file(shard.name))
-            fd = _files.write_version(name, contents, opened[1].view)
-        return self._publishing.submit(self._publish, path, fd)
+        with self._naming(path / shard.name):
+            name = os.fspath(directory.file(shard.name))
+            fd = _files.write_version(name, contents, directory.view)
+        return self._publishing.submit(self._publish, path / shard.name, fd)
 
     def _publish(self, path: Path, fd: int) -> None:
         with self._naming(path):
@@ -93,7 +86,6 @@ class Staging:
     def remove(self) -> None:
         """Raises OSError."""
         self._publishing.shutdown()
-        self._open = None
         self._directories.close()
         discard(self._train, self.path)
 

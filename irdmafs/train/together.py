@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,8 @@ __all__ = ["Reducers", "reducers_here", "run_together"]
 _GRACE_S = 10.0
 # So long reducers go on after workers have ended, if there are pushes for a version.
 _COUNTED_S = 10.0
-_LOOK_S = 0.2
+# Processes and signals are looked at this often.
+_LOOK_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -70,7 +70,7 @@ class _Processes:
         told = self._signals.count
         self._send(number)
         while None in self.ended() and time.monotonic() < until_s and self._signals.count == told:
-            self._signals.wait(_LOOK_S)
+            time.sleep(_LOOK_S)
         self._send(signal.SIGKILL)
         for one in self._all:
             one.wait()
@@ -96,13 +96,6 @@ class _Signals:
     def __init__(self) -> None:
         self.last = 0
         self.count = 0
-        self._wakeups, self._wakeup = socket.socketpair()
-
-    def wait(self, seconds: float) -> None:
-        """Return after this time, or when there was a signal or a process ended."""
-        self._wakeups.settimeout(seconds)
-        with contextlib.suppress(TimeoutError):
-            self._wakeups.recv(4096)
 
     def _take(self, number: int, _: FrameType | None) -> None:
         self.last = number
@@ -114,17 +107,11 @@ class _Signals:
         # nohup has SIGHUP ignored, and a shell SIGINT for what it starts in the background.
         taken = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._take) for number in taken}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._wakeup.setblocking(False)
-        wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._wakeups.close()
-            self._wakeup.close()
 
 
 def run_together(
@@ -182,5 +169,5 @@ def _watch(
                 until_s = time.monotonic() + _COUNTED_S
             if not current(train)[1]:
                 return 0
-        signals.wait(_LOOK_S)
+        time.sleep(_LOOK_S)
     return 0

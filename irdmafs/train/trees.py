@@ -1,7 +1,8 @@
-"""What is below directories, as it is told by each change: one request for each, however much is there.
+"""What is below directories, and waiting for a change of it: one request for each change, however much is
+there.
 
-On irdmafs that is what the mount has been told so far: of two changes that somebody saw one after the other
-it has both, or the first, or none. Elsewhere directories are walked, each time.
+The answers are what the mount has been told so far: of two changes that somebody saw one after the other
+they have both, or the first, or none.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .changes import GATHER_S, count_changes
-from .directory import is_published
-from .folders import Seen, seen
+from .errors import TrainError
+from .folders import Seen, is_published, seen
 
-__all__ = ["Folder", "Trees", "look"]
+__all__ = ["GATHER_S", "Folder", "Trees", "count_changes", "look"]
 
 _TREE = "user.irdmafs.tree"
+_CHANGES = "user.irdmafs.changes"
+# Changes often come together: they are looked at so much later.
+GATHER_S = 0.004
 _BYTES_MAX = 65536
 # As many names fit in an answer, and more.
 _NAMES_MAX = 1024
-# Elsewhere there is nothing to wait for: look again.
-_POLL_S = 0.005
 # A thread that nobody waits for any more ends its wait after so long.
 _WATCH_S = 1.0
-# Not on irdmafs; too much for one answer; not for this user.
-_WALKED = (errno.ENODATA, errno.EOPNOTSUPP, errno.E2BIG, errno.ERANGE, errno.EACCES)
+# Too much for one answer; not for this user. Such a directory is walked.
+_WALKED = (errno.E2BIG, errno.ERANGE, errno.EACCES)
+_NOT_IRDMAFS = (errno.ENODATA, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.getxattr.restype = ctypes.c_ssize_t
@@ -41,7 +43,7 @@ _libc.getxattr.restype = ctypes.c_ssize_t
 class Folder(NamedTuple):
     """A directory: its published files, of these the ones that have other names (hard links), too, its
     directories, and the names of all that is in it. `counter`: of changes below it, if it was looked at by
-    itself, and the mount counts them."""
+    itself."""
 
     ino: int
     files: Mapping[str, Seen]
@@ -64,24 +66,32 @@ _NOTHING = Folder(0, {}, (), {}, ())
 def look(path: Path, after: int | None = None, timeout_s: float = 0.0) -> Folder:
     """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
     Raises OSError, InterruptedError too."""
-    waiting = "" if after is None else f".{after}.{timeout_s:.3f}"
     try:
-        counter, entries = json.loads(_ask(path, _TREE + waiting))
+        counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
         if error.errno not in _WALKED:
             raise
-        found = count_changes(path, waiting)
-        counter = None if found is None else int(found)
+        counter = count_changes(path, after, timeout_s)
         return _walk(path)._replace(counter=counter)
     return _folder(path, 0, entries)._replace(counter=counter)
 
 
-def _ask(path: Path, name: str) -> bytes:
+def count_changes(path: Path, after: int | None = None, timeout_s: float = 0.0) -> int:
+    """Return the counter of changes of anything below a directory; if `after` is a counter, once it is
+    another one, or after a while. Raises OSError, InterruptedError too."""
+    return int(_ask(path, _CHANGES, after, timeout_s))
+
+
+def _ask(path: Path, attribute: str, after: int | None, timeout_s: float) -> bytes:
+    if after is not None:
+        attribute += f".{after}.{max(0.0, timeout_s):.3f}"
     # os.getxattr asks twice if an answer is longer than a few bytes.
     answer = ctypes.create_string_buffer(_BYTES_MAX)
-    size = _libc.getxattr(os.fsencode(path), name.encode(), answer, _BYTES_MAX)
+    size = _libc.getxattr(os.fsencode(path), attribute.encode(), answer, _BYTES_MAX)
     if size < 0:
         code = ctypes.get_errno()
+        if code in _NOT_IRDMAFS:
+            raise TrainError(f"{path} is not on a mount of irdmafs")
         raise OSError(code, os.strerror(code), os.fspath(path))
     return answer.raw[:size]
 
@@ -168,9 +178,6 @@ class Trees:
         while."""
         with self._changed:
             for path, found in self._found.items():
-                if found.counter is None:
-                    self._changed.wait(min(_POLL_S, timeout_s))
-                    return True
                 if path not in self._watched:
                     self._watched.add(path)
                     target, arguments = self._watch, (path, found.counter)

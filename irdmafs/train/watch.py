@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import refusals
@@ -26,7 +28,8 @@ class Watch:
     def __init__(self, train: TrainDirectory, worker: str) -> None:
         self._train = train
         self._worker = worker
-        self._refusals = refusals.NewRefusals(train)
+        # The refusals that were there before, or that the worker was told of.
+        self._known = set(refusals.names(train))
         self._last: Path | None = None
         self._step = 0
         # When this wait began, or a reducer was seen in it.
@@ -41,14 +44,22 @@ class Watch:
         """Look after this push, the worker's last."""
         self._last, self._step = path, step
 
-    def refused(self, path: str, error: Refused | TrainError) -> None:
-        """Keep for everybody to see, if this user may, why the worker has refused its own push."""
-        self._refusals.skip(refusals.note(self._train, path, error))
+    @contextlib.contextmanager
+    def noting(self, path: str) -> Iterator[None]:
+        """Keep for everybody to see, if this user may, why the worker refuses its own push."""
+        try:
+            yield
+        except (Refused, TrainError) as error:
+            self._known.add(refusals.note(self._train, path, error))
+            raise
 
     def look(self) -> None:
         """Raise Refused if a push of the worker was refused, which is removed if the worker itself made it,
         and TrainError if the last one was removed before it counted: nobody would go on."""
-        for refusal in self._refusals.read():
+        names = refusals.names(self._train)
+        new = [name for name in names if name not in self._known]
+        self._known = set(names)
+        for refusal in refusals.read(self._train, new):
             if worker_of(refusal.path) == self._worker and not refusal.counts:
                 if self._last is not None and self._last.name == refusal.path:
                     if self._has_counted():

@@ -56,7 +56,7 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:
-    _files.replace_file(os.fspath(path), contents, versioned=_files.lies_on_irdmafs(path.parent))
+    _files.replace_file(os.fspath(path), contents, versioned=True)
 
 
 def shown(index: str) -> str:

@@ -8,8 +8,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,12 +16,8 @@ from typing import Any
 
 import msgspec
 
-from ..client import _files
 from ..client._dtypes import Value
-from ..client._safetensors import encode
-from .changes import Changes
 from .config import is_worker_name
-from .copies import copy_shard
 from .directory import TrainDirectory, params_of, remove
 from .early import Early
 from .errors import Refused, TrainError
@@ -31,19 +26,12 @@ from .layout import Shard
 from .locks import Lock, is_locked
 from .open_push import OpenPush
 from .places import is_here
-from .plan import Plan, is_foreseen, may_pull
-from .pushes import (
-    STEP,
-    Identity,
-    check_finite,
-    check_identity,
-    check_scales,
-    inspect,
-    values_of,
-)
-from .shard_files import ShardFile, gather, in_parallel
+from .plan import Plan, Push, is_foreseen, may_pull
+from .pushes import STEP, check_scales, check_turn, inspect, name_in_shards, values_of
+from .shard_files import ShardFile, copy_shard, gather, in_parallel
 from .staging import Staging
 from .status import is_reduced, no_reducer
+from .trees import count_changes
 from .watch import Watch
 
 __all__ = ["Worker"]
@@ -202,62 +190,45 @@ class Worker:
         out: Mapping[str, Any] | None,
     ) -> int:
         values = values_of(self.layout, gradients)
-        identity = self._next_push(weight, lr)
         more = {}
-        with self._noting(identity):
-            if scales is not None:
-                factors = {name: float(factor) for name, factor in scales.items()}
-                check_scales(factors)
-                more["scales"] = msgspec.json.encode(factors).decode()
-            if len(self._shards) == 1:
-                return self._push_file(identity, values, more)
-            check_identity(self.train, self.train.config(), identity)
-            self._begin_early(out)
-            return self._push_shards(identity, values, {STEP: str(identity.step), **more})
-
-    @contextlib.contextmanager
-    def _noting(self, identity: Identity) -> Iterator[None]:
-        """Keep the reason of a refusal for everybody to see, if this user may."""
-        try:
-            yield
-        except (Refused, TrainError) as refused:
-            self._watch.refused(identity.name, refused)
-            raise
-
-    @property
-    def _finite(self) -> bool:
-        """Return whether NaN is refused. Raises TrainError."""
-        return self.train.config().nonfinite == "refuse"
+        if scales is not None:
+            factors = {name: float(factor) for name, factor in scales.items()}
+            check_scales(factors)
+            more["scales"] = msgspec.json.encode(factors).decode()
+        push = self._open_push(weight, lr, more, out)
+        push.put_all(values)
+        return push.finish(weight, lr=lr)
 
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        expected = Identity(self.name, self.step + 1, self._weight, self.version, self._lr)
-        # A push of one shard is a file of push/ itself.
-        cut = len(self._shards) > 1
-        if cut:
-            hidden = self._staging.begin(expected.name, finite=self._finite)
-            self._begin_early(None)
-        else:
-            hidden = self._staging.path / expected.name
+        return self._open_push(self._weight, self._lr, {}, None)
 
-        def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
-            identity = self._next_push(weight, lr)
-            with self._noting(identity):
-                if not cut:
-                    return self._push_file(identity, values, {})
-                check_identity(self.train, self.train.config(), identity)
-                return self._push_directory(identity, hidden)
+    def _open_push(
+        self,
+        weight: float,
+        lr: float | None,
+        more: Mapping[str, str],
+        out: Mapping[str, Any] | None,
+    ) -> OpenPush:
+        expected = self._next_push(weight, lr)
+        name = name_in_shards(expected)
+        noting = partial(self._watch.noting, name)
+        with noting():
+            finite = self.train.config().nonfinite == "refuse"
+        self._begin_early(out)
+        more = {STEP: str(expected.step), **more}
+        return OpenPush(
+            self.layout, self._in_turns, self._staging, name, more,
+            finite=finite, publish=self._publish, noting=noting,
+        )  # fmt: skip
 
-        more = {STEP: str(expected.step)}
-        return OpenPush(self.layout, self._staging, hidden, more, publish)
-
-    def _next_push(self, weight: float, lr: float | None) -> Identity:
+    def _next_push(self, weight: float, lr: float | None) -> Push:
         if not self._lock.is_held:
             self._take_part_again()
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
-        return Identity(self.name, self.step + 1, self._weight, self.version, self._lr)
+        return Push(self.name, self.step + 1, "", self._weight, self.version, self._lr)
 
     def _take_part_again(self) -> None:
         """Go on after this host was cut off for too long. Raises Refused if another worker has the name, or
@@ -274,61 +245,14 @@ class Worker:
             self._lock.close()
             raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
 
-    def _push_file(
-        self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
-    ) -> int:
-        config = self.train.config()
-        check_identity(self.train, config, identity)
-        if config.nonfinite == "refuse":
-            check_finite(values)
-        name = f"{self.name}@{identity.step}.safetensors"
-        self._publish(name, list(encode(values, {**identity.metadata, **more})))
-        return self._pushed_as(name, identity)
-
-    def _push_directory(self, identity: Identity, hidden: Path) -> int:
-        """Publish the files of all shards."""
-        os.rename(hidden, self.train.push / identity.name)
-        return self._pushed_as(identity.name, identity)
-
-    def _pushed_as(self, name: str, identity: Identity) -> int:
-        self.step = self._pushed = identity.step
-        self._watch.pushed(self.train.push / name, self.step)
+    def _publish(self, written: Path, weight: float, lr: float | None) -> int:
+        push = self._next_push(weight, lr)
+        check_turn(self.train, self.train.config(), push)
+        path = self.train.push / name_in_shards(push)
+        os.rename(written, path)
+        self.step = self._pushed = push.step
+        self._watch.pushed(path, self.step)
         return self.step
-
-    def _push_shards(
-        self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
-    ) -> int:
-        staging = self._staging
-        hidden = staging.begin(identity.name, finite=self._finite)
-        try:
-            published = []
-            try:
-                for shard in self._in_turns:
-                    written = staging.write(hidden, shard, values, more)
-                    published.append(written)
-            finally:
-                wait(published)
-            for future in published:
-                future.result()
-            return self._push_directory(identity, hidden)
-        except BaseException:
-            staging.drop(hidden)
-            raise
-
-    def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
-        """Write a file of push/, whole from the moment when it is seen. Raises OSError."""
-        path = self.train.push / name
-        if self.train.is_on_irdmafs:
-            _files.replace_file(os.fspath(path), contents, versioned=True)
-            return
-        hidden = self._staging.path / name
-        try:
-            with hidden.open("wb") as file:
-                _files.write_all(file.fileno(), contents)
-            os.replace(hidden, path)
-        except BaseException:
-            self._staging.drop(hidden)
-            raise
 
     # -- pull --------------------------------------------------------------------------------------
 
@@ -374,7 +298,7 @@ class Worker:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._watch.begin()
         while True:
-            changes = Changes(self.train.versions)
+            counter = count_changes(self.train.versions)
             now_s = time.monotonic()
             looks = now_s >= self._looked_s + _LOOK_S
             if looks:
@@ -392,7 +316,7 @@ class Worker:
                     f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
-                changes.wait(min(left_s, _LOOK_S))
+                count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
 
     def _reason(self) -> str:
         if not is_reduced(self.train):
@@ -413,7 +337,7 @@ class Worker:
     def _begin_early(self, out: Mapping[str, Any] | None) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
         self._end_early()
-        if not (self.train.is_on_irdmafs and is_foreseen(self.config)):
+        if len(self._shards) == 1 or not is_foreseen(self.config):
             return
         self._check_out(out)
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import click
 import numpy as np
+from _step_time import PUBLISHED, Work, step_time
+from _step_time import Cluster as Hosts
 from harness.cluster import MIB, Cluster, Plan
 from rich.text import Text
-
-from irdmafs.train.scaling import PUBLISHED, Work, step_time
-from irdmafs.train.scaling import Cluster as Hosts
 
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
@@ -116,7 +115,7 @@ def predict(
 def train_scaling(
     size_mib: int, compute_s: float, mbit: float, rounds: int, counts: tuple[int, ...]
 ) -> None:
-    """Compare the model of a step's time (irdmafs.train.scaling) with measured steps in lockstep.
+    """Compare the model of a step's time (examples/_step_time.py) with measured steps in lockstep.
 
     Workers are on the hosts of as many store nodes. Latency and planning are taken from steps of a model of
     4 KiB, and reduction from the fewest workers; what the bytes cost on the links is predicted. All hosts

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import irdmafs
 
+from irdmafs.backend.sizes import human_bytes
 from irdmafs.cli import status
 from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting
@@ -131,7 +132,7 @@ def test_unprivileged_user_is_told_what_privilege_would_give() -> None:
      (3 << 50, "3072 TiB"), (None, "-")],
 )  # fmt: skip
 def test_bytes_are_written_for_people(count: int | None, text: str) -> None:
-    assert status.human_bytes(count) == text
+    assert human_bytes(count) == text
 
 
 @pytest.mark.parametrize(

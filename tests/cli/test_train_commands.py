@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.mountpoint import IRDMAFS, eventually, irdmafs, run_checked
+from conftest import make_mount
+from harness.mountpoint import IRDMAFS, eventually, irdmafs
 from harness.training_runs import newest, ones
 from safetensors.numpy import load_file, save_file
 
@@ -119,7 +120,6 @@ def test_init_with_words_that_are_none_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-@pytest.mark.parametrize("place", ["plain directory"], indirect=True)
 def test_init_without_the_permission_to_write_is_refused(models: Path) -> None:
     for path in (models, *models.parents):
         if path.stat().st_uid == 0 and not path.stat().st_mode & 0o1:
@@ -128,19 +128,22 @@ def test_init_without_the_permission_to_write_is_refused(models: Path) -> None:
     assert os.listdir(models) == ["model.safetensors"]
 
 
+def test_init_elsewhere_than_on_irdmafs_is_refused(tmp_path: Path) -> None:
+    save_file(ones(), tmp_path / "model.safetensors")
+    assert "is not on a mount of irdmafs" in refused("init", tmp_path)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
-def test_init_on_a_full_filesystem_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    run_checked("mount", "-t", "tmpfs", "-o", "size=3m", "none", tmp_path)
-    try:
-        save_file({"a": np.ones(500_000, np.float32)}, tmp_path / "model.safetensors")
-        assert "No space left" in refused("init", tmp_path, "--rule", "adam")
-        assert os.listdir(tmp_path) == ["model.safetensors"]
-        assert np.all(load_file(tmp_path / "model.safetensors")["a"] == 1)
-    finally:
-        run_checked("umount", tmp_path)
+def test_init_on_a_full_filesystem_leaves_the_model_as_it_was() -> None:
+    with make_mount("kernel", store_size="32m") as mount:
+        save_file({"a": np.ones(3_000_000, np.float32)}, mount.path / "model.safetensors")
+        assert "No space left" in refused("init", mount.path, "--rule", "adam")
+        assert os.listdir(mount.path) == ["model.safetensors"]
+        assert np.all(load_file(mount.path / "model.safetensors")["a"] == 1)
 
 
-@pytest.mark.parametrize("step", ["assemble", "lead_to_newest", "os.rename", "os.replace"])
+@pytest.mark.parametrize("step", ["assemble", "first_state", "os.rename", "os.replace"])
 def test_interrupted_init_leaves_the_model_as_it_was(
     models: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -288,7 +291,6 @@ def is_idle(models: Path) -> bool:
     return not any(is_locked(path) for path in locks)
 
 
-@pytest.mark.parametrize("place", ["mount"], indirect=True)
 def test_status_tells_what_is_true_now_and_not_what_was_written(models: Path) -> None:
     begin(models, TrainConfig(rule="sum", workers=1))
     program = f"import sys; sys.argv[1:] = [{str(models)!r}, '1000000']\n{WORKER}"
@@ -309,7 +311,6 @@ def test_status_tells_what_is_true_now_and_not_what_was_written(models: Path) ->
     assert done.stdout.splitlines()[-1].endswith("no")
 
 
-@pytest.mark.parametrize("place", ["mount"], indirect=True)
 def test_run_trains_with_all_that_it_needs_and_counts_the_last_pushes(models: Path) -> None:
     begin(models, TrainConfig(rule="sum", workers=2))
     with running(models, sys.executable, "-c", WORKER, str(models), "3") as run:
@@ -320,7 +321,6 @@ def test_run_trains_with_all_that_it_needs_and_counts_the_last_pushes(models: Pa
     assert is_idle(models)
 
 
-@pytest.mark.parametrize("place", ["mount"], indirect=True)
 def test_run_ends_with_the_code_of_the_worker_that_fails(models: Path) -> None:
     begin(models, TrainConfig(rule="sum", workers=2))
     with running(models, sys.executable, "-c", WORKER, str(models), "1", "7") as run:
@@ -330,7 +330,6 @@ def test_run_ends_with_the_code_of_the_worker_that_fails(models: Path) -> None:
     eventually(lambda: is_idle(models), "all others have ended")
 
 
-@pytest.mark.parametrize("place", ["mount"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_run_ends_with_all_that_it_started(models: Path, number: int) -> None:
     """A worker may be a shell that starts others, which ignore Ctrl-C as shells' children do."""
@@ -347,7 +346,6 @@ def test_run_ends_with_all_that_it_started(models: Path, number: int) -> None:
     assert is_idle(models)
 
 
-@pytest.mark.parametrize("place", ["mount"], indirect=True)
 def test_run_of_a_program_that_is_not_there_ends_at_once(models: Path) -> None:
     begin(models, TrainConfig())
     with running(models, "/no/such/program") as run:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from harness.clusters import Cluster, Plan
+from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.fuzzed_records import OF_MOUNTS, OF_OTHERS, records
 from harness.mountpoint import eventually
 from hypothesis import HealthCheck, Phase, given, settings
@@ -82,6 +82,10 @@ def shows(directory: Path, wanted: dict[str, object]) -> bool:
         return False
 
 
+def follows(mount: ClusterMount, revision: int) -> bool:
+    return int(counters(mount)["applied_revision"]) >= revision
+
+
 def make_victims(directory: Path) -> None:
     for name in ("one", "two/three", "two/four"):
         (directory / name).mkdir(parents=True)
@@ -120,7 +124,7 @@ def is_idle(cluster: Cluster) -> bool:
     return cpu_s(cluster) - before < 0.1
 
 
-@pytest.mark.timeout(120 + RECORDS // 50)
+@pytest.mark.timeout(120 + RECORDS // 20)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> None:
     plan = Plan(nodes=2, mounts=2, replicas=2, buckets=4, namespaces=False)
@@ -138,10 +142,13 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
                 _, found = await engine.snapshot(b"", b"\xff")
                 return {record.key: record.value for record in found}
 
-        async def put(changes: Sequence[Put | Delete]) -> None:
+        async def put(changes: Sequence[Put | Delete]) -> int:
+            """Return the revision of etcd at which all is changed."""
+            revision = 0
             async with config.engine("mount") as engine:
                 for start in range(0, len(changes), 100):
-                    await engine.transact((), changes[start : start + 100])
+                    revision = await engine.transact((), changes[start : start + 100])
+            return revision
 
         present = trio.run(snapshot)
         kept = {(here / path).stat().st_ino for path in ("", "victims", "others", "others/file")}
@@ -192,10 +199,10 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         ]
         # No host takes a number of inodes again that it has seen.
         mended.append(Put(NEXT_INO_KEY, (1 << 40).to_bytes(8, "big")))
-        trio.run(
-            put, [*mended, *(Delete(key) for key in put_keys - present.keys() - {NEXT_INO_KEY})]
-        )
+        mended += [Delete(key) for key in put_keys - present.keys() - {NEXT_INO_KEY}]
+        revision = trio.run(put, mended)
         for mount in cluster.mounts:
+            eventually(functools.partial(follows, mount, revision), "it follows", 60)
             eventually(functools.partial(shows, mount.path / "victims", before), "it is as before")
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)

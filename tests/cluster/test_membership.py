@@ -861,7 +861,7 @@ async def _history_is_forgotten(server: EtcdServer, prefix: bytes) -> None:
                 return error.revision
             raise AssertionError("the watch ended")
 
-        old = first._replica.applied
+        old = first._cluster.replica.applied
         for housekeeping in (first, second):
             await housekeeping.forget(start)
             await housekeeping.forget(start + HISTORY_KEPT_S - 1)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.clusters import Cluster, Plan
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.records import (
@@ -85,3 +86,17 @@ def test_room_is_reserved_as_far_as_there_is_any(pair: list[Path]) -> None:
     for name, size in (("one", 16 * MiB), ("other", 4 * MiB)):
         assert (here / name).stat().st_size == size
         (here / name).unlink()
+
+
+def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
+    plan = Plan(nodes=1, replicas=1, mounts=1, store_bytes=64 * MiB, namespaces=False)
+    with Cluster(plan) as cluster:
+        here = cluster.mounts[0].path
+        free = free_bytes(here)
+        with (here / "removed").open("wb") as removed, (here / "new").open("wb") as new:
+            os.posix_fallocate(removed.fileno(), 0, free - 8 * MiB)
+            with pytest.raises(OSError) as caught:
+                os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+            assert caught.value.errno == errno.ENOSPC
+            (here / "removed").unlink()
+            os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)

@@ -63,7 +63,7 @@ def test_a_worker_waits_for_a_version_and_loads_it_whole(pair: list[Path]) -> No
     ours, theirs = pair
     (ours / "versions").mkdir()
     (ours / "since").mkdir()
-    os.setxattr(ours / "since", "user.irdmafs.train", b"since")
+    os.setxattr(ours / "since", "user.irdmafs.awaits", b"versions")
 
     def publish(step: int) -> None:
         save(ours / "next", step)

@@ -17,7 +17,6 @@ from irdmafs.backend.cluster.records import (
     NodeRecord,
     Report,
     Settings,
-    Witness,
     encode,
 )
 from irdmafs.backend.namespace import Inode
@@ -69,7 +68,6 @@ _SOUND: dict[int, bytes] = {
     ord("T"): encode(Targets("for", (1, 2), 2, bytes([0, 0, 1, 0]))),
     ord("K"): encode(CertificateRecord("name", "mount", 7, 1, 2)),
     ord("E"): encode(Epoch(0, "", 0)),
-    ord("W"): encode(Witness(3, "x")),
     ord("R"): encode(Report(0, 1, 0, 1.0)),
 }
 

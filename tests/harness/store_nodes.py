@@ -41,11 +41,12 @@ from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks
 from irdmafs.backend.node.copier import Copier, Throttle
+from irdmafs.backend.node.damage import WrongExtents
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.inspection import Inspection
 from irdmafs.backend.node.resync import Resync
-from irdmafs.backend.node.room import Room
 from irdmafs.backend.node.service import NodeService
+from irdmafs.backend.node.state import ClusterState
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
 
 TTL_S = 2
@@ -115,35 +116,24 @@ class Node:
         wanted = partial(self.members.may_join, self.id)
         self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
         self.replica = Replica(engine, (self.members, self.groups, self.catalog))
-        self._inspection = inspection = Inspection(
-            engine, self.replica, self.groups, self.catalog, files
-        )
+        here = ClusterState(self.id, engine, self.replica, self.members, self.groups, self.session)
+        self._inspection = inspection = Inspection(here, self.catalog)
 
         def device(there: int) -> Link:
             return Link(cluster, self.id, there)
 
-        room = Room(files, self.catalog)
-        checks = Checks(files, self.catalog, self.members, self.groups, device)
+        checks = Checks(self.catalog, self.members, self.groups, device)
         copier = Copier(
-            self.members, self.catalog, files, device, room, Throttle(), checks,
-        )  # fmt: skip
-        self.resync = Resync(
-            self.id, engine, self.replica, self.members, self.groups, self.session, self.catalog,
-            files, inspection, copier,
-        )  # fmt: skip
+            self.members, self.catalog, device, Throttle(), checks, WrongExtents(self.catalog)
+        )
+        self.resync = Resync(here, self.catalog, inspection, copier)
 
         async def ping(there: int) -> None:
             if there not in cluster.running or not cluster.reaches(self.id, there):
                 raise Unreachable(there, "the link is cut")
 
-        self.agent = Agent(
-            self.id, engine, self.replica, self.members, self.groups, self.session, self.resync,
-            ping, rereplicate_after_s=cluster.rereplicate_after_s,
-        )  # fmt: skip
-        self.service = NodeService(
-            files, self.catalog, room, self.replica, self.members, self.groups, self.session,
-            self.agent.evict, damaged=inspection.report,
-        )  # fmt: skip
+        self.agent = Agent(here, self.resync, ping, rereplicate_after_s=cluster.rereplicate_after_s)
+        self.service = NodeService(here, self.catalog, self.agent, inspection)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:

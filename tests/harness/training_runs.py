@@ -1,4 +1,4 @@
-"""Small training runs: a model, workers and reducers, in a directory on any filesystem."""
+"""Small training runs: a model, workers and reducers, in a directory of a mount."""
 
 import errno
 import os
@@ -15,14 +15,8 @@ from harness.mountpoint import eventually
 from irdmafs.client import FormatError
 from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.pushes import (
-    check_identity,
-    check_shard,
-    header_of,
-    identity_of_directory,
-    read_file,
-    scales_of,
-)
+from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file, scales_of
+from irdmafs.train.shard_files import read_header
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -65,13 +59,13 @@ def check(run: Path, fd: int, name: str) -> None:
     config, layout = train.config(), train.layout()
     *folders, last = name.split("/")
     if not folders:
-        identity = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
-        check_identity(train, config, identity)
+        push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
+        check_turn(train, config, push)
         return
     shard = next(one for one in layout.shards() if one.name == last)
-    assert identity_of_directory(folders[-1]) is not None
+    assert push_in_shards(folders[-1]) is not None
     try:
-        header = header_of(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
+        header = read_header(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
     scales_of(header)

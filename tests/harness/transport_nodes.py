@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -33,7 +34,8 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.trust.security import Credentials
 
 
-class OpenFile(NamedTuple):
+@dataclass(frozen=True)
+class OpenFile:
     path: str
     fd: int
     is_own: bool = True
@@ -43,6 +45,15 @@ class OpenFile(NamedTuple):
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class IncomingFile(OpenFile):
+    """Closing it removes it, unless it was renamed."""
+
+    def close(self) -> None:
+        super().close()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
 
 
 class ExtentDirectory:
@@ -59,7 +70,6 @@ class ExtentDirectory:
         self.owners: dict[int, bytes] = {}
         self.limit_bytes = 1 << 40
         self.created = 0
-        self.dropped = 0
         self.sealed: list[Extent] = []
         self.aborted: list[int] = []
         self.suspected: list[tuple[int, int]] = []
@@ -89,14 +99,16 @@ class ExtentDirectory:
         except FileNotFoundError:
             return None
 
-    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> OpenFile:
+    async def create(
+        self, extent: Extent, length: int, allocated: int | None = None
+    ) -> IncomingFile:
         if (length if allocated is None else allocated) > self.limit_bytes:
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
         if os.path.exists(spare := f"{self.directory}/spare/{length}"):
             os.rename(spare, path)
-            return OpenFile(path, os.open(path, os.O_RDWR))
+            return IncomingFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if allocated is not None and allocated < length:
@@ -107,32 +119,24 @@ class ExtentDirectory:
             os.close(fd)
             os.unlink(path)
             raise
-        return OpenFile(path, fd)
+        return IncomingFile(path, fd)
 
-    async def adopt(self, extent: Extent, name: str) -> OpenFile:
+    async def adopt(self, extent: Extent, name: str) -> IncomingFile:
         path = f"{self.directory}/incoming/{os.path.basename(name)}"
-        return OpenFile(path, os.open(path, os.O_RDONLY))
+        return IncomingFile(path, os.open(path, os.O_RDONLY))
 
-    async def share(self, source: Extent, length: int) -> OpenFile:
+    async def share(self, source: Extent, length: int) -> IncomingFile:
         if self.size(source) != length:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
         os.link(self.path(source), path)
-        return OpenFile(path, os.open(path, os.O_RDONLY))
+        return IncomingFile(path, os.open(path, os.O_RDONLY))
 
-    async def seal(self, extent: Extent, incoming: OpenFile) -> None:
-        try:
-            await self.may_seal.wait()
-            os.rename(incoming.path, self.path(extent))
-        except BaseException:
-            os.unlink(incoming.path)
-            raise
+    async def seal(self, extent: Extent, incoming: IncomingFile) -> None:
+        await self.may_seal.wait()
+        os.rename(incoming.path, self.path(extent))
         self.sealed.append(extent)
-
-    def drop(self, incoming: OpenFile) -> None:
-        self.dropped += 1
-        os.unlink(incoming.path)
 
     def open(self, extent: Extent) -> int:
         return os.open(self.path(extent), os.O_RDONLY)

@@ -93,9 +93,7 @@ class Place:
         for node in (files.node, OTHER):
             address = NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
             self.members.nodes[node] = address
-        self.checks = Checks(
-            files, self.catalog, self.members, self.groups, lambda node: self.other
-        )
+        self.checks = Checks(self.catalog, self.members, self.groups, lambda node: self.other)
         self.config = GroupConfig(1, (files.node, OTHER))
         records = [
             KeyValue(group_key(2 << 16 | bucket), encode(self.config), 1)
@@ -117,10 +115,7 @@ class Place:
                 files.seal(incoming, Extent(CONTENT, stripe))
 
     def handover(self) -> Handover:
-        return Handover(
-            self.files.node, self.catalog, self.checks,
-            lambda node: self.other, lambda extent: None,
-        )  # fmt: skip
+        return Handover(self.catalog, self.checks, lambda node: self.other, lambda extent: None)
 
     def may_leave(self, handover: Handover) -> bool:
         """Whether this node may leave the group of stripe 0 to OTHER."""

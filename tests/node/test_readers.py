@@ -42,8 +42,7 @@ from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.etcd_leases import LEASE_BITS
 from irdmafs.backend.node import readers as limits
 from irdmafs.backend.node.feed import Feed
-from irdmafs.backend.node.reader_requests import PAGE_KEYS, checked
-from irdmafs.backend.node.readers import Kept, Readers
+from irdmafs.backend.node.readers import PAGE_KEYS, Kept, Readers, checked
 from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.trust.rights import own_ranges

@@ -17,14 +17,14 @@ import trio
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
-from irdmafs.backend.node import files as files_module
-from irdmafs.backend.node import spares
+from irdmafs.backend.node import reuse
 from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.incoming import Incoming
 from irdmafs.backend.node.own_copies import OwnCopies
-from irdmafs.backend.node.room import Room
-from irdmafs.backend.node.spares import SPARE_BYTES_MIN, FileKey, Incoming, Unmapped
+from irdmafs.backend.node.reuse import SPARE_BYTES_MIN
 from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
@@ -47,7 +47,7 @@ def files(memory: Path) -> Iterator[Files]:
 
 def taken(files: Files, length: int) -> Incoming:
     """As a node takes an extent in."""
-    return files.reuse(length) or files.create(length)
+    return files.spares.take(length) or files.create(length)
 
 
 def keep(files: Files, number: int, length: int = LENGTH, byte: bytes = b"x") -> int:
@@ -169,11 +169,6 @@ def borrowing(memory: Path) -> Iterator[Contents]:
         yield contents
 
 
-class NothingToRemove:
-    def make_room(self, wanted_bytes: int = 0) -> None:
-        raise AssertionError("nothing is removed for a copy")
-
-
 def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     files: Files, memory: Path
 ) -> None:
@@ -285,7 +280,7 @@ def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_again(
     files.mark_named(extent)
     path = memory / f"store/extents/{CONTENT:x}.0"
     reader = os.open(path, os.O_RDONLY)
-    copies = OwnCopies(files, Room(files, NothingToRemove()))
+    copies = OwnCopies(files)
 
     async def ask() -> None:
         async with trio.open_nursery() as nursery:
@@ -327,15 +322,15 @@ def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
     contents.close()
 
 
-class Mapped(Unmapped):
+class Mapped(Rdma):
     """Has everything mapped, and in use."""
 
-    def descriptors(self, file: FileKey) -> list[int]:
+    def descriptors(self, file: tuple[int, int]) -> list[int]:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
 def test_a_file_that_is_registered_and_in_use_is_not_used_again(memory: Path) -> None:
-    with Files(f"{memory}/store", mappings=Mapped()) as files:
+    with Files(f"{memory}/store", rdma=Mapped(Choice("off"))) as files:
         keep(files, 1)
         assert not is_used_again(files, 1)
 
@@ -379,7 +374,7 @@ def test_spare_files_are_free_room_and_make_room(memory: Path) -> None:
         assert files.space() == (0, 10 << 20, 10 << 20)
         with pytest.raises(OSError, match="No space"):
             files.create(8 << 20)
-        files.give_up_spares()
+        files.spares.give_up()
         assert files.incoming.has_condemned
         files.reap()
         files.create(8 << 20).close()
@@ -407,7 +402,7 @@ def test_spare_files_are_limited_in_bytes(memory: Path) -> None:
 def test_spare_files_are_limited_in_number(
     files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "SPARES_MAX", 3)
+    monkeypatch.setattr(reuse, "SPARES_MAX", 3)
     for number in range(8):
         keep(files, number, SPARE_BYTES_MIN)
     for number in range(8):
@@ -439,11 +434,11 @@ def test_what_is_not_used_for_a_while_goes(
 ) -> None:
     keep(files, 1)
     files.free(Extent(1, 0))
-    files.give_up_spares(spares.SPARE_S)
+    files.spares.give_up(reuse.SPARE_S)
     files.reap()
     assert len(list((memory / "store/incoming").iterdir())) == 1
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + spares.SPARE_S)
-    files.give_up_spares(spares.SPARE_S)
+    monkeypatch.setattr(time, "monotonic", lambda: now + reuse.SPARE_S)
+    files.spares.give_up(reuse.SPARE_S)
     files.reap()
     assert not list((memory / "store/incoming").iterdir())

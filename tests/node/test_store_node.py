@@ -246,8 +246,7 @@ def test_a_store_can_be_limited_to_less_than_its_filesystem_has(memory: Path) ->
         assert files.space() == (400, 1000, 200)
         with pytest.raises(OSError, match="No space"):
             files.create(201)
-        files.incoming.discard(incoming)
-        os.close(incoming.fd)
+        incoming.close()
         files.free(Extent(CONTENT, 0))
         keep(files, Extent(CONTENT, 1), bytes(1000))
 

@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -554,45 +553,17 @@ def test_access_time_stays_when_what_was_read_is_opened_for_writing(
 
 
 @pytest.mark.beyond_posix
-def test_access_times_are_kept_when_it_is_unmounted_and_not_kept_with_noatime(
-    session: str, new_mount: Callable[..., Mount], process: TakeProcess
+@pytest.mark.parametrize("option", ["relatime", "noatime"])
+def test_access_times_move_by_reads_unless_with_noatime(
+    new_mount: Callable[..., Mount], process: TakeProcess, option: str
 ) -> None:
-    if session == CLUSTER:
-        pytest.skip("each host of a cluster knows its own reads, as long as it has it mounted")
-    for options, moves in (("relatime", True), ("noatime", False)):
-        mount = new_mount("-o", options)
-        mount.mount()
-        file = mount.path / "file"
-        file.write_bytes(b"content")
-        os.utime(file, (1, 2))
-        process().do("open(f, 'rb').read()", f=str(file))
-        atime_ns = file.stat().st_atime_ns
-        assert (atime_ns > 10**9) == moves
-        mount.unmount()
-        mount.remount()
-        assert file.stat().st_atime_ns == atime_ns
-        mount.unmount()
-
-
-@needs_root
-@pytest.mark.beyond_posix
-def test_access_times_move_with_every_read_with_strictatime(
-    new_mount: Callable[..., Mount], process: TakeProcess
-) -> None:
-    mount = new_mount("-o", "strictatime", store_size="32m")
-    subprocess.run(["mount", "-o", "remount,strictatime", mount.store], check=True)
+    mount = new_mount("-o", option)
     mount.mount()
-    file, directory = mount.path / "file", mount.path / "dir"
+    file = mount.path / "file"
     file.write_bytes(b"content")
-    directory.mkdir()
-    reader = process()
-    reader.do("import time", f=str(file), d=str(directory))
-    for path, read in ((file, "open(f, 'rb').read()"), (directory, "os.listdir(d)")):
-        seen = [path.stat().st_atime_ns]
-        for _ in range(3):
-            reader.do("time.sleep(0.02)\n" + read)
-            seen.append(path.stat().st_atime_ns)
-        assert sorted(set(seen)) == seen
+    os.utime(file, (1, 2))
+    process().do("open(f, 'rb').read()", f=str(file))
+    assert (file.stat().st_atime_ns > 10**9) == (option == "relatime")
 
 
 @pytest.mark.beyond_posix

@@ -1,4 +1,4 @@
-"""Numbers in a directory with user.irdmafs.train = "since" lead to versions that are to come."""
+"""Names in a directory with user.irdmafs.awaits = DIRECTORY lead to names there that are to come."""
 
 import errno
 import os
@@ -18,8 +18,8 @@ from harness.processes import Process, is_waiting
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
-TRAIN = "user.irdmafs.train"
-TIMEOUT = "user.irdmafs.since_timeout"
+AWAITS = "user.irdmafs.awaits"
+TIMEOUT = "user.irdmafs.awaits_timeout"
 READ = "open(path, 'rb').read()"
 TakeProcess = Callable[[], Process]
 
@@ -28,7 +28,7 @@ def make_since(top: Path) -> Path:
     """Make the directories `versions` and `since` in a directory; return the latter."""
     (top / "versions").mkdir()
     (top / "since").mkdir()
-    os.setxattr(top / "since", TRAIN, b"since")
+    os.setxattr(top / "since", AWAITS, b"versions")
     return top / "since"
 
 
@@ -94,7 +94,7 @@ def test_the_first_version_is_waited_for_before_there_are_any(
     folder: Path, process: TakeProcess
 ) -> None:
     (folder / "since").mkdir()
-    os.setxattr(folder / "since", TRAIN, b"since")
+    os.setxattr(folder / "since", AWAITS, b"versions")
     reader = process()
     start_reading(reader, folder / "since" / "0" / "model")
     (folder / "versions").mkdir()
@@ -163,6 +163,36 @@ def test_links_are_not_listed(since: Path) -> None:
     assert os.listdir(since) == []
 
 
+def test_a_program_waits_for_a_file_until_it_has_a_version(
+    since: Path, process: TakeProcess
+) -> None:
+    path = since.parent / "versions" / "model"
+    reader = process()
+    start_reading(reader, since / "model")
+    with path.open("wb") as file:
+        file.write(b"whole")
+        file.flush()
+        assert not reader.finished(within_s=0.2)
+    assert reader.result() == b"whole"
+    assert os.readlink(since / "model") == "../versions/model"
+
+
+def test_an_empty_file_ends_a_wait(since: Path, process: TakeProcess) -> None:
+    reader = process()
+    start_reading(reader, since / "ready")
+    (since.parent / "versions" / "ready").touch()
+    assert reader.result() == b""
+
+
+def test_a_number_does_not_lead_to_a_file_that_is_being_written(since: Path) -> None:
+    make_version(since.parent, 1)
+    with (since.parent / "versions" / "2").open("wb") as file:
+        file.write(b"a part")
+        file.flush()
+        assert os.readlink(since / "0") == "../versions/1"
+    assert os.readlink(since / "0") == "../versions/2"
+
+
 def test_a_link_looks_the_same_each_time(since: Path) -> None:
     status = os.lstat(since / "4")
     assert stat.S_ISLNK(status.st_mode)
@@ -172,12 +202,11 @@ def test_a_link_looks_the_same_each_time(since: Path) -> None:
     assert os.lstat(since / "5").st_ino != status.st_ino
 
 
-def test_other_names_do_not_exist(since: Path) -> None:
-    for name in ("x", "-1", "1x", "1.5", "9" * 30):
-        with pytest.raises(FileNotFoundError):
-            os.lstat(since / name)
-    (since / "x").touch()
-    assert os.listdir(since) == ["x"]
+def test_names_that_begin_with_a_dot_are_ordinary(since: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        os.lstat(since / ".x")
+    (since / ".x").touch()
+    assert os.listdir(since) == [".x"]
 
 
 @pytest.mark.kernel_session("libfuse cannot have the kernel forget that a name does not exist")
@@ -185,25 +214,25 @@ def test_a_number_that_did_not_exist_before_is_found(folder: Path) -> None:
     (folder / "versions").mkdir()
     (folder / "since").mkdir()
     assert not os.path.lexists(folder / "since" / "0")
-    os.setxattr(folder / "since", TRAIN, b"since")
+    os.setxattr(folder / "since", AWAITS, b"versions")
     make_version(folder, 1)
     eventually(lambda: os.path.lexists(folder / "since" / "0"), "it is found")
 
 
 def test_links_cannot_be_changed(since: Path) -> None:
-    (since / "x").touch()
+    (since / ".x").touch()
     (since.parent / "other").mkdir()
     refused: list[Callable[[], object]] = [
         lambda: os.unlink(since / "1"),
-        lambda: os.rename(since / "1", since / "y"),
-        lambda: os.rename(since / "x", since / "1"),
+        lambda: os.rename(since / "1", since / ".y"),
+        lambda: os.rename(since / ".x", since / "1"),
         lambda: os.rename(since.parent / "other", since / "1"),
-        lambda: os.link(since / "1", since / "y", follow_symlinks=False),
+        lambda: os.link(since / "1", since / ".y", follow_symlinks=False),
         lambda: os.utime(since / "1", (0, 0), follow_symlinks=False),
         lambda: os.mkdir(since / "1"),
         lambda: os.mknod(since / "1", stat.S_IFIFO | 0o600),
         lambda: os.symlink("target", since / "1"),
-        lambda: os.link(since / "x", since / "1"),
+        lambda: os.link(since / ".x", since / "1"),
         lambda: os.rmdir(since / "1"),
     ]
     if os.geteuid() == 0:
@@ -213,22 +242,19 @@ def test_links_cannot_be_changed(since: Path) -> None:
             change()
         # The kernel finds a name, and refuses some by itself.
         assert told.value.errno in (errno.EPERM, errno.EEXIST, errno.ENOTDIR)
-    assert os.listdir(since) == ["x"]
+    assert os.listdir(since) == [".x"]
 
 
 def test_only_a_directory_is_marked_and_only_so(folder: Path) -> None:
     (folder / "file").touch()
     refused = [
-        (folder / "file", TRAIN, b"since"), (folder, TRAIN, b"often"),
+        (folder / "file", AWAITS, b"versions"), (folder, AWAITS, b"a/b"), (folder, AWAITS, b".."),
         (folder, TIMEOUT, b"soon"), (folder, TIMEOUT, b"-1"), (folder, TIMEOUT, b"nan"),
     ]  # fmt: skip
     for path, name, value in refused:
         with pytest.raises(OSError) as told:
             os.setxattr(path, name, value)
         assert told.value.errno == errno.EINVAL
-    os.setxattr(folder, TRAIN, b"push")
-    assert os.getxattr(folder, TRAIN) == b"push"
-    assert not os.path.lexists(folder / "1")
 
 
 @pytest.mark.kernel_session("libfuse cannot have the kernel forget inodes")

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.ahead import Staged
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.folders import Directory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
-from irdmafs.train.pushes import STEP, Identity, values_of
+from irdmafs.train.pushes import STEP, values_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
 from irdmafs.train.trees import Trees
@@ -52,14 +52,6 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
     return made
-
-
-@pytest.fixture
-def on_mount(run: Path) -> Path:
-    """The directory of a training run on irdmafs."""
-    if not run.is_relative_to("/proc") and not TrainDirectory(run.parent, ".").is_on_irdmafs:
-        pytest.skip("only irdmafs tells of changes, and keeps versions of files")
-    return run
 
 
 def put_all(worker: Worker, values: Arrays) -> OpenPush:
@@ -322,8 +314,7 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
         for _ in range(5):
             make_version(run, reducer, worker)
             written_anew |= numbers & {path.stat().st_ino for path in params(run, newest(run))}
-        if reducer.train.is_on_irdmafs:
-            assert written_anew == numbers
+        assert written_anew == numbers
         assert [memory[:] for memory in mapped] == before
         assert [file.read() for file in files] == before
         for memory in mapped:
@@ -358,14 +349,14 @@ def lies_in(files: Sequence[ShardFile], array: NDArray[Any]) -> bool:
     return any(0 <= begin - file._data.ctypes.data < file._data.size for file in files)
 
 
-def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool]) -> None:
-    start(on_mount, model(), shards=SHARDS)
-    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+def test_pull_gives_what_was_fetched_ahead(run: Path, reductions: list[bool]) -> None:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
         fetch_ahead(a, reducer, reductions)
         files = files_ahead(a)
-        found = finish(on_mount, reducer, push)
+        found = finish(run, reducer, push)
         pulled = a.pull(timeout_s=LONG_S)
         assert same_bits(pulled, found)
         assert lies_in(files, pulled["norm"]), "no other file was opened"
@@ -373,86 +364,85 @@ def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool
 
 @pytest.mark.parametrize("copied", [False, True], ids=["shown", "copied"])
 def test_only_files_that_are_shown_to_a_program_are_opened_for_it(
-    on_mount: Path, reductions: list[bool], copied: bool
+    run: Path, reductions: list[bool], copied: bool
 ) -> None:
     """A program may send pages of a file from where they lie, so its node uses that for nothing else."""
-    start(on_mount, model(), shards=SHARDS)
-    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
         a.pull(zeros() if copied else None)
         push = put_all(a, gradients(0, 1))
         fetch_ahead(a, reducer, reductions)
         files = files_ahead(a)
         assert [file.shown for file in files] == [not copied] * SHARDS
-        found = finish(on_mount, reducer, push)
+        found = finish(run, reducer, push)
         pulled = a.pull(timeout_s=LONG_S)
         assert same_bits(pulled, found)
         assert lies_in(files, pulled["norm"]) == (not copied)
 
 
 def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
-    on_mount: Path, reductions: list[bool]
+    run: Path, reductions: list[bool]
 ) -> None:
-    start(on_mount, model(), shards=SHARDS)
-    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
         fetch_ahead(a, reducer, reductions)
         for name, value in gradients(0, 2).items():
             push.put(name, value)
-        found = finish(on_mount, reducer, push)
+        found = finish(run, reducer, push)
         assert same_bits(a.pull(timeout_s=LONG_S), found)
-    assert same_bits(found, plainly(on_mount, {"a": gradients(0, 2)}))
+    assert same_bits(found, plainly(run, {"a": gradients(0, 2)}))
 
 
 def test_pull_gives_the_version_if_another_reducer_has_made_it(
-    on_mount: Path, reductions: list[bool]
+    run: Path, reductions: list[bool]
 ) -> None:
-    start(on_mount, model(), shards=SHARDS)
-    with Worker(on_mount, "a") as a:
+    start(run, model(), shards=SHARDS)
+    with Worker(run, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
-        with Reducer(on_mount) as reducer:
+        with Reducer(run) as reducer:
             fetch_ahead(a, reducer, reductions)
         for name, value in gradients(0, 2).items():
             push.put(name, value)
-        with Reducer(on_mount) as other:
-            found = finish(on_mount, other, push)
+        with Reducer(run) as other:
+            found = finish(run, other, push)
         assert same_bits(a.pull(timeout_s=LONG_S), found)
-    assert same_bits(found, plainly(on_mount, {"a": gradients(0, 2)}))
+    assert same_bits(found, plainly(run, {"a": gradients(0, 2)}))
 
 
 def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copied(
-    on_mount: Path, reductions: list[bool], monkeypatch: pytest.MonkeyPatch
+    run: Path, reductions: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(on_mount, model(), shards=SHARDS)
+    start(run, model(), shards=SHARDS)
     out = zeros()
     copied: list[Arrays] = []
-    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+    with Reducer(run) as reducer, Worker(run, "a") as a:
         a.pull()
-        publish = a._push_directory
+        publish = a._publish
 
-        def write_anew_and_publish(identity: Identity, hidden: Path) -> int:
+        def write_anew_and_publish(written: Path, weight: float, lr: float | None) -> int:
             fetch_ahead(a, reducer, reductions)
             copied.append({name: array.copy() for name, array in out.items()})
-            values, more = values_of(a.layout, gradients(0, 2)), {STEP: str(identity.step)}
-            a._staging.write(hidden, a.layout.shards()[0], values, more).result()
-            step = publish(identity, hidden)
-            reduce_until(reducer, lambda: newest(on_mount) == 1, "the version is made")
+            values, more = values_of(a.layout, gradients(0, 2)), {STEP: "1"}
+            shard = a.layout.shards()[0]
+            a._staging.write(written, Directory(written), shard, values, more, finite=True).result()
+            step = publish(written, weight, lr)
+            reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
             return step
 
-        monkeypatch.setattr(a, "_push_directory", write_anew_and_publish)
+        monkeypatch.setattr(a, "_publish", write_anew_and_publish)
         a.push_pull(gradients(0, 1), out, timeout_s=LONG_S)
-        assert same_bits(out, parameters(on_mount))
+        assert same_bits(out, parameters(run))
         assert not same_bits(out, copied[0])
         assert not same_bits(copied[0], zeros())
 
 
-def test_nothing_is_copied_after_push_pull_has_raised(
-    on_mount: Path, reductions: list[bool]
-) -> None:
-    start(on_mount, model(), shards=SHARDS)
+def test_nothing_is_copied_after_push_pull_has_raised(run: Path, reductions: list[bool]) -> None:
+    start(run, model(), shards=SHARDS)
     out = zeros()
-    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a, Worker(on_mount, "b") as b:
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         a.pull()
         reduce_until(reducer, reducer.train.members.exists, "the workers are seen")
         with pytest.raises(TimeoutError):
@@ -460,6 +450,6 @@ def test_nothing_is_copied_after_push_pull_has_raised(
         before = {name: array.copy() for name, array in out.items()}
         push = put_all(b, gradients(1, 1))
         sum_ahead(reducer, reductions)
-        found = finish(on_mount, reducer, push)
+        found = finish(run, reducer, push)
         assert same_bits(out, before)
         assert same_bits(a.pull(out, timeout_s=LONG_S), found)

@@ -17,7 +17,7 @@ from harness.training_runs import check, newest, ones, parameters, reduce, reduc
 from safetensors.numpy import save_file
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
-from irdmafs.train.directory import TrainDirectory, replace
+from irdmafs.train.directory import TrainDirectory, remove, replace
 from irdmafs.train.status import report
 
 
@@ -50,12 +50,12 @@ def test_push_with_a_weight_that_is_none_is_refused(run: Path, shards: int, weig
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100])
-def test_garbage_is_refused_with_a_reason(tmp_path: Path, content: bytes) -> None:
-    start(tmp_path / "run")
-    path = tmp_path / "push"
+def test_garbage_is_refused_with_a_reason(place: Path, content: bytes) -> None:
+    start(place / "run")
+    path = place / "push"
     path.write_bytes(content)
     with path.open("rb") as file, pytest.raises(Refused) as caught:
-        check(tmp_path / "run", file.fileno(), "w.safetensors")
+        check(place / "run", file.fileno(), "w.safetensors")
     assert caught.value.errno == errno.EINVAL
 
 
@@ -84,7 +84,8 @@ def test_worker_misses_its_push_that_was_removed_before_it_was_planned(run: Path
     with Worker(run, "a") as a, Worker(run, "b"), Reducer(run) as reducer:
         a.push(ones())
         reduce(reducer)
-        (TrainDirectory(run).push / "a@1.safetensors").unlink()
+        for push in TrainDirectory(run).push.iterdir():
+            remove(push)
         with pytest.raises(TrainError, match="push it again"):
             a.pull(timeout_s=10)
         assert a.push(ones()) == 1
@@ -108,7 +109,7 @@ def test_push_that_got_its_name_by_renaming_is_refused_as_well(
             save_file(
                 ones(), run / "file", dict(zip(("worker", "step"), name.split("@"), strict=True))
             )
-            push.unlink()
+            remove(push)
             os.rename(run / "file", train.push / f"{name}.safetensors")
         else:
             os.rename(push, train.push / name)
@@ -289,14 +290,14 @@ def test_reason_of_a_refusal_is_in_the_status(run: Path) -> None:
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_push_that_says_what_cannot_be_is_refused(
-    tmp_path: Path, metadata: dict[str, str], code: int, reason: str
+    place: Path, metadata: dict[str, str], code: int, reason: str
 ) -> None:
-    run = start(tmp_path / "run", workers=("w",), keep=2)
+    run = start(place / "run", workers=("w",), keep=2)
     with Reducer(run) as reducer, Worker(run, "w") as worker:
         for _ in range(4):
             worker.push(ones())
             reduce(reducer)
-    path = tmp_path / "push"
+    path = place / "push"
     save_file(ones(), path, metadata)
     with path.open("rb") as file, pytest.raises(Refused, match=reason) as caught:
         check(run, file.fileno(), "push.safetensors")

@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 
 from irdmafs.train.config import TrainConfig, _toml
 from irdmafs.train.errors import TrainError
-from irdmafs.train.pushes import (
-    Identity,
-    _identity_of_file,
-    identity_of_directory,
-    settled_name,
-)
+from irdmafs.train.plan import Push
+from irdmafs.train.pushes import name_in_file, name_in_shards, push_by_name, push_in_shards
 from irdmafs.train.rules import RULES, options_of
 
 PATH = Path("config.toml")
@@ -120,32 +116,35 @@ def test_file_that_is_no_configuration_is_an_error_with_its_name(text: bytes, re
 
 @given(
     st.builds(
-        Identity,
+        Push,
         names,
         st.integers(1, 10**18 - 1),
+        st.just(""),
         st.floats(0, 3e38),
         st.integers(-1, 10**18),
         st.none() | st.floats(0, 3e38),
-        st.just(0),
     )
 )
-def test_name_of_a_push_says_what_it_was_made_of(identity: Identity) -> None:
-    assert identity_of_directory(identity.name) == identity
-    assert len(identity.name) <= 255
+def test_name_of_a_push_says_what_it_was_made_of(push: Push) -> None:
+    name = name_in_shards(push)
+    assert push_in_shards(name) == push._replace(path=name)
+    assert len(name) <= 255
 
 
-@given(names, st.integers(1, 10**18 - 1), st.sampled_from(["w.safetensors", "a", "b:c.d.npy"]))
-def test_name_of_a_settled_push_says_its_worker_and_step(worker: str, step: int, name: str) -> None:
-    found = _identity_of_file(settled_name(name, worker, step), {})
+@given(names, st.integers(1, 10**18 - 1))
+def test_name_of_a_push_in_a_file_says_its_worker_and_step(worker: str, step: int) -> None:
+    found = push_by_name(name_in_file(Push(worker, step)))
+    assert found is not None
     assert (found.worker, found.step) == (worker, step)
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[a-z]+@[0-9]+(;[a-z]+=[0-9]+){0,3}", fullmatch=True))
 def test_name_that_is_no_push_is_none_or_refused_and_others_say_what_they_say(name: str) -> None:
     try:
-        found = identity_of_directory(name)
+        found = push_in_shards(name)
     except OSError:
         return
     if found is not None:
         assert name.startswith(f"{found.worker}@")
-        assert identity_of_directory(found.name) == found
+        again = name_in_shards(found)
+        assert push_in_shards(again) == found._replace(path=again)

@@ -122,11 +122,11 @@ def learn_together(run: Path, workers: int) -> tuple[Parameters, list[float]]:
 @pytest.mark.parametrize("clip_norm", [0.0, 0.2], ids=["whole", "clipped"])
 @pytest.mark.parametrize("rule", RULES)
 def test_workers_in_lockstep_learn_what_one_process_learns(
-    tmp_path: Path, rule: str, clip_norm: float, workers: int
+    place: Path, rule: str, clip_norm: float, workers: int
 ) -> None:
     options, update = RULES[rule]
     run = start(
-        tmp_path / "run", first_parameters(), rule=rule, lr=LR, options=options,
+        place / "run", first_parameters(), rule=rule, lr=LR, options=options,
         clip_norm=clip_norm, workers=workers, shards=2,
     )  # fmt: skip
     found, losses = learn_together(run, workers)

@@ -11,10 +11,12 @@ pytestmark = needs("torch")
 
 @needs("sklearn")
 @pytest.mark.slow
-def test_images_are_recognized_with_and_without_waiting_for_each_other(tmp_path: Path) -> None:
+def test_images_are_recognized_with_and_without_waiting_for_each_other(
+    place: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     arguments = ("--workers=2", "--steps=60", "--sync=bsp", "--sync=async", f"--out={out}")
-    printed = run("images.py", tmp_path / "run", *arguments)
+    printed = run("images.py", place / "run", *arguments)
     found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))
     assert found.keys() == {"bsp", "async"}
     # A guess is right once in ten times.
@@ -27,9 +29,9 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(tmp_path:
 
 
 @pytest.mark.slow
-def test_language_is_learnt_with_fewer_bytes_by_diloco(tmp_path: Path) -> None:
+def test_language_is_learnt_with_fewer_bytes_by_diloco(place: Path, tmp_path: Path) -> None:
     arguments = ("--steps=40", "--every=20", "--rounds=2", f"--out={tmp_path / 'out'}")
-    printed = run("language.py", tmp_path / "run", *arguments)
+    printed = run("language.py", place / "run", *arguments)
     found = re.findall(r"^(\S+) .* (\S+) MB, loss (\S+)$", printed, re.MULTILINE)
     (_, bytes_each_step, loss), (name, bytes_seldom, loss_seldom) = found
     assert name == "DiLoCo"

@@ -13,20 +13,20 @@ from irdmafs.train import Reducer, TrainConfig, Worker, begin
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
+def directory(place: Path) -> Iterator[Path]:
     """A directory in which a worker has made two steps, and a reducer at work."""
-    client.Store(tmp_path).publish_state_dict({"w": np.zeros(3, np.float32)})
+    client.Store(place).publish_state_dict({"w": np.zeros(3, np.float32)})
     config = TrainConfig(lr=1.0, options={"momentum": 0.5, "nesterov": True})
-    begin(tmp_path, config, shards=1)
+    begin(place, config, shards=1)
     ended = threading.Event()
-    with Reducer(tmp_path, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
+    with Reducer(place, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
         running = thread.submit(reducer.run, ended.is_set)
         try:
-            with Worker(tmp_path, "first") as first:
+            with Worker(place, "first") as first:
                 for _ in range(2):
                     first.push({"w": np.ones(3, np.float32)})
                     first.pull(timeout_s=60)
-            yield tmp_path
+            yield place
         finally:
             ended.set()
             running.result()

@@ -42,9 +42,9 @@ def arrays_of(run: Path) -> dict[str, NDArray[np.generic]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_version_outlives_nodes_that_lose_their_disks(replicas: int, tmp_path: Path) -> None:
+def test_version_outlives_nodes_that_lose_their_disks(replicas: int, place: Path) -> None:
     plan = Plan(nodes=3, mounts=2, replicas=2, node_config={"rereplicate_after": 600})
-    undisturbed = start(tmp_path / "run", model(), rule="adamw", shards=3)
+    undisturbed = start(place / "run", model(), rule="adamw", shards=3)
     with Reducer(undisturbed) as reducer, Worker(undisturbed, "w") as worker:
         for number in (1, 2, 3):
             step(reducer, worker, number)

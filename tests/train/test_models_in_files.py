@@ -120,23 +120,23 @@ def test_end_makes_files_of_all_again(run: Path) -> None:
         ),
     ],
 )
-def test_index_that_makes_no_sense_is_refused(tmp_path: Path, index: str, reason: str) -> None:
-    save_file({"layer1": np.zeros(9, np.float32)}, tmp_path / "model.safetensors")
-    (tmp_path / INDEX).write_text(index)
+def test_index_that_makes_no_sense_is_refused(place: Path, index: str, reason: str) -> None:
+    save_file({"layer1": np.zeros(9, np.float32)}, place / "model.safetensors")
+    (place / INDEX).write_text(index)
     with pytest.raises(TrainError, match=reason):
-        begin(tmp_path, TrainConfig(rule="sum"))
-    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", INDEX]
+        begin(place, TrainConfig(rule="sum"))
+    assert sorted(os.listdir(place)) == ["model.safetensors", INDEX]
 
 
-def test_files_that_have_a_name_of_ours_are_left_out(tmp_path: Path) -> None:
+def test_files_that_have_a_name_of_ours_are_left_out(place: Path) -> None:
     """They would be taken for the plan, or for shards."""
-    save_file({"layer1": np.zeros(9, np.float32)}, tmp_path / "model.safetensors")
+    save_file({"layer1": np.zeros(9, np.float32)}, place / "model.safetensors")
     for name in ("version.json", "0", "norm", "bad.0", "config.json"):
-        (tmp_path / name).write_text("not a plan")
-    os.mkfifo(tmp_path / "pipe")
-    begin(tmp_path, TrainConfig(rule="sum"))
-    assert os.listdir(tmp_path / ".train/files") == ["config.json"]
-    with Worker(tmp_path, "w") as worker, Reducer(tmp_path) as reducer:
+        (place / name).write_text("not a plan")
+    os.mkfifo(place / "pipe")
+    begin(place, TrainConfig(rule="sum"))
+    assert os.listdir(place / ".train/files") == ["config.json"]
+    with Worker(place, "w") as worker, Reducer(place) as reducer:
         worker.push({"layer1": np.ones(9, np.float32)})
         reduce(reducer)
-    assert values(load_file(tmp_path / "model.safetensors")) == {1}
+    assert values(load_file(place / "model.safetensors")) == {1}

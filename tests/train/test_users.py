@@ -102,7 +102,7 @@ def test_member_can_change_nothing_but_its_own_pushes(
         "(train.versions / '9').mkdir()",
         "(train.next / '1').mkdir()",
         "(train.reducers / 'coordinator').touch()",
-        "os.setxattr(train.push, 'user.irdmafs.train', b'since')",
+        "os.setxattr(train.push, 'user.irdmafs.awaits', b'versions')",
         "os.truncate(file, 0)",
     ):
         with pytest.raises(PermissionError):

@@ -24,7 +24,6 @@ from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs.devices import Route
-from irdmafs.backend.transport.verbs.ends import QueueEnd
 from irdmafs.backend.transport.verbs.library import Library
 from irdmafs.backend.transport.verbs.messages import (
     QUEUE_PAIRS_MAX,
@@ -33,6 +32,7 @@ from irdmafs.backend.transport.verbs.messages import (
     Detach,
     Expose,
     Exposed,
+    QueueEnd,
     Release,
     Reserve,
 )

@@ -40,7 +40,7 @@ from irdmafs.backend.transport.tcp import tickets, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
-from irdmafs.backend.transport.verbs.ends import QueueEnd
+from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
 

@@ -20,8 +20,8 @@ from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
-from irdmafs.backend.transport.verbs.ends import QueueEnd
 from irdmafs.backend.transport.verbs.library import immediate
+from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.transport.verbs.path import piece_bytes
 from irdmafs.backend.transport.verbs.queue import timeout_exponent
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma, RdmaUnavailable

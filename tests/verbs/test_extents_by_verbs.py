@@ -1,6 +1,5 @@
 """Extents that move by RDMA verbs: the same promises as over TCP, and what happens when one breaks."""
 
-import ctypes
 import errno
 import os
 import random
@@ -24,11 +23,10 @@ from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.messages import Reserve
-from irdmafs.backend.transport.verbs.queue import INLINE_BYTES, Broken, Piece, QueuePair
+from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.way import VerbsWay
-from irdmafs.backend.transport.verbs.windows import grant
 
 __all__ = ["memory"]
 
@@ -640,7 +638,7 @@ def test_a_key_is_of_no_use_but_for_what_it_was_given(
             async with trio.open_nursery() as nursery:
                 if owner is not ends.there:
                     nursery.start_soon(owner.run)
-                window = await grant(adapter, owner, yours, 0, MiB // 2, writable=True)
+                window = await owner.grant(yours, 0, MiB // 2, writable=True)
                 # Soft-RoCE checks the registration's range only: the file, which is one extent.
                 at = MiB - KiB if misuse == "beyond" else 0
                 piece = Piece(mine.address(0), 4096, mine.key, window.address + at, window.key)
@@ -670,7 +668,7 @@ def test_a_transfer_that_is_cancelled_touches_memory_no_more(
             adapter.regions.using(two_files[0], 0, MiB, True) as mine,
             adapter.regions.using(two_files[1], 0, MiB, True) as yours,
         ):
-            window = await grant(adapter, ends.there, yours, 0, MiB, writable=True)
+            window = await ends.there.grant(yours, 0, MiB, writable=True)
             piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
             with trio.move_on_after(0) as scope:
                 await ends.here.write([piece] * 64, None)
@@ -678,28 +676,6 @@ def test_a_transfer_that_is_cancelled_touches_memory_no_more(
             assert not ends.here._batches
             assert not ends.here.failure
             await ends.here.write([piece], None)
-            window.close()
-
-    with_ends(address, memory, test)
-
-
-def test_what_is_tiny_goes_along_with_the_request(
-    memory: Path, address: str, two_files: tuple[int, int]
-) -> None:
-    """So it need not be registered, and may change as soon as it is posted."""
-
-    async def test(ends: Ends) -> None:
-        adapter, here = ends.adapter, ends.here
-        if not here.inline_bytes:
-            pytest.skip(f"RDMA device {adapter.name} sends nothing inline")
-        nobody = ctypes.create_string_buffer(b"tiny" * 32)
-        async with adapter.regions.using(two_files[1], 0, MiB, True) as yours:
-            window = await grant(adapter, ends.there, yours, 0, MiB, writable=True)
-            piece = Piece(ctypes.addressof(nobody), INLINE_BYTES, 0, window.address, window.key)
-            await here.write([piece], None)
-            assert os.pread(two_files[1], 128, 0) == nobody.raw[:INLINE_BYTES] + bytes(64)
-            with pytest.raises(Broken):
-                await here.write([piece._replace(length=INLINE_BYTES + 1)], None)
             window.close()
 
     with_ends(address, memory, test)

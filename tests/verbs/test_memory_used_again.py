@@ -108,7 +108,7 @@ class FilesService:
 
     def __init__(self, directory: Path, node: int, rdma: Rdma) -> None:
         self.node = node
-        self.files = Files(str(directory), mappings=rdma)
+        self.files = Files(str(directory), rdma=rdma)
 
     async def check_owner(self, peer: Peer, content: int) -> None:
         pass
@@ -120,7 +120,7 @@ class FilesService:
         return self.files.size(extent)
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
-        return self.files.reuse(length) or self.files.create(length, allocated)
+        return self.files.spares.take(length) or self.files.create(length, allocated)
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
         return self.files.incoming.take_over(name, extent.content)
@@ -130,9 +130,6 @@ class FilesService:
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         self.files.seal(incoming, extent)
-
-    def drop(self, incoming: Incoming) -> None:
-        self.files.incoming.discard(incoming)
 
     def open(self, extent: Extent) -> int:
         return self.files.open(extent)

@@ -7,7 +7,7 @@ import pytest
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.verbs import devices, messages, networks
 from irdmafs.backend.transport.verbs.devices import Device, Gid, Obstacle, Port, Route
-from irdmafs.backend.transport.verbs.ends import RAILS_MAX, Rail
+from irdmafs.backend.transport.verbs.messages import RAILS_MAX, Rail
 from irdmafs.backend.transport.verbs.rails import OwnRail, find_rails, pair
 
 

@@ -3,7 +3,7 @@
 The node frees an extent as soon as no version names it, and renames a working copy that it adopts. Programs
 that have the file open need it longer: a second name keeps it without a descriptor, of which there are few.
 The names are in a directory of this mount's own, whose lock tells the node that the mount lives
-(node/held.py removes those of mounts that have ended).
+(node/directory.py removes those of mounts that have ended).
 """
 
 import fcntl

@@ -18,7 +18,6 @@ from ...cluster.records import ContentId, GroupConfig, Layout, group_key
 from ...kv import Compare
 from ...namespace import Inode
 from ...transport import (
-    Device,
     Distrusted,
     Extent,
     Fenced,
@@ -27,6 +26,7 @@ from ...transport import (
     Unreachable,
     nothing_landed,
 )
+from ...transport.device import Device
 from ...unwrap import first_error
 from ..digest import Digests, Stripe, digest_of, fold
 from .cluster import Cluster, for_each_stripe

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TypeAlias
 
 import trio
@@ -70,7 +69,7 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self.renew()
+        self._end = time.monotonic() + limit_s
 
     def renew(self) -> None:
         self._end = time.monotonic() + self._limit_s
@@ -149,13 +148,15 @@ class Channel:
 
     def header_if_there(self) -> Header | None:
         """Return the header, if it was received already. Raises BadMessage."""
-        with _SOCKET_ERRORS:
-            there = len(self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            if not there:
-                raise Lost("the peer closed the connection")
-            if there < HEADER_BYTES:
-                return None
-            return self._header(self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT))
+        try:
+            data = self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if len(data) == HEADER_BYTES:
+                self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+        except OSError as error:
+            raise _socket_failure(error) from None
+        if not data:
+            raise Lost("the peer closed the connection")
+        return self._header(data) if len(data) == HEADER_BYTES else None
 
     def receive_header(self, patience: Patience) -> Header:
         """Receive the header of a request. Raises BadMessage."""
@@ -177,16 +178,20 @@ class Channel:
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
         """Receive some bytes, all of `view` if they come in time, and return how many."""
-        with _SOCKET_ERRORS:
+        try:
             flags = socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT
             count = self.sock.recv_into(view, 0, flags)
+        except OSError as error:
+            raise _socket_failure(error) from None
         if not count:
             raise Lost("the peer closed the connection")
         return count
 
     def send(self, data: bytes | memoryview) -> int:
-        with _SOCKET_ERRORS:
+        try:
             return self.sock.send(data)
+        except OSError as error:
+            raise _socket_failure(error) from None
 
     def receive_exactly(self, count: int, patience: Patience) -> bytes:
         """Receive a few bytes, and return them."""
@@ -222,8 +227,10 @@ class Channel:
     def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
         """Send some bytes of a file, and return how many. `passed` is called with them if they are in
         memory of this process."""
-        with _SOCKET_ERRORS:
+        try:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
+        except OSError as error:
+            raise _socket_failure(error) from None
 
     @contextmanager
     def receiving(
@@ -296,8 +303,14 @@ class Channel:
         if time.monotonic() - self._said >= every_s:
             self.reply(Reply(ReplyKind.WORKING), patience)
 
-    def drain(self) -> None:
-        """Let the peer, which still sends, receive the last reply before the connection is closed."""
+    def conclude(self, reply: Reply, patience_s: float) -> None:
+        """Send the last reply to a request. A peer that still sends is told that the connection will be
+        closed, and receives the reply before."""
+        self.reply(reply._replace(closing=not self.clean), Patience(patience_s))
+        if not self.clean:
+            self._drain()
+
+    def _drain(self) -> None:
         end = time.monotonic() + _DRAIN_S
         self._shut(socket.SHUT_WR)
         try:
@@ -384,16 +397,20 @@ class EncryptedChannel(Channel):
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
         self.sock.settimeout(TICK_S if wait else 0)
-        with _SOCKET_ERRORS:
+        try:
             count = self.sock.recv_into(view)
+        except OSError as error:
+            raise _socket_failure(error) from None
         if not count:
             raise Lost("the peer closed the connection")
         return count
 
     def send(self, data: bytes | memoryview) -> int:
         self.sock.settimeout(TICK_S)
-        with _SOCKET_ERRORS:
+        try:
             return self.sock.send(data)
+        except OSError as error:
+            raise _socket_failure(error) from None
 
     def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
         # From a buffer: a mapping would raise SIGBUS if the file were truncated.
@@ -434,33 +451,20 @@ def choose_congestion_control(sock: trio.socket.SocketType) -> None:
             pass  # the algorithm is not available, or not allowed
 
 
-class _SocketErrors:
-    """Distinguishes errors of the socket from errors of the file."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if not isinstance(error, OSError):
-            return
-        if isinstance(
-            error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
-        ):
-            if error.errno == errno.ETIMEDOUT:
-                raise Lost(os.strerror(errno.ETIMEDOUT)) from None
-            raise BlockingIOError(errno.EAGAIN, "nothing could be done yet") from None
-        if isinstance(error, ssl.SSLError):
-            raise Lost(f"TLS: {error.reason or error}") from None
-        if error.errno in _LOST_ERRNOS:
-            raise Lost(os.strerror(error.errno or 0)) from None
-        if error.errno == errno.EFAULT:
-            # A page of a mapped file could not be allocated.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
-
-
-_SOCKET_ERRORS = _SocketErrors()
+def _socket_failure(error: OSError) -> Exception:
+    """Return the exception for an error of a call that uses the socket: BlockingIOError if nothing could be
+    done yet, Lost if the connection is broken, and an OSError for what is wrong with the file."""
+    if error.errno == errno.ETIMEDOUT:
+        return Lost(os.strerror(errno.ETIMEDOUT))
+    if isinstance(
+        error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
+    ):
+        return BlockingIOError(errno.EAGAIN, "nothing could be done yet")
+    if isinstance(error, ssl.SSLError):
+        return Lost(f"TLS: {error.reason or error}")
+    if error.errno in _LOST_ERRNOS:
+        return Lost(os.strerror(error.errno or 0))
+    if error.errno == errno.EFAULT:
+        # A page of a mapped file could not be allocated.
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return error

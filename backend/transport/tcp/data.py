@@ -1,21 +1,20 @@
 """The node's end of data connections: extents are given out and taken in."""
 
+import contextvars
 import errno
 import logging
-import math
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import trio
 
 from ...observe import logs
-from ..counters import ServerFigures
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
-from ..mover import Others
+from ..mover import Host
 from ..rights import Peer, tell_of_denial
-from ..service import Service, check_right
+from ..service import check_right
 from .channel import Channel, Patience
 from .messages import RIGHTS
 from .onward import Onward
@@ -36,28 +35,21 @@ _HEADER_S = 5.0
 class Data:
     """Serves requests of data connections, one at a time each."""
 
-    def __init__(
-        self,
-        service: Service[Any],
-        others: Others,
-        transfers: Transfers,
-        counters: ServerFigures,
-        timeout_s: float,
-    ) -> None:
-        self._service = service
-        self._others = others
+    def __init__(self, host: Host, transfers: Transfers) -> None:
+        self._service = host.service
+        self._others = host.others
         self._transfers = transfers
-        self._counters = counters
-        self._timeout_s = timeout_s
-        self._limiter = trio.CapacityLimiter(THREADS_MAX)
-        self._unlimited = trio.CapacityLimiter(math.inf)
+        self._counters = host.counters
+        self._timeout_s = host.timeout_s
+        self._places = trio.Semaphore(THREADS_MAX)
+        self._token = trio.lowlevel.current_trio_token()
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Serve a request. Return whether the connection can be used again."""
         header = channel.header_if_there()
         if header is None:
             receive = partial(channel.receive_header, Patience(_HEADER_S))
-            header = (await in_threads([receive], channel.shutdown, self._limiter))[0]
+            (header,) = await in_threads([receive], channel.shutdown, self._places)
         self._counters.requests[header.op.name.lower()] += 1
         channel.clean = False
         with logs.request(header.trace):
@@ -85,7 +77,7 @@ class Data:
 
     async def _give(self, channel: Channel, header: Header) -> Reply:
         work = partial(self._send_extent, channel, header)
-        reply, sent = (await in_threads([work], channel.shutdown, self._limiter))[0]
+        ((reply, sent),) = await in_threads([work], channel.shutdown, self._places)
         self._counters.sent_bytes += sent
         return reply
 
@@ -120,41 +112,56 @@ class Data:
         if header.op is Op.PART:
             await self._transfers.announced(header)
         receiving = self._transfers.join(header, channel)
-        chain = header.target.chain
-        onward = Onward(header, self._timeout_s) if chain else None
+        onward = Onward(header, self._timeout_s) if header.target.chain else None
+        seal = partial(contextvars.copy_context().run, self._transfers.seal, receiving)
         work = partial(
-            take_extent, channel, header, receiving,
-            partial(trio.from_thread.run_sync, self._transfers.seal, receiving),
-            onward, self._service.node, self._timeout_s,
-        )  # fmt: skip
-        outcome: list[tuple[Reply, int]] = []
-        errors: list[Exception] = []
+            take_extent,
+            channel,
+            header,
+            receiving,
+            partial(self._token.run_sync_soon, seal),
+            onward,
+            self._service.node,
+            self._timeout_s,
+        )
         try:
-            async with trio.open_nursery() as nursery:
-                if onward is not None:
-                    nursery.start_soon(self._hand_on, chain[0], onward)
-                try:
-                    outcome = await in_threads([work], channel.shutdown, self._limiter)
-                except Exception as error:
-                    errors.append(error)
-                finally:
-                    if onward is not None:
-                        onward.give_up()
-                nursery.cancel_scope.cancel()
+            if onward is None:
+                ((reply, received),) = await in_threads([work], channel.shutdown, self._places)
+            else:
+                reply, received = await self._take_and_hand_on(channel, work, header, onward)
         finally:
             await self._transfers.leave(receiving, channel)
-        if errors:
-            raise errors[0]
-        reply, received = outcome[0]
         self._counters.received_bytes += received
-        if onward is not None:
-            self._counters.sent_bytes += onward.sent_bytes
-        await self._conclude(channel, reply)
+        if reply.kind is ReplyKind.FAILED:
+            await self._conclude(channel, reply)
         return reply
 
+    async def _take_and_hand_on(
+        self,
+        channel: Channel,
+        work: Callable[[], tuple[Reply, int]],
+        header: Header,
+        onward: Onward,
+    ) -> tuple[Reply, int]:
+        outcome: list[tuple[Reply, int]] = []
+        errors: list[Exception] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hand_on, header.target.chain[0], onward)
+            try:
+                outcome = await in_threads([work], channel.shutdown, self._places)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                onward.give_up()
+            nursery.cancel_scope.cancel()
+        self._counters.sent_bytes += onward.sent_bytes
+        if errors:
+            raise errors[0]
+        return outcome[0]
+
     async def _conclude(self, channel: Channel, reply: Reply) -> None:
-        finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
-        await in_threads([finish], channel.shutdown, self._limiter)
+        finish = partial(channel.conclude, reply, self._timeout_s * RECEIVER_PATIENCE)
+        await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, node: int, onward: Onward) -> None:
         try:
@@ -166,12 +173,6 @@ class Data:
         try:
             (next_node,) = borrowed
             # Each of these belongs to a thread that receives, so they are limited already.
-            await in_threads([partial(onward.run, next_node)], next_node.shutdown, self._unlimited)
+            await in_threads([partial(onward.run, next_node)], next_node.shutdown, None)
         finally:
             pool.give_back(borrowed)
-
-
-def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:
-    channel.reply(reply._replace(closing=not channel.clean), Patience(patience_s))
-    if not channel.clean:
-        channel.drain()

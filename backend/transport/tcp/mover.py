@@ -1,6 +1,5 @@
 """The mover over TCP: it reaches every node, and moves everything but a device's memory."""
 
-import math
 from contextlib import AbstractAsyncContextManager
 
 import trio
@@ -26,11 +25,10 @@ class Tcp(Mover):
     def __init__(self, streams: int = 4, encrypt: bool = False) -> None:
         self._streams = streams
         self._encrypt = encrypt
-        self._limiter = trio.CapacityLimiter(_THREADS_MAX)
-        self._unlimited = trio.CapacityLimiter(math.inf)
+        self._places = trio.Semaphore(_THREADS_MAX)
 
     def way(self, link: Link) -> TcpWay:
-        return TcpWay(link, self._streams, self._encrypt, self._limiter, self._unlimited)
+        return TcpWay(link, self._streams, self._encrypt, self._places)
 
     def serving(self, host: Host) -> AbstractAsyncContextManager[Serving]:
         return serving(host, self._encrypt)

@@ -8,10 +8,9 @@ import threading
 
 from .. import Unreachable
 from ..frames import BadMessage
-from ..messages import error_of
 from .channel import TICK_S, Channel, Lost, Patience
-from .streams import send_range, wait_for_reply
-from .wire import Header, Reply, ReplyKind
+from .streams import end_sending, send_range
+from .wire import Header, Reply
 
 
 class Onward:
@@ -60,7 +59,7 @@ class Onward:
     def run(self, channel: Channel) -> None:
         """Send the bytes that are offered, until the next node has acknowledged or failed."""
         try:
-            self._take(channel, self._send(channel))
+            self._send(channel).check(self._header.target.group)
         except (Lost, BadMessage) as error:
             self._error = Unreachable(self._node, str(error))
         except OSError as error:
@@ -71,8 +70,7 @@ class Onward:
     def _send(self, channel: Channel) -> Reply:
         header = self._header
         channel.clean = False
-        patience = Patience(self._timeout_s)
-        channel.send_header(header, patience)
+        channel.send_header(header, Patience(self._timeout_s))
         while self.sent_bytes < header.follow:
             with self._changed:
                 while self._offered == self.sent_bytes and not self._is_given_up:
@@ -86,12 +84,4 @@ class Onward:
             if reply is not None:
                 return reply
             self.sent_bytes += count
-        patience.renew()
-        channel.end_sending(patience)
-        reply = wait_for_reply(channel, self._timeout_s)
-        channel.clean = not reply.closing
-        return reply
-
-    def _take(self, channel: Channel, reply: Reply) -> None:
-        if reply.kind is ReplyKind.FAILED:
-            self._error = error_of(reply.code, reply.node, reply.text, self._header.target.group)
+        return end_sending(channel, self._timeout_s)

@@ -30,13 +30,13 @@ _CHANNELS_KEPT = 16
 
 
 class Pool:
-    """`limiter` is for the threads that open connections."""
+    """`places` are for the threads that open connections."""
 
-    def __init__(self, link: Link, encrypt: bool, limiter: trio.CapacityLimiter) -> None:
+    def __init__(self, link: Link, encrypt: bool, places: trio.Semaphore) -> None:
         self._link = link
         self._caller = link.caller
         self._encrypt = encrypt
-        self._limiter = limiter
+        self._places = places
         # The connections were opened with tickets of this one.
         self._control: ControlClient | None = None
         self._idle: list[Channel] = []
@@ -142,7 +142,7 @@ class Pool:
         try:
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
-                await in_threads([channel.sock.do_handshake], channel.shutdown, self._limiter)
+                await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
                 check_node(channel.sock, caller.is_revoked)
             channel.authentication = Authentication(ticket.key, listens=False)
             # Fits into the empty buffer of the new connection.

@@ -10,8 +10,8 @@ import trio
 from ...trust.security import describe_tls_error
 from ..door import begins_with_tls, identity_of, listen
 from ..frames import BadMessage
-from ..messages import RECEIVER_PATIENCE, Answer, Message, Request
-from ..mover import Connection, Host, Lasting, Serving
+from ..messages import RECEIVER_PATIENCE
+from ..mover import Connection, Host, Serving
 from ..rights import Peer
 from .channel import (
     AuthenticatedChannel,
@@ -21,7 +21,6 @@ from .channel import (
     choose_congestion_control,
 )
 from .data import Data
-from .messages import Granted, Tickets
 from .tickets import Guest, Office
 from .transfers import Transfers
 from .wire import PREAMBLE_BYTES
@@ -53,7 +52,7 @@ class TcpServing(Serving):
         self._timeout_s = host.timeout_s
         self._port = port
         self._transfers = Transfers(host.service, host.nursery)
-        self._data = Data(host.service, host.others, self._transfers, host.counters, host.timeout_s)
+        self._data = Data(host, self._transfers)
         self.office = Office()
 
     @property
@@ -61,7 +60,7 @@ class TcpServing(Serving):
         return self._port
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        return _TicketWindow(self.office, Guest(peer))
+        return Guest(self.office, peer)
 
     def give_up(self, content: int) -> None:
         self._transfers.give_up(content)
@@ -115,25 +114,6 @@ class TcpServing(Serving):
                 raise BadMessage(describe_tls_error(error)) from None
             raise
         return channel
-
-
-class _TicketWindow(Connection):
-    """Issues the tickets of one peer."""
-
-    def __init__(self, office: Office, guest: Guest) -> None:
-        self._office = office
-        self._guest = guest
-
-    async def answer(self, request: Request) -> Answer | Lasting:
-        assert isinstance(request, Tickets)
-        return Granted(request.number, self._office.grant(self._guest, request.count))
-
-    def take(self, message: Message) -> None:
-        """Do nothing: there is no such message."""
-
-    def close(self, why: str) -> None:
-        self._guest.leave()
-        self._office.forget(self._guest)
 
 
 async def _preamble(channel: Channel) -> bytes:

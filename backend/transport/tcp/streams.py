@@ -29,7 +29,7 @@ from functools import partial
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from .channel import Channel, Lost, Patience
-from .wire import Reply, ReplyKind
+from .wire import Header, Reply, ReplyKind
 
 # The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
@@ -88,6 +88,31 @@ def send_range(
     return None
 
 
+def end_sending(channel: Channel, timeout_s: float) -> Reply:
+    """Return the final reply after all bytes of a write were sent. Raises Lost when the peer takes nothing
+    and says nothing for `timeout_s`."""
+    channel.end_sending(Patience(timeout_s))
+    reply = wait_for_reply(channel, timeout_s)
+    channel.clean = not reply.closing
+    return reply
+
+
+def send_part(
+    channel: Channel,
+    header: Header,
+    fd: int,
+    offset: int,
+    timeout_s: float,
+    passed: Landed = nothing_landed,
+) -> Reply:
+    """Send a header of a write and its bytes, which begin at `offset` of a file, and return the final
+    reply. Raises as `send_range` does."""
+    channel.clean = False
+    channel.send_header(header, Patience(timeout_s))
+    reply = send_range(channel, fd, offset, header.length, timeout_s, passed)
+    return end_sending(channel, timeout_s) if reply is None else reply
+
+
 def _show(passed: Landed, start: int, data: memoryview) -> None:
     passed(start, len(data), data)
 
@@ -123,15 +148,16 @@ def receive_range(
     arrived: Callable[[int, int], None] = lambda offset, count: None,
     between: Callable[[], None] = lambda: None,
     landed: Landed = nothing_landed,
+    piece: int = 0,
 ) -> None:
-    """Receive a part of a file. `arrived(offset, count)` is called for each piece that is in the file, for
-    the last one when all are known to be the sender's; `between` after it and in every tick. `landed` is
-    told where in the part pieces are, in their order.
+    """Receive a part of a file in pieces of `piece` bytes (0: by its length). `arrived(offset, count)` is
+    called for each piece that is in the file, for the last one when all are known to be the sender's;
+    `between` after it and in every tick. `landed` is told where in the part pieces are, in their order.
 
     Raises Lost when nothing comes for `timeout_s`, Forged, and OSError: ENOSPC.
     """
     patience = Patience(timeout_s)
-    piece = piece_bytes(length)
+    piece = piece or piece_bytes(length)
     done = 0
     with channel.receiving(fd, offset, length, landed) as receive:
         while done < length:

@@ -1,68 +1,113 @@
 """Threads that work on data connections, and the event loop that waits for them."""
 
+import contextvars
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import trio
 
+from ..prompt import acquire
 from .channel import TICK_S, Lost
+
+__all__ = ["Promise", "in_threads"]
 
 T = TypeVar("T")
 
 
 async def in_threads(
-    works: Sequence[Callable[[], T]], stop: Callable[[], None], limiter: trio.CapacityLimiter
+    works: Sequence[Callable[[], T]], stop: Callable[[], None], places: trio.Semaphore | None
 ) -> list[T]:
-    """Run each work in a thread of its own; all have ended when this returns or raises.
+    """Run each work in a thread of its own, for which there are `places` (None: any number); all have ended
+    when this returns or raises.
 
     `stop` is called, once or more, when one of them fails or this is cancelled, and must make the
     others end soon. Raises what the first one that failed raised.
     """
-    results: dict[int, T] = {}
-    errors: list[Exception] = []
-    running = True
+    running = _Running(stop, places)
+    try:
+        for work in works:
+            if places is not None:
+                await acquire(places)
+            running.start(work)
+    except trio.Cancelled:
+        stop()
+        with trio.CancelScope(shield=True):
+            await running.ended()
+        raise
+    if running.left:
+        await running.ended()
+    if running.errors:
+        raise running.errors[0]
+    return [running.results[number] for number in range(len(works))]
 
-    async def run(number: int) -> None:
+
+class _Running:
+    """Works that one task has started. A task of its own for each, as trio.to_thread takes, would cost more
+    than most of the works."""
+
+    def __init__(self, stop: Callable[[], None], places: trio.Semaphore | None) -> None:
+        self.left = 0
+        self.results: dict[int, Any] = {}
+        self.errors: list[BaseException] = []
+        self._stop = stop
+        self._places = places
+        self._started = 0
+        self._token = trio.lowlevel.current_trio_token()
+        self._waiting: trio.lowlevel.Task | None = None
+
+    def start(self, work: Callable[[], Any]) -> None:
+        token, number = self._token, self._started
+        self.left += 1
+        self._started += 1
+        trio.lowlevel.start_thread_soon(
+            partial(contextvars.copy_context().run, work),
+            lambda outcome: token.run_sync_soon(self._end, number, outcome),
+        )
+
+    async def ended(self) -> None:
+        """Wait until all have ended. When this is cancelled, they are stopped first."""
+        cancel: Callable[[], None] | None = None
+
+        def abort(raise_cancel: Callable[[], None]) -> trio.lowlevel.Abort:
+            nonlocal cancel
+            cancel = raise_cancel
+            self._stop()
+            return trio.lowlevel.Abort.FAILED
+
+        if self.left:
+            self._waiting = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        if cancel is not None:
+            cancel()
+
+    def _end(self, number: int, outcome: Any) -> None:
+        self.left -= 1
+        if self._places is not None:
+            self._places.release()
         try:
-            results[number] = await trio.to_thread.run_sync(works[number], limiter=limiter)
-        except Exception as error:
-            errors.append(error)
-            stop()
-
-    async def stop_when_cancelled() -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            if running:
-                stop()
-
-    async with trio.open_nursery() as watching:
-        watching.start_soon(stop_when_cancelled)
-        async with trio.open_nursery() as nursery:
-            for number in range(len(works)):
-                nursery.start_soon(run, number)
-        running = False
-        watching.cancel_scope.cancel()
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(works))]
+            self.results[number] = outcome.unwrap()
+        except BaseException as error:
+            self.errors.append(error)
+            self._stop()
+        if not self.left and self._waiting is not None:
+            trio.lowlevel.reschedule(self._waiting)
 
 
-class Promise(Generic[T]):
-    """A result of work in the event loop, for which threads can wait."""
+class Promise:
+    """Work in the event loop, for whose end threads can wait."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._ended = trio.Event()
-        self._result: T | None = None
         self._error: Exception | None = None
 
-    async def fulfil(self, work: Callable[[], Awaitable[T]]) -> None:
+    async def fulfil(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; an error is raised in the waiting threads."""
         try:
-            self._result = await work()
+            await work()
         except Exception as error:
             self._error = error
         except BaseException:
@@ -74,16 +119,12 @@ class Promise(Generic[T]):
 
     async def ended(self) -> None:
         """Wait for the end of the work in the event loop."""
-        await self._ended.wait()
+        if not self._ended.is_set():
+            await self._ended.wait()
 
-    @property
-    def value(self) -> T | None:
-        """Return the result, None while there is none."""
-        return self._result
-
-    def wait(self, limit_s: float, between: Callable[[], None]) -> T:
-        """Return the result; `between` is called in every tick and may raise. Raises Lost after
-        `limit_s`."""
+    def wait(self, limit_s: float, between: Callable[[], None]) -> None:
+        """Wait for the end of the work in a thread; `between` is called in every tick and may raise. Raises
+        Lost after `limit_s`."""
         end = time.monotonic() + limit_s
         while not self._done.wait(TICK_S):
             between()
@@ -91,4 +132,3 @@ class Promise(Generic[T]):
                 raise Lost(f"the node was busy for {limit_s:g} s")
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]

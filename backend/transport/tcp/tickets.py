@@ -6,9 +6,12 @@ from typing import NamedTuple
 import trio
 
 from ..frames import BadMessage
+from ..messages import Answer, Message, Request
+from ..mover import Connection, Lasting
 from ..rights import Peer
 from .authentication import CODE_BYTES, Authentication, Forged, Ticket
 from .channel import Channel
+from .messages import Granted, Tickets
 from .wire import unpack_preamble
 
 __all__ = ["Guest", "Office"]
@@ -18,25 +21,34 @@ TICKETS_PENDING_MAX = 16384
 TICKETS_OF_ONE_MAX = 512
 
 
-class Guest:
-    """A peer that may open data connections, as long as its control connection is open."""
+class Guest(Connection):
+    """A peer that may open data connections, with tickets of the office, as long as its control connection
+    is open."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, office: "Office", peer: Peer) -> None:
         self.peer = peer
+        self._office = office
         # Numbers of tickets that it has not used yet, the oldest first.
         self.tickets: dict[bytes, None] = {}
         # The cancel scopes of data connections that wait for a request.
         self.waiting: set[trio.CancelScope] = set()
         self.has_left = False
 
-    def leave(self) -> None:
-        """End all rights: the control connection ended."""
+    async def answer(self, request: Request) -> Answer | Lasting:
+        assert isinstance(request, Tickets)
+        return Granted(request.number, self._office.grant(self, request.count))
+
+    def take(self, message: Message) -> None:
+        """Do nothing: there is no such message."""
+
+    def close(self, why: str) -> None:
         self.has_left = True
         for scope in self.waiting:
             scope.cancel()
+        self._office.forget(self)
 
 
-class _Granted(NamedTuple):
+class _Pending(NamedTuple):
     """A ticket that was not used yet."""
 
     key: bytes
@@ -48,7 +60,7 @@ class Office:
     """Issues and redeems the tickets of all peers of a node."""
 
     def __init__(self) -> None:
-        self._tickets: OrderedDict[bytes, _Granted] = OrderedDict()
+        self._tickets: OrderedDict[bytes, _Pending] = OrderedDict()
 
     @property
     def pending(self) -> list[bytes]:
@@ -67,7 +79,7 @@ class Office:
         granted = []
         for _ in range(count):
             ticket = Ticket.make()
-            self._tickets[ticket.number] = _Granted(ticket.key, now + TICKET_S, guest)
+            self._tickets[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
             granted.append(ticket.pack())
         return granted
@@ -90,7 +102,7 @@ class Office:
         for number in list(guest.tickets):
             self._forget(number)
 
-    def _forget(self, number: bytes) -> _Granted | None:
+    def _forget(self, number: bytes) -> _Pending | None:
         granted = self._tickets.pop(number, None)
         if granted is not None:
             del granted.guest.tickets[number]

@@ -16,14 +16,13 @@ from typing import Any
 
 import trio
 
-from ...store.intake import Intake
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
 from ..service import Incoming, Service, begin
 from .channel import Channel, Lost, Patience
 from .onward import Onward
-from .streams import receive_range
+from .streams import PIECE_BYTES_MAX, piece_bytes, receive_range
 from .threads import Promise
 from .wire import Header, Op, Reply, ReplyKind
 
@@ -44,9 +43,9 @@ class Receiving:
         self.total = header.total
         self.is_sparse = header.op is Op.SPARSE
         self._expected = header.length if self.is_sparse else header.total
-        self.begun: Promise[None] = Promise()
-        self.sealed: Promise[None] = Promise()
-        self.intake: Intake[Incoming] | None = None
+        self.begun = Promise()
+        self.sealed = Promise()
+        self.incoming: Incoming | None = None
         self.fd = -1
         self.is_here_already = False
         self.is_sealing = False
@@ -149,16 +148,16 @@ class Transfers:
             await receiving.begun.ended()
             if receiving.is_sealing:
                 await receiving.sealed.ended()
-        if receiving.intake is not None:
-            receiving.intake.close()
+        if receiving.incoming is not None:
+            receiving.incoming.close()
         elif receiving.fd >= 0:
             os.close(receiving.fd)
 
     def seal(self, receiving: Receiving) -> None:
         """Seal a complete extent; `receiving.sealed` is the outcome."""
         receiving.is_sealing = True
-        assert receiving.intake is not None
-        incoming = receiving.intake.take()
+        incoming = receiving.incoming
+        assert incoming is not None
         self._nursery.start_soon(
             receiving.sealed.fulfil, lambda: self._service.seal(receiving.extent, incoming)
         )
@@ -166,15 +165,15 @@ class Transfers:
     async def _begin(self, receiving: Receiving, header: Header) -> None:
         extent, total = header.extent, header.total
         allocated = header.length if receiving.is_sparse else total
-        intake = await begin(self._service, extent, header.target, total, allocated)
-        if intake is None:
+        incoming = await begin(self._service, extent, header.target, total, allocated)
+        if incoming is None:
             receiving.fd = self._service.open(extent)
             receiving.is_here_already = True
             return
-        receiving.intake = intake
-        receiving.fd = intake.fd
+        receiving.incoming = incoming
+        receiving.fd = incoming.fd
         if header.target.chain:
-            intake.incoming.lend()
+            incoming.lend()
         receiving.check()
 
 
@@ -190,21 +189,15 @@ def take_extent(
     """Receive one stream of an extent in a thread, and offer it onward.
 
     `seal` is called when all bytes of all streams are here. Returns the reply, and how many bytes were
-    received. Raises Lost if the sender is gone, BadMessage if it sends invalid bytes.
+    received; OK has been sent, FAILED has not. Raises Lost if the sender is gone, BadMessage if it sends
+    invalid bytes.
     """
     every_s = timeout_s / _SIGNS_OF_LIFE
     patience = Patience(timeout_s * RECEIVER_PATIENCE)
+    received = 0
 
     def alive() -> None:
         channel.say_working(every_s, patience)
-
-    def waiting() -> None:
-        alive()
-        receiving.check()
-        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
-            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
-
-    received = 0
 
     def arrived(offset: int, count: int) -> None:
         nonlocal received
@@ -215,8 +208,13 @@ def take_extent(
             onward.offer(receiving.fd, count)
 
     def between() -> None:
-        alive()
+        channel.say_working(every_s, patience)
         receiving.check()
+
+    def waiting() -> None:
+        between()
+        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
+            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
 
     try:
         receiving.begun.wait(BUSY_LIMIT_S, alive)
@@ -224,9 +222,15 @@ def take_extent(
             try:
                 if header.follow:
                     receive_range(
-                        channel, receiving.fd, header.offset, header.length,
-                        timeout_s * RECEIVER_PATIENCE, arrived, between,
-                    )  # fmt: skip
+                        channel,
+                        receiving.fd,
+                        header.offset,
+                        header.length,
+                        timeout_s * RECEIVER_PATIENCE,
+                        arrived,
+                        between,
+                        piece=PIECE_BYTES_MAX if onward is None else piece_bytes(header.length),
+                    )
             except Lost:
                 # Another thread may have stopped it, with the error.
                 receiving.check()
@@ -241,12 +245,13 @@ def take_extent(
             alive()
     except OSError as error:
         receiving.fail(error)
-        reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
+        channel.clean = received == header.follow
+        return Reply(ReplyKind.FAILED, *failure_of(error, node)), received
     except (Lost, BadMessage) as error:
         # The sender may still be there, and tries again if it gets this error on another stream.
         receiving.fail(Unreachable(node, f"a data connection was given up: {error}"))
         raise
-    else:
-        reply = Reply(ReplyKind.OK)
     channel.clean = received == header.follow
+    reply = Reply(ReplyKind.OK)
+    channel.conclude(reply, timeout_s * RECEIVER_PATIENCE)
     return reply, received

@@ -15,14 +15,13 @@ from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_fr
 from ..frames import BadMessage
 from ..growth import Growth
 from ..link import Link
-from ..messages import Put, error_of
-from ..mover import PuttingWay, Transfer
+from ..mover import Transfer, Way
 from .channel import Channel, Lost, Patience, Silent
 from .parts import Parts
 from .pool import Pool
-from .streams import receive_range, send_range, wait_for_reply
+from .streams import receive_range, send_part, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, Reply, ReplyKind
+from .wire import Header, Op, ReplyKind
 
 __all__ = ["TcpWay"]
 
@@ -34,9 +33,9 @@ _STREAM_BYTES_MIN = 4 << 20
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 
 
-class TcpWay(PuttingWay):
-    """Moves extents over up to `streams` connections, encrypted or not. `limiter` is for threads that move
-    this process's own extents, `unlimited` for threads that send on bytes, which its receiving limits."""
+class TcpWay(Way):
+    """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that move
+    this process's own extents; those that send on bytes are limited by its receiving."""
 
     name = "tcp"
 
@@ -45,14 +44,12 @@ class TcpWay(PuttingWay):
         link: Link,
         streams: int,
         encrypt: bool,
-        limiter: trio.CapacityLimiter,
-        unlimited: trio.CapacityLimiter,
+        places: trio.Semaphore,
     ) -> None:
-        self.pool = Pool(link, encrypt, limiter)
+        self.pool = Pool(link, encrypt, places)
         self._link = link
         self._streams = streams
-        self._limiter = limiter
-        self._unlimited = unlimited
+        self._places = places
         self._timeout_s = link.caller.timeout_s
         self._counters = link.caller.counters
 
@@ -67,20 +64,14 @@ class TcpWay(PuttingWay):
         # Where there are certificates, bytes have a code or are encrypted.
         return self._link.caller.credentials is not None
 
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        await self._link.ask(
-            lambda number: Put(number, current_request(), extent, target, data), target.group
-        )
-        self._counters.message_bytes += len(data)
-
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         nowhere = Target(0, 0, ())
         headers = self._headers(Op.READ, extent, nowhere, start, into.length, self._streams)
 
-        def work(channel: Channel, header: Header) -> Reply:
-            return self._receive(channel, header, into.fd, into.offset, start, landed)
+        def work(channel: Channel, header: Header) -> None:
+            self._receive(channel, header, into.fd, into.offset, start, landed)
 
-        await self._run(headers, work, self._limiter)
+        await self._run(headers, work, self._places)
 
     async def write(
         self, extent: Extent, target: Target, source: FileRange, passed: Landed
@@ -89,7 +80,7 @@ class TcpWay(PuttingWay):
         if is_sparse(status.st_size, status.st_blocks):
             await self._send_sparse(extent, target, source)
         else:
-            await self._send_all(extent, target, source, self._streams, self._limiter, passed)
+            await self._send_all(extent, target, source, self._streams, self._places, passed)
 
     async def pass_on(
         self,
@@ -101,7 +92,7 @@ class TcpWay(PuttingWay):
     ) -> None:
         lend()
         await growth.complete()
-        await self._send_all(extent, target, source, 1, self._unlimited)
+        await self._send_all(extent, target, source, 1, None)
 
     def give_up(self, why: str) -> None:
         self.pool.close()
@@ -120,12 +111,12 @@ class TcpWay(PuttingWay):
         headers = [base, *([base._replace(op=Op.PART)] * streams)]
         parts = Parts(fd, offset, found, self._timeout_s)
 
-        def work(channel: Channel, header: Header) -> Reply:
+        def work(channel: Channel, header: Header) -> None:
             move = parts.begin if header.op is Op.SPARSE else parts.send
-            return self._checked(move(channel, header), header)
+            move(channel, header)
 
         # `parts` knows which segments were sent, not which arrived, so the caller's next try begins anew.
-        await self._run(headers, work, self._limiter, repeats=False)
+        await self._run(headers, work, self._places, repeats=False)
 
     async def _send_all(
         self,
@@ -133,16 +124,16 @@ class TcpWay(PuttingWay):
         target: Target,
         source: FileRange,
         streams: int,
-        limiter: trio.CapacityLimiter,
+        places: trio.Semaphore | None,
         passed: Landed = nothing_landed,
     ) -> None:
         fd, offset, length, _ = source
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
 
-        def work(channel: Channel, header: Header) -> Reply:
-            return self._send(channel, header, fd, offset, passed)
+        def work(channel: Channel, header: Header) -> None:
+            self._send(channel, header, fd, offset, passed)
 
-        await self._run(headers, work, limiter)
+        await self._run(headers, work, places)
 
     def _headers(
         self,
@@ -171,8 +162,8 @@ class TcpWay(PuttingWay):
     async def _run(
         self,
         headers: list[Header],
-        work: Callable[[Channel, Header], Reply],
-        limiter: trio.CapacityLimiter,
+        work: Callable[[Channel, Header], None],
+        places: trio.Semaphore | None,
         repeats: bool = True,
     ) -> None:
         """Do each header's work on a connection. If a connection that had been idle turns out to be
@@ -183,7 +174,7 @@ class TcpWay(PuttingWay):
         repeats = repeats and any(channel.was_idle for channel in channels)
         try:
             try:
-                await self._run_on(channels, headers, work, limiter)
+                await self._run_on(channels, headers, work, places)
             except Lost as error:
                 if not repeats or isinstance(error, Silent):
                     raise
@@ -191,7 +182,7 @@ class TcpWay(PuttingWay):
                 transfer = secrets.randbits(63)
                 headers = [header._replace(transfer=transfer) for header in headers]
                 channels = await self.pool.borrow(len(headers))
-                await self._run_on(channels, headers, work, limiter)
+                await self._run_on(channels, headers, work, places)
         except (Lost, BadMessage) as error:
             counters.errors["ENOTCONN"] += 1
             raise Unreachable(link.node, str(error)) from None
@@ -203,8 +194,8 @@ class TcpWay(PuttingWay):
         self,
         channels: list[Channel],
         headers: list[Header],
-        work: Callable[[Channel, Header], Reply],
-        limiter: trio.CapacityLimiter,
+        work: Callable[[Channel, Header], None],
+        places: trio.Semaphore | None,
     ) -> None:
         link = self._link
 
@@ -217,7 +208,7 @@ class TcpWay(PuttingWay):
                 await in_threads(
                     [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
                     stop,
-                    limiter,
+                    places,
                 )
         except (Lost, BadMessage) as error:
             if isinstance(error, BadMessage):
@@ -228,26 +219,16 @@ class TcpWay(PuttingWay):
         finally:
             self.pool.give_back(channels)
 
-    def _send(
-        self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed
-    ) -> Reply:
-        timeout_s, begin = self._timeout_s, header.offset
+    def _send(self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed) -> None:
+        begin = header.offset
         if passed is not nothing_landed:
             passed = landed_from(passed, begin)
-        channel.clean = False
-        patience = Patience(timeout_s)
-        channel.send_header(header, patience)
-        reply = send_range(channel, fd, offset + begin, header.length, timeout_s, passed)
-        if reply is None:
-            patience.renew()
-            channel.end_sending(patience)
-            reply = wait_for_reply(channel, timeout_s)
-            channel.clean = not reply.closing
-        return self._checked(reply, header)
+        reply = send_part(channel, header, fd, offset + begin, self._timeout_s, passed)
+        reply.check(header.target.group)
 
     def _receive(
         self, channel: Channel, header: Header, fd: int, offset: int, start: int, landed: Landed
-    ) -> Reply:
+    ) -> None:
         timeout_s = self._timeout_s
         channel.clean = False
         channel.send_header(header, Patience(timeout_s))
@@ -259,9 +240,4 @@ class TcpWay(PuttingWay):
                 landed=landed_from(landed, begin),
             )  # fmt: skip
         channel.clean = True
-        return self._checked(reply, header)
-
-    def _checked(self, reply: Reply, header: Header) -> Reply:
-        if reply.kind is ReplyKind.FAILED:
-            raise error_of(reply.code, reply.node, reply.text, header.target.group)
-        return reply
+        reply.check(header.target.group)

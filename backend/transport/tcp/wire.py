@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .. import Extent, Target
 from ..frames import BadMessage
-from ..messages import CHAIN_MAX, VERSION, describe_version
+from ..messages import CHAIN_MAX, VERSION, describe_version, error_of
 from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 
 _MAGIC = b"irDM"
@@ -48,6 +48,11 @@ class Reply(NamedTuple):
     node: int = 0
     text: str = ""
     closing: bool = False
+
+    def check(self, group: int) -> None:
+        """Raise the node's error, if it is one; `group` is that of a Fenced."""
+        if self.kind is ReplyKind.FAILED:
+            raise error_of(self.code, self.node, self.text, group)
 
 
 class Header(NamedTuple):

@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from .. import Extent, FileRange, Landed, Target, nothing_landed
-from ..caller import ControlClient
-from ..counters import Counters
+from ..caller import Caller, ControlClient
 from ..frames import BadMessage
 from ..growth import Growth
 from ..mover import NotThisWay
-from .ends import Rail
-from .messages import QUEUE_PAIRS_MAX, Rails, RailsFound, check_rails
+from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound, check_rails
 from .path import Path, ask, open_path
 from .rails import OwnRail, name_of, pair
 from .rdma import Rdma
@@ -62,24 +60,20 @@ class _Lane:
 
 
 class Lanes:
-    """The lanes of one control connection; `run` is a task of `nursery`. `told` has the last state logged
+    """The lanes of one control connection; `run` is a task. `told` has the last state logged
     for each pair of rails, by name; `stages` is as in `open_path`."""
 
     def __init__(
         self,
         control: ControlClient,
+        caller: Caller,
         rdma: Rdma,
-        nursery: trio.Nursery,
-        patience_s: float,
-        counters: Counters,
         told: dict[str, str],
         stages: bool,
     ) -> None:
         self.control = control
         self._rdma = rdma
-        self._nursery = nursery
-        self._patience_s = patience_s
-        self._counters = counters
+        self._caller = caller
         self._told = told
         self._stages = stages
         self._lanes: list[_Lane] = []
@@ -172,10 +166,10 @@ class Lanes:
                 if not path.failure:
                     raise
                 why = str(error)
-                self._counters.reroutes += 1
+                self._caller.counters.reroutes += 1
                 await self._lose(lane, path)
             else:
-                self._counters.rails[lane.mine.rail.name] += length
+                self._caller.counters.rails[lane.mine.rail.name] += length
                 return
             finally:
                 lane.bytes_under_way -= length
@@ -259,9 +253,14 @@ class Lanes:
         try:
             adapter, gid_index = self._rdma.open(lane.mine.route)
             path = await open_path(
-                self.control, adapter, gid_index, lane.other, lane.number,
-                self._nursery, self._patience_s, self._stages,
-            )  # fmt: skip
+                self.control,
+                self._caller,
+                adapter,
+                gid_index,
+                lane.other,
+                lane.number,
+                self._stages,
+            )
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)
             return
@@ -269,7 +268,7 @@ class Lanes:
         if not self.control.is_open:
             path.fail("the control connection ended")
             return
-        self._nursery.start_soon(self._watch, lane, path)
+        self._caller.nursery.start_soon(self._watch, lane, path)
         back = " is back" if lane.name in self._lost else ""
         self._lost.discard(lane.name)
         if self._told.get(lane.name) != _UP:

@@ -2,6 +2,8 @@
 
 import errno
 
+import msgspec
+
 from .. import Target
 from ..codec import MessageSet
 from ..frames import BadMessage
@@ -17,7 +19,6 @@ from ..messages import (
     check_target,
 )
 from ..rights import ANY, NONE, OWN
-from .ends import RAILS_MAX, QueueEnd, Rail
 
 # The error of a node that cannot do a transfer by verbs now, but can by another mover.
 NOT_BY_VERBS = errno.EOPNOTSUPP
@@ -28,6 +29,38 @@ QUEUE_PAIRS_MAX = 16
 # The limit of granted rights for one control connection at a time.
 HANDLES_MAX = LASTING_MAX
 PIECES_MAX = 1 << 16
+# The limit for one host. A port counts once for each network that it is on.
+RAILS_MAX = 16
+
+
+class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
+    """The attributes of a queue pair that the other end needs. `mtu` is in bytes; `reads` is how many READs
+    of the peer it answers at once."""
+
+    gid: bytes
+    lid: int
+    number: int
+    psn: int
+    mtu: int
+    reads: int
+
+
+class Rail(msgspec.Struct, array_like=True, frozen=True):
+    """A port of a host and the network that it is on: the first `bits` of its GID. `name` is the host's own
+    name for the port, `kind` the kind of the GID. `on_way`: the control connection goes through it."""
+
+    name: str
+    gid: bytes
+    bits: int
+    kind: str
+    mbit_s: int
+    is_soft: bool
+    on_way: bool
+
+    @property
+    def network(self) -> tuple[str, int, int]:
+        """Return a key that is equal for rails that reach each other."""
+        return self.kind, self.bits, int.from_bytes(self.gid, "big") >> 128 - self.bits
 
 
 class Release(Message, tag=5):

@@ -13,13 +13,12 @@ import trio
 
 from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from ..caller import ControlClient
+from ..caller import Caller, ControlClient
 from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay
 from .adapter import Adapter
-from .ends import Rail
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -29,6 +28,7 @@ from .messages import (
     Detach,
     Expose,
     Exposed,
+    Rail,
     Release,
     Reserve,
     check_end,
@@ -242,12 +242,11 @@ class Path:
 
 async def open_path(
     control: ControlClient,
+    caller: Caller,
     adapter: Adapter,
     gid_index: int,
     rail: Rail,
     pair_number: int,
-    nursery: trio.Nursery,
-    patience_s: float,
     stages: bool,
 ) -> Path:
     """Set up a queue pair with a rail of the node, and check that it works. With `stages`, files are used
@@ -264,11 +263,11 @@ async def open_path(
             check_end(answer.end)
         except BadMessage as error:
             raise Unreachable(control.node, str(error)) from None
-        pair.connect(answer.end, patience_s)
+        pair.connect(answer.end, caller.timeout_s)
     except BaseException:
         pair.close()
         raise
-    nursery.start_soon(pair.run)
+    caller.nursery.start_soon(pair.run)
     path = Path(control, adapter, pair, pair_number, stages)
     try:
         await pair.probe()

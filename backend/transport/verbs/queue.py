@@ -13,25 +13,23 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import trio
 
 from ..mover import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
-from .ends import QueueEnd
 from .library import immediate, status_name
+from .messages import QueueEnd
 from .opened import OpenedPort
+from .regions import Region
 
 log = logging.getLogger(__name__)
 
 BATCH = 8
 BATCHES = 16
 SENDS = BATCH * BATCHES
-# WRITEs up to this size are posted inline: the device need not fetch their bytes. Some devices cannot do
-# it.
-INLINE_BYTES = 64
 # Receive requests that are posted. A peer that sends more before this end polls gets RNR and tries again.
 RECEIVES = 256
 # A queue pair in the error state returns all work requests at once. A device that takes longer is broken.
@@ -68,10 +66,20 @@ class Batch:
         self.succeeded = False
 
 
-class Granted(Protocol):
-    """A right that was granted to the peer."""
+class Window:
+    """A peer's right to touch one range of a file, made by `QueuePair.grant`. It ends with `close` and with
+    its queue pair."""
 
-    def close(self) -> None: ...
+    def __init__(self, pair: "QueuePair", handle: Any, address: int, key: int) -> None:
+        self._pair = pair
+        self._handle = handle
+        self.address = address
+        self.key = key
+        pair.windows.add(self)
+
+    def close(self) -> None:
+        self._pair.windows.discard(self)
+        self._handle.close()
 
 
 class QueuePair:
@@ -101,7 +109,7 @@ class QueuePair:
         self.failed = trio.Event()
         self.is_closed = False
         # The rights granted to the peer. A bound window must be closed before its queue pair.
-        self.windows: set[Granted] = set()
+        self.windows: set[Window] = set()
         library = self._library
         self._sent = Completions(
             # One entry for each work request: even an unsignalled one completes if it fails.
@@ -120,31 +128,30 @@ class QueuePair:
                     library, port.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
-            try:
-                self._pair, self.inline_bytes = self._make(INLINE_BYTES), INLINE_BYTES
-            except OSError:
-                self._pair, self.inline_bytes = self._make(0), 0
+            self._pair = self._make()
         except BaseException:
             self._close_rest()
             raise
         # WRITE with immediate data uses no buffer of the receive request, but pyverbs wants an element.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")
-        self._inline = library.enum("SEND_INLINE")
         self._read = library.enum("WR_RDMA_READ")
         self._write = library.enum("WR_RDMA_WRITE")
         self._write_number = library.enum("WR_RDMA_WRITE_WITH_IMM")
         self._bind = library.enum("WR_BIND_MW")
 
-    def _make(self, inline_bytes: int) -> Any:
+    def _make(self) -> Any:
         """Return a queue pair in RESET: `connect` sets the peer's rights on the way to INIT. Raises
         OSError."""
         library = self._library
         with library.errors:
             capacity = library.QPCap(
-                max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
-                max_send_sge=1, max_recv_sge=1, max_inline_data=inline_bytes,
-            )  # fmt: skip
+                max_send_wr=SENDS,
+                max_recv_wr=max(1, self._receives),
+                max_send_sge=1,
+                max_recv_sge=1,
+                max_inline_data=0,
+            )
             return library.QP(
                 self.pd,
                 library.QPInitAttr(
@@ -215,13 +222,46 @@ class QueuePair:
         await self._find_room()
         return self._post([self._request(self._write, piece, number) for piece in pieces])
 
-    async def bind(self, window: Any, info: Any) -> int:
+    # -- rights of the peer ----------------------------------------------------------------------
+
+    async def grant(self, region: Region, offset: int, length: int, writable: bool) -> Window:
+        """Give the peer the right to `length` bytes of the region's file, from `offset` of the file. The
+        region must stay in use until the window is closed. Raises OSError, Broken.
+
+        A device with memory windows gets one of type 2: its rkey works on this queue pair only, for one
+        range, for reading or for writing. The memory region below it has no remote rights and stays
+        registered. Making a window costs a system call and a work request. (Soft-RoCE checks only that the
+        range of an rkey lies in the memory region, which is one extent's file.)
+
+        Other devices get a memory region of its own for each right, registered in a protection domain that
+        holds only this queue pair. A file that this process may only read gets one on every device, because
+        a window needs a writable region; on a device with windows, its protection domain is the one of all
+        queue pairs.
+        """
+        library, port = self._library, self._port
+        rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
+        address = region.address(offset)
+        if not (port.has_windows and region.writable):
+            rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
+            with library.errors:
+                registration = library.MR(self.pd, length, rights, address=address)
+            return Window(self, registration, address, registration.rkey)
+        with library.errors:
+            handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
+        window = Window(self, handle, address, 0)
+        try:
+            info = library.MWBindInfo(region.registration, address, length, rights)
+            window.key = await self._bound(handle, info)
+        except BaseException:
+            window.close()
+            raise
+        return window
+
+    async def _bound(self, window: Any, info: Any) -> int:
         """Bind a memory window and return its rkey. Raises Broken."""
         # A closed queue pair has closed its windows; a closed window must not be used.
         await self._find_room()
-        request = self._library.SendWR(
-            wr_id=0, opcode=self._bind, send_flags=self._signalled
-        )  # fmt: skip
+        request = self._library.SendWR(wr_id=0, opcode=self._bind, send_flags=self._signalled)
         request.set_bind_wr(window, info)
         key = int(request.rkey)
         await self.finish([self._post([request])])
@@ -244,13 +284,12 @@ class QueuePair:
 
     def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
         library = self._library
-        goes_along = opcode == self._write and 0 < piece.length <= self.inline_bytes
         request = library.SendWR(
             opcode=opcode if number is None else self._write_number,
             num_sge=1,
             imm_data=0 if number is None else immediate(number),
             sg=[library.SGE(piece.address, piece.length, piece.key)],
-            send_flags=self._inline if goes_along else 0,
+            send_flags=0,
         )
         request.set_wr_rdma(piece.remote_key, piece.remote_address)
         return request

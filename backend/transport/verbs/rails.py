@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from . import networks
 from .devices import Device, Gid, Port, Route, choose, is_near, wanted_names
-from .ends import RAILS_MAX, Rail
+from .messages import RAILS_MAX, Rail
 
 _MAPPED_BITS = 96
 _FABRIC_BITS = 64

@@ -8,22 +8,37 @@ import errno
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import trio
 
-from ...store.intake import Intake
 from .. import Extent, FileRange, Target
 from ..growth import Growth
-from ..mover import Host
+from ..messages import Answer, Done, Message, Request
+from ..mover import Connection, Host, Lasting
+from ..rights import Peer
 from ..service import Held, Incoming, begin
 from .adapter import Adapter
-from .ends import QueueEnd, Rail
-from .messages import HANDLES_MAX, NO_QUEUE_PAIR, NOT_BY_VERBS
-from .queue import Broken, QueuePair
+from .messages import (
+    HANDLES_MAX,
+    NO_QUEUE_PAIR,
+    NOT_BY_VERBS,
+    Attach,
+    Attached,
+    Detach,
+    Expose,
+    Exposed,
+    QueueEnd,
+    Rail,
+    Rails,
+    RailsFound,
+    Release,
+    Reserve,
+)
+from .queue import Broken, QueuePair, Window
 from .rdma import Rdma
 from .regions import Region
-from .windows import Window, grant
 
 log = logging.getLogger(__name__)
 
@@ -56,98 +71,82 @@ class _Given:
 
 
 class _Arrival:
-    """An extent that a peer writes. `intake` is the file that it comes into, and `given` the peer's right
+    """An extent that a peer writes. `incoming` is the file that it comes into, and `given` the peer's right
     to it. Both are None if the extent is here already: then `held` is only handed on."""
 
     def __init__(
         self,
         end: _End,
-        extent: Extent,
-        target: Target,
+        asked: Reserve,
         growth: Growth,
-        piece: int,
         held: Held,
-        intake: Intake[Incoming] | None = None,
+        incoming: Incoming | None = None,
         given: _Given | None = None,
     ) -> None:
         self.end = end
-        self.extent = extent
-        self.target = target
+        self.extent = asked.extent
+        self.target = asked.target
+        self.piece = asked.piece
         self.growth = growth
-        self.piece = piece
         self.held = held
-        self.intake = intake
+        self.incoming = incoming
         self.given = given
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
-        if not target.chain:
+        if not asked.target.chain:
             self.handed_on.set()
 
-    def close(self) -> None:
-        """Close the file, and drop it unless it was sealed. Nobody hands it on any more."""
-        (self.intake or self.held).close()
 
-
-class Responder:
-    """Carries out what one control connection asks of the verbs mover. `nursery` is the connection's;
-    `local` is this host's address on it; `is_gone` tells whether the peer's session is over."""
+class Responder(Connection):
+    """Carries out what one peer asks of the verbs mover on its control connection. `nursery` is the
+    connection's; `local` is this host's address on it. `ended` is told when the connection ends."""
 
     def __init__(
         self,
         host: Host,
         rdma: Rdma,
+        peer: Peer,
         local: str,
         nursery: trio.Nursery,
-        is_gone: Callable[[], bool],
+        ended: Callable[["Responder"], None],
     ) -> None:
-        self._is_gone = is_gone
+        self.peer = peer
+        self._host = host
         self._service = host.service
-        self._others = host.others
         self._counters = host.counters
-        self._patience_s = host.timeout_s
         self._rdma = rdma
         self._local = local
         self._nursery = nursery
+        self._ended = ended
         self._handles = itertools.count(1)
         self._ends: dict[int, _End] = {}
         self._given: dict[int, _Given] = {}
         self._arrivals: dict[int, _Arrival] = {}
 
-    def rails(self) -> list[Rail]:
-        """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
-        try:
-            return [own.rail for own in self._usable().rails(self._local)]
-        except OSError as error:
-            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+    async def answer(self, request: Request) -> Answer | Lasting:
+        number = request.number
+        match request:
+            case Attach():
+                return Attached(number, self._attach(request))
+            case Rails():
+                return RailsFound(number, self._rails())
+            case Expose():
+                return await self._expose(request)
+        assert isinstance(request, Reserve)
+        first = await self._reserve(request)
+        return Lasting(first, request.sealed, partial(self._seal, first.handle, request.sealed))
 
-    def attach(self, end: QueueEnd, number: int, rail: str, gid: bytes) -> QueueEnd:
-        """Set up queue pair `number` with the peer's `end`, and return this end. Raises OSError
-        NOT_BY_VERBS."""
-        self.detach("the peer set another queue pair up", number)
-        if self._is_gone():
-            raise OSError(NOT_BY_VERBS, SESSION_OVER)
-        try:
-            rdma = self._usable()
-            adapter, gid_index = rdma.open(rdma.rail(self._local, rail, gid).route)
-            pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
-            try:
-                pair.connect(end, self._patience_s)
-            except BaseException:
-                pair.close()
-                raise
-        except OSError as error:
-            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
-        self._ends[number] = _End(adapter, pair)
-        self._nursery.start_soon(pair.run)
-        self._nursery.start_soon(self._watch, number, pair)
-        return pair.end()
+    def take(self, message: Message) -> None:
+        match message:
+            case Release():
+                self._drop(message.handle, "the sender gave it up")
+            case Detach():
+                self.detach("the peer gave it up", message.pair)
 
-    def _usable(self) -> Rdma:
-        """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
-        if not self._rdma.is_usable:
-            raise OSError(NOT_BY_VERBS, self._rdma.why_not)
-        return self._rdma
+    def close(self, why: str) -> None:
+        self._ended(self)
+        self.detach(why)
 
     def detach(self, why: str, number: int | None = None) -> None:
         """Close queue pair `number`, or all of them, and end the rights granted for it."""
@@ -163,66 +162,95 @@ class Responder:
             if each.end in gone:
                 self._drop(handle, why)
 
-    def release(self, handle: int) -> None:
-        """End a right: the peer has read, or will not write."""
-        self._drop(handle, "the sender gave it up")
-
     def give_up(self, content: int) -> None:
         """Drop what has arrived of this content: nobody needs it any more."""
         for handle, arrival in list(self._arrivals.items()):
             if arrival.extent.content == content:
                 self._drop(handle, "the content was given up")
 
-    async def expose(
-        self, extent: Extent, start: int, length: int, number: int
-    ) -> tuple[int, int, int]:
-        """Return a handle, an address and an rkey for reading. Raises OSError: ENOENT, EINVAL,
-        NOT_BY_VERBS, NO_QUEUE_PAIR."""
-        end = self._end(number)
-        held = await self._service.hold_own(extent)
+    # -- queue pairs -----------------------------------------------------------------------------
+
+    def _rails(self) -> list[Rail]:
+        """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
         try:
-            size = self._service.size(extent) or 0
-            if start + length > size:
+            return [own.rail for own in self._usable().rails(self._local)]
+        except OSError as error:
+            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+
+    def _attach(self, asked: Attach) -> QueueEnd:
+        """Set up a queue pair with the peer's, and return this end. Raises OSError NOT_BY_VERBS."""
+        self.detach("the peer set another queue pair up", asked.pair)
+        if self._host.is_gone(self.peer):
+            raise OSError(NOT_BY_VERBS, SESSION_OVER)
+        try:
+            rdma = self._usable()
+            adapter, gid_index = rdma.open(rdma.rail(self._local, asked.rail, asked.gid).route)
+            pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
+            try:
+                pair.connect(asked.end, self._host.timeout_s)
+            except BaseException:
+                pair.close()
+                raise
+        except OSError as error:
+            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+        self._ends[asked.pair] = _End(adapter, pair)
+        self._nursery.start_soon(pair.run)
+        self._nursery.start_soon(self._watch, asked.pair, pair)
+        return pair.end()
+
+    def _usable(self) -> Rdma:
+        """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
+        if not self._rdma.is_usable:
+            raise OSError(NOT_BY_VERBS, self._rdma.why_not)
+        return self._rdma
+
+    # -- reading and writing ---------------------------------------------------------------------
+
+    async def _expose(self, asked: Expose) -> Exposed:
+        """Grant the right to read. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS, NO_QUEUE_PAIR."""
+        end = self._end(asked.pair)
+        held = await self._service.hold_own(asked.extent)
+        try:
+            size = self._service.size(asked.extent) or 0
+            if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            given = await self._give(end, held, size, start, length, False)
+            given = await self._give(end, held, size, asked.start, asked.length, False)
         except BaseException:
             held.close()
             raise
         handle = next(self._handles)
         self._given[handle] = given
         self._counters.requests["read"] += 1
-        self._counters.sent_bytes += length
-        return handle, given.window.address, given.window.key
+        self._counters.sent_bytes += asked.length
+        return Exposed(asked.number, handle, given.window.address, given.window.key)
 
-    async def reserve(
-        self, extent: Extent, target: Target, length: int, piece: int, number: int
-    ) -> tuple[int, int, int, bool]:
-        """Return a handle, an address, an rkey, and whether the bytes are wanted. Raises OSError: that of
-        `begin`, NOT_BY_VERBS, NO_QUEUE_PAIR."""
-        end = self._end(number)
-        intake = await self._begin(end, extent, target, length)
-        if intake is None:
-            growth, held = Growth(length, length), self._service.hold(extent)
-            arrival = _Arrival(end, extent, target, growth, piece, held)
+    async def _reserve(self, asked: Reserve) -> Exposed:
+        """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
+        NO_QUEUE_PAIR."""
+        end, length = self._end(asked.pair), asked.length
+        incoming = await self._begin(end, asked.extent, asked.target, length)
+        if incoming is None:
+            held = self._service.hold(asked.extent)
+            arrival = _Arrival(end, asked, Growth(length, length), held)
         else:
-            held = intake.incoming
             try:
-                given = await self._give(end, held, length, 0, length, True)
+                given = await self._give(end, incoming, length, 0, length, True)
             except BaseException:
-                intake.close()
+                incoming.close()
                 raise
-            arrival = _Arrival(end, extent, target, Growth(length), piece, held, intake, given)
+            arrival = _Arrival(end, asked, Growth(length), incoming, incoming, given)
         handle = next(self._handles)
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
-        if target.chain:
+        if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
         if arrival.given is None:
-            return handle, 0, 0, False
-        return handle, arrival.given.window.address, arrival.given.window.key, True
+            return Exposed(asked.number, handle, 0, 0, wanted=False)
+        window = arrival.given.window
+        return Exposed(asked.number, handle, window.address, window.key)
 
-    async def seal(self, handle: int) -> None:
-        """Return when all pieces have arrived and the extent is sealed here and down the chain. Raises
+    async def _seal(self, handle: int, number: int) -> Answer:
+        """Answer when all pieces have arrived and the extent is sealed here and down the chain. Raises
         OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
         the queue pair."""
         arrival = self._arrivals.get(handle)
@@ -232,19 +260,23 @@ class Responder:
         if self._arrivals.pop(handle, None) is None:
             raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
         try:
-            await self._seal(arrival)
+            if arrival.incoming is not None and arrival.given is not None:
+                # A sealed extent never changes: end the right to write first.
+                arrival.given.take_back()
+                await self._service.seal(arrival.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
                 raise arrival.onward_error
         finally:
             arrival.onward.cancel()
             self._leave(arrival)
+        return Done(number)
 
     # -- coming in -------------------------------------------------------------------------------
 
     async def _begin(
         self, end: _End, extent: Extent, target: Target, length: int
-    ) -> Intake[Incoming] | None:
+    ) -> Incoming | None:
         try:
             return await begin(self._service, extent, target, length)
         except OSError as error:
@@ -261,12 +293,6 @@ class Responder:
             arrival.growth.advance(arrival.piece)
             self._counters.received_bytes += arrival.growth.done - before
 
-    async def _seal(self, arrival: _Arrival) -> None:
-        if arrival.intake is not None and arrival.given is not None:
-            # A sealed extent never changes: end the right to write first.
-            arrival.given.take_back()
-            await self._service.seal(arrival.extent, arrival.intake.take())
-
     def _drop(self, handle: int, why: str) -> None:
         given = self._given.pop(handle, None)
         if given is not None:
@@ -282,7 +308,7 @@ class Responder:
 
     def _leave(self, arrival: _Arrival) -> None:
         if arrival.handed_on.is_set():
-            arrival.close()
+            arrival.held.close()
         else:
             self._nursery.start_soon(_close_after, arrival)
 
@@ -291,7 +317,7 @@ class Responder:
         held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
-                await self._others.device(node).pass_on(
+                await self._host.others.device(node).pass_on(
                     arrival.extent, target, FileRange(held.fd, 0, length), arrival.growth, held.lend
                 )
                 self._counters.sent_bytes += length
@@ -322,7 +348,7 @@ class Responder:
         try:
             if pair.failure:
                 raise Broken(pair.failure)
-            window = await grant(adapter, pair, region, start, length, writes)
+            window = await pair.grant(region, start, length, writes)
         except Broken as error:
             adapter.regions.release(region, keep=held.is_own)
             raise OSError(NO_QUEUE_PAIR, str(error)) from None
@@ -353,14 +379,14 @@ class Responder:
         while not pair.failure:
             with trio.move_on_after(GIVEN_S / 8):
                 await pair.failed.wait()
-            if self._is_gone():
+            if self._host.is_gone(self.peer):
                 pair.fail(SESSION_OVER)
             now = trio.current_time()
             rights = list(self._given.items())
             rights += [(each, one.given) for each, one in self._arrivals.items() if one.given]
             for handle, given in rights:
                 if given.until < now:
-                    self.release(handle)
+                    self._drop(handle, "it took too long")
         end = self._ends.get(number)
         if end is not None and end.pair is pair:
             self.detach(pair.failure, number)
@@ -369,4 +395,4 @@ class Responder:
 async def _close_after(arrival: _Arrival) -> None:
     with trio.CancelScope(shield=True):
         await arrival.handed_on.wait()
-    arrival.close()
+    arrival.held.close()

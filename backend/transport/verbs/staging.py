@@ -16,7 +16,8 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,31 +143,14 @@ class Staging:
         store = _write_file if memory is Memory.FILE else _write_mapped
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
-        share = trio.Semaphore(_SLOTS_AT_ONCE)
 
         async def take(slot: _Slot, at: int) -> None:
             count = min(piece, length - at)
-            try:
-                await pair.read(
-                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
-                )
-                land = partial(_copy_and_show, store, landed, at)
-                await self._copy(land, fd, slot.view[:count], offset + at, at_once)
-            finally:
-                self._give_back(slot)
-                share.release()
+            await pair.read([Piece(slot.address, count, slot.key, remote.address + at, remote.key)])
+            land = partial(_copy_and_show, store, landed, at)
+            await self._copy(land, fd, slot.view[:count], offset + at, at_once)
 
-        if piece == length:
-            await take(await self._take(), 0)
-        else:
-            try:
-                async with trio.open_nursery() as nursery:
-                    for at in range(0, length, piece):
-                        await acquire(share)
-                        nursery.start_soon(take, await self._take(), at)
-            except BaseExceptionGroup as group:
-                raise _reason(group) from group
-        self.staged_bytes += length
+        await self._move_pieces(take, length, piece)
 
     async def write(
         self,
@@ -183,37 +167,46 @@ class Staging:
         fd, offset, length, _ = source
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
+        # Set when the piece that begins there was posted.
+        posted: defaultdict[int, trio.Event] = defaultdict(trio.Event)
+
+        async def send(slot: _Slot, at: int) -> None:
+            count = min(piece, length - at)
+            take = partial(_copy_and_show, _read_file, passed, at)
+            await self._copy(take, fd, slot.view[:count], offset + at, at_once)
+            if at and not posted[at - piece].is_set():
+                await posted[at - piece].wait()
+            batch = await pair.begin_write(
+                [Piece(slot.address, count, slot.key, remote.address + at, remote.key)],
+                number if each or at + count == length else None,
+            )
+            posted[at].set()
+            await pair.finish([batch])
+
+        await self._move_pieces(send, length, piece)
+
+    async def _move_pieces(
+        self, move: Callable[[_Slot, int], Awaitable[None]], length: int, piece: int
+    ) -> None:
+        """Call `move` with a slot and the start of each piece, in order, some at a time. Raises what it
+        raises."""
         share = trio.Semaphore(_SLOTS_AT_ONCE)
 
-        async def send(slot: _Slot, at: int, before: trio.Event, posted: trio.Event) -> None:
-            count = min(piece, length - at)
+        async def move_one(slot: _Slot, at: int) -> None:
             try:
-                take = partial(_copy_and_show, _read_file, passed, at)
-                await self._copy(take, fd, slot.view[:count], offset + at, at_once)
-                if not before.is_set():
-                    await before.wait()
-                batch = await pair.begin_write(
-                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)],
-                    number if each or at + count == length else None,
-                )
-                posted.set()
-                await pair.finish([batch])
+                await move(slot, at)
             finally:
                 self._give_back(slot)
                 share.release()
 
-        posted = trio.Event()
-        posted.set()
         if piece == length:
-            await send(await self._take(), 0, posted, posted)
+            await move_one(await self._take(), 0)
         else:
             try:
                 async with trio.open_nursery() as nursery:
                     for at in range(0, length, piece):
                         await acquire(share)
-                        slot = await self._take()
-                        before, posted = posted, trio.Event()
-                        nursery.start_soon(send, slot, at, before, posted)
+                        nursery.start_soon(move_one, await self._take(), at)
             except BaseExceptionGroup as group:
                 raise _reason(group) from group
         self.staged_bytes += length

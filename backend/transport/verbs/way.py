@@ -39,10 +39,7 @@ class VerbsWay(Way):
         control = await self._link.connected()
         lanes = self.lanes
         if lanes is None or lanes.control is not control:
-            lanes = self.lanes = Lanes(
-                control, self._rdma, caller.nursery, caller.timeout_s, caller.counters,
-                self._told, self._stages,
-            )  # fmt: skip
+            lanes = self.lanes = Lanes(control, caller, self._rdma, self._told, self._stages)
             caller.nursery.start_soon(lanes.run)
         await lanes.ready()
         return lanes.mbit_s if lanes.is_usable else None

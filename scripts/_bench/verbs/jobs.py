@@ -29,7 +29,7 @@ from irdmafs.backend.cluster.records import (
     group_key,
 )
 from irdmafs.backend.transport import Extent, FileRange, Target, messages
-from irdmafs.backend.transport.device import RemoteDevice
+from irdmafs.backend.transport.device import Device
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -55,7 +55,7 @@ class DeviceJobs:
     def __init__(self, peers: Peers, node: int, target: Target, first: int, place: Path) -> None:
         self._peers = peers
         self._node = node
-        self._device: RemoteDevice = peers.device(node)
+        self._device: Device = peers.device(node)
         self._target = target
         self._contents = first
         self._files = Kept(place)

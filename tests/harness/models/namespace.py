@@ -464,7 +464,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             thing.mode = stat.S_IFMT(thing.mode) | changes.get("mode", stat.S_IMODE(thing.mode))
 
         inode = self.both(
-            lambda: self.namespace.set_attributes(thing.ino, asked_for=True, **changes),
+            lambda: self.namespace.set_attributes(thing.ino, **changes),
             expected,
             full=full,
         )

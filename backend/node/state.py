@@ -1,0 +1,37 @@
+"""The cluster as a store node knows it, and the node's own session in it: what most of its parts need."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cluster.group_configs import Groups
+from ..cluster.membership import Members, Session
+from ..cluster.records import GroupConfig
+from ..cluster.replica import Replica
+from ..kv import Compare
+from ..kv.etcd import EtcdEngine
+
+__all__ = ["ClusterState"]
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """`node` is the node's number. `replica` feeds `members` and `groups`."""
+
+    node: int
+    engine: EtcdEngine
+    replica: Replica
+    members: Members
+    groups: Groups
+    session: Session
+
+    async def change(
+        self, changes: dict[int, tuple[int, GroupConfig]], guards: Sequence[Compare] = ()
+    ) -> bool:
+        """Put configurations of groups, each if the group's is still that of the revision. Return whether
+        all were put, once the outcome is known here. Raises OSError, and Conflict if a guard fails."""
+        newest, late = await self.groups.change(self.engine, changes, guards)
+        if late:
+            await self.replica.barrier()
+        else:
+            await self.replica.wait_applied(newest)
+        return not late

@@ -1,0 +1,58 @@
+"""The POSIX operations of a mount, which both sessions ask for.
+
+Names and attributes are answered from the namespace's replica; contents are the cache's business.
+Operations raise OSError. Only the kernel session asks for fallocate, lseek, copy_file_range, locks and
+tmpfile: pyfuse3 has no names for them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .directories import Directories
+from .files import OpenFiles
+from .locking import Locking
+from .lookups import Lookups
+from .metadata import Metadata
+from .names import Names
+from .opens import Opens
+from .since import Since
+from .superblock import Superblock
+from .waits import Waits
+from .xattrs import Xattrs
+
+__all__ = ["Filesystem"]
+
+
+class Filesystem:
+    """The parts of one mounted filesystem, each of which carries out the requests about one thing.
+
+    `acls`: the session has the kernel check ACLs; otherwise there are none. `status`: the value of the
+    attribute user.irdmafs.status.
+    """
+
+    def __init__(
+        self,
+        block: Superblock,
+        locking: Locking,
+        status: Callable[[], dict[str, Any]],
+        *,
+        acls: bool,
+    ) -> None:
+        store = block.store
+        self.namespace = block.namespace
+        self.processes = block.processes
+        self.coherence = block.coherence
+        self.atimes = block.atimes
+        self.cache = block.cache
+        self.locking = locking
+        self.waits = Waits(store.namespace, block.processes, block.kernel, shared=store.shared)
+        since = Since(
+            store.namespace, block.nodes, block.answers, self.waits, store.freshness, block.kernel
+        )
+        self.lookups = Lookups(block, since)
+        self.names = Names(block, since)
+        self.metadata = Metadata(block)
+        self.xattrs = Xattrs(block, self.waits, status, acls=acls)
+        self.opens = Opens(block, self.metadata, locking, since)
+        self.files = OpenFiles(block, self.metadata, locking, self.waits)
+        self.directories = Directories(block)

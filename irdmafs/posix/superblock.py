@@ -1,0 +1,34 @@
+"""The objects that all operations of a mounted filesystem work on."""
+
+from ..backend.store.api import Store
+from ..coherence.cache import Cache
+from ..coherence.protocol import Coherence
+from ..mount.config import MountOptions
+from .answers import Answers
+from .atimes import Atimes
+
+__all__ = ["Superblock"]
+
+
+class Superblock:
+    """One mounted filesystem: its store, the contents that are open, what the kernel may believe, access
+    times, and the attributes that nodes show."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Cache,
+        coherence: Coherence,
+        atimes: Atimes,
+        options: MountOptions,
+    ) -> None:
+        self.store = store
+        self.namespace = store.namespace
+        self.inodes = store.namespace.inodes
+        self.cache = cache
+        self.nodes = cache.nodes
+        self.processes = cache.processes
+        self.kernel = cache.kernel
+        self.coherence = coherence
+        self.atimes = atimes
+        self.answers = Answers(cache, coherence, options, atimes)

@@ -1,0 +1,37 @@
+"""The time of birth, which statx(2) tells."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import Mount, run_checked
+from harness.processes import Process
+
+SESSIONS = ("kernel", CLUSTER)
+TakeProcess = Callable[[], Process]
+
+
+def birth(path: Path) -> float:
+    return float(run_checked("stat", "--format=%.9W", path))
+
+
+def test_the_time_of_birth_is_told_and_never_changes(
+    new_mount: Callable[..., Mount], process: TakeProcess
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    file, directory = mount.path / "file", mount.path / "dir"
+    file.write_bytes(b"x")
+    directory.mkdir()
+    born = [birth(path) for path in (file, directory)]
+    made = file.stat().st_mtime
+    assert abs(made - born[0]) < 10
+    process().do("import time; time.sleep(0.02); open(f, 'wb').write(b'other')", f=str(file))
+    os.utime(file, (1, 1))
+    os.chmod(file, 0o600)
+    os.rename(file, mount.path / "moved")
+    assert birth(mount.path / "moved") == born[0]
+    mount.unmount()
+    mount.remount()
+    assert [birth(path) for path in (mount.path / "moved", directory)] == born
