@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,19 +186,51 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
         made.close()
 
 
+class SharedCluster:
+    """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
+
+    def __init__(self) -> None:
+        self._made: Cluster | None = None
+
+    def get(self) -> Cluster:
+        if self._made is not None and not all(part.alive for part in self._made.parts()):
+            self.close()
+        if self._made is None:
+            with running(Tier.ALL):
+                self._made = Cluster(Plan()).__enter__()
+        while len(self._made.mounts) > self._made.plan.mounts:
+            self._made.mounts.pop().close()
+        return self._made
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[ClusterMount]]:
+def cluster(shared_cluster: SharedCluster) -> Cluster:
+    """Three store nodes and two mounts, for tests that leave them as they are."""
+    return shared_cluster.get()
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster: Cluster) -> list[ClusterMount]:
     """Two mounts of one cluster."""
-    with ExitStack() as stack:
-        with running(Tier.ALL):
-            cluster = stack.enter_context(Cluster(Plan(nodes=1, replicas=1, mounts=2)))
-        yield cluster.mounts
+    return cluster.mounts[:2]
 
 
 @pytest.fixture
 def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
     """A directory that no other test uses, as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
+    name = re.sub(r"\W+", "_", f"{request.path.stem}_{request.node.name}")
     (hosts[0].path / name).mkdir()
     return [host.path / name for host in hosts]
 

@@ -29,7 +29,6 @@ SENSELESS: list[dict[str, Any]] = [
     {"mode": 1 << 33},
     {"mtime_ns": 1 << 63},
     {"version": -1},
-    {"flags": 1 << 32},
     {"size": 1 << 50, "layout": Layout(1, 1)},
     {"size": 10, "layout": Layout(1, -1)},
     {"size": 10, "layout": Layout(-1, 0)},

@@ -1,7 +1,7 @@
 """Tiers of tests, by what has to be started for them. `scripts/test` runs a tier and those below it.
 
-units      nothing: `scripts/test quick`
-promises   commands, mounts of the kernel session, and the etcd and the cluster that tests share
+units      nothing: `scripts/test quick`, but for what is marked long
+promises   programs, mounts of the kernel session, and the etcd and the cluster that tests share
 all        etcd or a cluster of a test's own, the pyfuse3 session, mounts of clusters, devices for RDMA,
            and what is slow
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import subprocess
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import cache
@@ -36,12 +37,13 @@ _STARTS = {
     "harness.network.make_network": Tier.ALL,
     "harness.daemons.Daemon": Tier.PROMISES,
     "harness.forks.start": Tier.PROMISES,
-    "harness.processes.Process": Tier.PROMISES,
-    "harness.transport_nodes.NodeProcess": Tier.PROMISES,
+    "subprocess": Tier.PROMISES,
 }
 # Fixtures that start a mount or what tests share, and the modules that they lie in, where no other
 # fixture starts anything.
-_SHARED = frozenset({"module_mount", "new_mount", "hosts", "training_mount", "etcd", "process"})
+_SHARED = frozenset(
+    {"module_mount", "new_mount", "shared_cluster", "training_mount", "etcd", "process"}
+)
 _OF_ALL_TESTS = ("conftest", "harness.etcd_server")
 # Markers and parameters of the tests that only the highest tier has.
 _MARKERS = ("slow", "verbs", "guest_tests")
@@ -84,6 +86,8 @@ def tier_of(item: pytest.Item) -> Tier:
     if parameters.get("session") in _SESSIONS:
         return Tier.ALL
     found = [_tier_of_code(item.function)]
+    if item.get_closest_marker("long") is not None:
+        found.append(Tier.PROMISES)
     if parameters.get("place") == "mount":
         found.append(Tier.PROMISES)
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
@@ -106,7 +110,9 @@ def _tier_of_code(code: Any) -> Tier:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        found = max(found, _STARTS.get(f"{one.__module__}.{one.__qualname__}", Tier.UNITS))
+        is_module = isinstance(one, ModuleType)
+        name = one.__name__ if is_module else f"{one.__module__}.{one.__qualname__}"
+        found = max(found, _STARTS.get(name, Tier.UNITS))
         if isinstance(one, FunctionType):
             waiting += _named(one)
         elif isinstance(one, type):
@@ -116,11 +122,11 @@ def _tier_of_code(code: Any) -> Tier:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """Yield the functions and classes of tests and of the harness that a function names."""
+    """Yield what a function names of tests, of the harness and of what starts processes."""
     names = set(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
-        if _is_ours(value):
+        if _is_ours(value) or value is subprocess:
             yield value
         elif isinstance(value, ModuleType) and value.__name__.startswith("harness."):
             yield from (vars(value)[one] for one in names if _is_ours(vars(value).get(one)))
