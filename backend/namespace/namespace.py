@@ -1,6 +1,6 @@
-"""The directory tree that programs change: names and inodes in a key-value engine.
+"""The directory tree that programs change: names and inodes.
 
-Reads are answered by the tree in memory alone (tree). A mutation is decided on it (planner) and committed
+Reads are answered by the tree alone (tree). A mutation is decided on it (planner) and committed
 in one transaction (local, shared); so one that fails leaves no trace.
 """
 
@@ -13,11 +13,11 @@ from typing import Protocol
 import trio
 
 from ..clock import now_ns
-from ..cluster.records import ContentId, Layout
-from ..kv import Compare, OwnEngine
+from ..cluster.records import Layout
+from ..kv import Compare
 from .changes import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
-from .local import LocalCommitter
+from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
@@ -32,7 +32,7 @@ from .planner import (
 )
 from .tree import Tree
 
-__all__ = ["Namespace", "load_own"]
+__all__ = ["Namespace"]
 
 
 class Committer(Protocol):
@@ -59,18 +59,6 @@ class Committer(Protocol):
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         ...
-
-    async def idle(self) -> None:
-        """Do work that was put off: the caller has nothing else to do."""
-        ...
-
-
-async def load_own(engine: OwnEngine) -> "Namespace":
-    """Return the namespace on an engine that only this process uses. See LocalCommitter.load."""
-    tree = Tree(strict=True)
-    committer = LocalCommitter(tree, engine)
-    await committer.load()
-    return Namespace(tree, committer)
 
 
 class Namespace:
@@ -99,7 +87,7 @@ class Namespace:
         self.children = tree.children
         self.parents_of = tree.parents_of
         self.names_of = tree.names_of
-        self.path_of = tree.directories.path_of
+        self.path_of = tree.path_of
         self.describe = tree.describe
 
     @property
@@ -250,38 +238,18 @@ class Namespace:
 
     # -- inodes ----------------------------------------------------------------------------------
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        size: int,
-        blocks: int,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        base: int | None = None,
-        layout: Layout | None = None,
-        digests: bytes = b"",
-        guards: Sequence[Compare] = (),
-        within_quotas: bool = True,
-    ) -> Inode:
+    async def publish(self, version: NewVersion, guards: Sequence[Compare] = ()) -> Inode:
         """Make an extent the file's next version; it survives a crash when this returns.
 
         Returns the inode as committed. A version that another host published meanwhile is superseded,
-        unless `base` is the version that this one was made of: then raises Outdated if it is not the
-        newest. `ctime_ns`: the time of the change, None: now, 0: no change. `guards` must hold,
+        unless the version has a base: then raises Outdated if that is not the newest. `guards` must hold,
         too: raises kv.Conflict when one of them does not. If the last name was removed, nlink is
-        0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it,
-        unless `within_quotas` is false: then it is only charged.
+        0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it.
         """
 
         if self._linking:
-            await self._wait_while_linking(ino)
-        plan = partial(
-            self._planner.publish, ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
-            layout=layout, digests=digests, within_quotas=within_quotas,
-        )  # fmt: skip
-        published = await self._carry_out(plan, guards)
+            await self._wait_while_linking(version.ino)
+        published = await self._carry_out(partial(self._planner.publish, version), guards)
         assert published is not None
         return published
 
@@ -345,6 +313,3 @@ class Namespace:
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         await self._committer.flush()
-
-    async def idle(self) -> None:
-        await self._committer.idle()

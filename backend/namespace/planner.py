@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import Final
 
 from ..clock import now_ns
-from ..cluster.records import ContentId, Layout
+from ..cluster.records import Layout
 from . import acl
 from .changes import Commit
 from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
+from .new_version import NewVersion
 from .tree import Tree
 
 __all__ = [
@@ -310,44 +311,32 @@ class Planner:
         elif not is_damaged or (inode.revision and len(self._tree.parents_of(inode.ino)) == 1):
             commit.gone = (inode,)
 
-    def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        size: int,
-        blocks: int,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None,
-        base: int | None,
-        layout: Layout | None,
-        digests: bytes,
-        within_quotas: bool,
-    ) -> Commit:
+    def publish(self, version: NewVersion) -> Commit:
         """Make an extent the file's next version. Raises Outdated, and ESTALE if another mount has taken
         the name of a file that only this one saw."""
+        ino, size, blocks = version.ino, version.size, version.blocks
         found = self._tree.inode(ino)
         if found.maker and not found.nlink:
             raise fail(errno.ESTALE, "another host has taken its name, before the first version")
-        if base is not None and found.version != base:
+        if version.base is not None and found.version != version.base:
             raise Outdated(found.version)
         inode = found.copy()
         inode.version += 1
         inode.maker = 0
-        inode.extent, inode.size, inode.blocks = extent, size, blocks
-        inode.digests = digests
-        inode.mtime_ns = nearest_time(mtime_ns)
-        if ctime_ns != 0:
-            inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, ctime_ns or now_ns()))
-        if layout is not None:
-            inode.layout = layout
+        inode.extent, inode.size, inode.blocks = version.extent, size, blocks
+        inode.digests = version.digests
+        inode.mtime_ns = nearest_time(version.mtime_ns)
+        if version.ctime_ns != 0:
+            inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, version.ctime_ns or now_ns()))
+        if version.layout is not None:
+            inode.layout = version.layout
         commit = Commit()
         commit.inode, commit.inodes = inode, (inode,)
         if not inode.nlink:
             commit.local = True
         # A file that could not be written completely has to be truncated, also on a full store.
         commit.urgent = size < found.size or not found.version
-        if self._quotas.in_use and within_quotas:
+        if self._quotas.in_use and version.in_quotas:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
         return commit
 

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from ..cluster.lock_claims import HostLocks
 from ..cluster.records import ContentId, Layout
-from ..namespace import Inode, Namespace, Outdated
+from ..namespace import Inode, Namespace, NewVersion
 from .extents import ExtentStore
 
-__all__ = ["Freshness", "Outdated", "Store", "StoreListener"]
+__all__ = ["Freshness", "Store", "StoreListener"]
 
 
 class StoreListener(Protocol):
@@ -83,8 +83,9 @@ class Store(Protocol):
         ...
 
     @property
-    def shared(self) -> bool:
-        """Return whether others change the namespace, too."""
+    def sends(self) -> bool:
+        """Return whether publishing sends the bytes to other hosts, to which they can be compared later
+        (`is_same`). The file of a version must not be written then; on one host it is written in place."""
         ...
 
     @property
@@ -133,20 +134,9 @@ class Store(Protocol):
         caller closes. Raises OSError (ENOSPC, EMFILE)."""
         ...
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        status: os.stat_result,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        mapped: bool = False,
-        base: int | None = None,
-    ) -> Inode:
-        """Make a content the file's next version, which survives a crash when this returns. `status` is the
-        content's stat. `mapped`: programs may have its file mapped, and change it without a trace. `base`:
-        the version it was made of, if that must still be the newest. An empty content is not kept.
+    async def publish(self, version: NewVersion) -> Inode:
+        """Make a content the file's next version, which survives a crash when this returns. An empty
+        content is not kept.
 
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
         ...
@@ -155,11 +145,9 @@ class Store(Protocol):
         """Return whether `publish` of this content failed, although it may have become a version."""
         ...
 
-    async def save_aside(
-        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
-    ) -> str:
-        """Publish a content that cannot become the file's next version as a new file beside it, and return
-        that one's name. Raises OSError."""
+    async def save_aside(self, version: NewVersion) -> str:
+        """Publish a version that cannot become the file's next one as a new file beside it, and return that
+        one's name. Raises OSError."""
         ...
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:

@@ -30,18 +30,18 @@ class Alone(Coherence):
         self._nodes = cache.nodes
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def changed(self, answer: Answer, node: Node) -> None:
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         node.name = (parent, name)
-        if self._cache.names_are_stable(inode.ino):
+        if self._cache.routes.names_are_stable(inode.ino):
             answer.entry_timeout = _FOREVER_S
-        if not self._cache.changes_unnoticed(node):
+        if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     made = entry
@@ -109,10 +109,10 @@ class _Listing(Listing):
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
         node.name = (self._directory, name)
         cache = self._cache
-        if not cache.changes_unnoticed(node):
+        if not cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
         # Names are listed as they were when the listing began.
-        if cache.names_are_stable(inode.ino) and self._namespace.leads_to(
+        if cache.routes.names_are_stable(inode.ino) and self._namespace.leads_to(
             self._directory, name, inode.ino
         ):
             answer.entry_timeout = _FOREVER_S

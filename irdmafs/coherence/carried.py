@@ -1,23 +1,41 @@
-"""Reads and writes that come through us: in the cached mode, and of what passthrough cannot serve."""
+"""Changes of bytes, and reads, that come to the daemon as requests: truncations, reservations, times, and
+the reads and writes that do not pass through."""
 
+import errno
 import os
+from collections.abc import Callable
 
-from ..backend.store.api import Store
+from ..backend.cluster.records import NO_CONTENT
+from ..backend.namespace import Inode, fail
+from ..backend.store.sparse import segments
 from ..inline import detach
-from .content import ContentTable
+from .content import Content, State
+from .host import Host
 from .in_place import InPlace
-from .nodes import Handle
+from .nodes import Handle, Node
+from .publishing import Publisher
+from .sharing import Sharing
+
+__all__ = ["Carried"]
 
 
 class Carried:
-    """Carries out READ and WRITE requests. `bytes`: so many passed through us."""
+    """Carries requests out on contents. `bytes`: so many were read and written through the daemon."""
 
-    def __init__(self, store: Store, table: ContentTable, in_place: InPlace) -> None:
-        self._store = store
-        self._table = table
+    def __init__(
+        self, host: Host, sharing: Sharing, in_place: InPlace, publisher: Publisher
+    ) -> None:
+        self._host = host
+        self._store = host.store
+        self._inodes = host.inodes
+        self._table = host.table
+        self._changes = host.changes
+        self._sharing = sharing
         self._in_place = in_place
-        self._inodes = store.namespace.inodes
+        self._publisher = publisher
         self.bytes = 0
+
+    # -- of open files ---------------------------------------------------------------------------
 
     async def read(self, handle: Handle, offset: int, size: int) -> bytes:
         content = handle.content
@@ -29,7 +47,7 @@ class Carried:
                 data = os.pread(fd, size, offset)
         else:
             await detach()
-            size = max(0, min(size, content.size - offset))
+            size = max(0, min(size, content.base.size - offset))
             data = await self._store.read(self._inodes[content.ino], content.extent, offset, size)
         self.bytes += len(data)
         return data
@@ -38,22 +56,96 @@ class Carried:
         """Return how many bytes were written."""
         content = handle.content
         assert content is not None
-        if not content.writable or content.is_busy:
+        if not content.state.writable or content.is_busy:
             data = bytes(data)  # the session reuses its buffer while we wait
             await self._in_place.make_writable(content)
-        content.dirty = True
+        content.touch()
         handle.since = None
         view = memoryview(data)
         written = 0
         try:
             with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
-                self._in_place.refuse_growth(content.ino, fd, offset, len(view))
+                self.refuse_growth(content.ino, fd, offset, len(view))
                 while written < len(view):
                     written += os.pwrite(fd, view[written:], offset + written)
         except OSError:
             # A half-written content must not be published when its writer closes the file.
-            content.discarded = content.private
+            if content.state is State.REPLACING:
+                self._table.give_up(content)
             if not written:
                 raise
         self.bytes += written
         return written
+
+    async def change(self, handle: Handle, change: Callable[[int], None]) -> None:
+        """Call `change` with a descriptor of the content's file, for a request of a handle."""
+        content = handle.content
+        assert content is not None
+        if not content.state.writable or content.is_busy:
+            await self._in_place.make_writable(content)
+        with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
+            change(fd)
+        content.touch()
+        handle.since = None
+
+    def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
+        """Raise OSError EDQUOT if an extent of the file may not grow by so many bytes."""
+        quotas = self._store.namespace.quotas
+        if quotas.in_use:
+            quotas.refuse_growth(ino, os.fstat(fd), offset, length)
+
+    def refuse_to_reserve(self, fd: int, offset: int, length: int) -> None:
+        """Raise OSError ENOSPC if there is no room for what is not allocated yet of a part of a file.
+        Store nodes do not know of bytes that are not published; a store on this host does."""
+        if not self._store.sends:
+            return
+        wanted = length - sum(count for _, count in segments(fd, offset, length))
+        space = self._store.statvfs()
+        free = space.f_bavail * space.f_frsize - self._table.unpublished_bytes()
+        if wanted > free:
+            raise fail(errno.ENOSPC)
+
+    # -- by name ---------------------------------------------------------------------------------
+
+    async def truncate(self, inode: Inode, size: int) -> None:
+        """Carry out truncate(2) by name: every descriptor on this host sees the file cut at once."""
+        content = self._sharing.newest(inode)
+        if inode.size == size and not content.is_changing:
+            return
+        if not size and content.extent and not content.holds and content.state is State.VERSION:
+            # The content need not be fetched to be emptied.
+            self._table.give_extent(content, NO_CONTENT, frees=False)
+        await self._cut_and_publish(content, size)
+
+    async def empty(self, content: Content) -> None:
+        """Publish an empty version at once: no close will publish it."""
+        is_private = content.state is State.REPLACING
+        if content.writers or is_private or self._table.stamp(content)[0]:
+            await self._cut_and_publish(content, 0)
+
+    async def _cut_and_publish(self, content: Content, size: int) -> None:
+        """Cut a content, and publish that at once unless its writer's close will."""
+        with self._host.held(content):
+            if not content.state.writable or content.is_busy:
+                await self._in_place.make_writable(content)
+            self._store.extents.truncate(content.extent, size)
+            content.touch()
+            in_place = content.seen is not None and content.state is not State.REPLACING
+            stays_here = content.state in (State.LEFT, State.GIVEN_UP)
+            if not stays_here and (in_place or not content.writers):
+                await self._publisher.publish_truncated(content)
+
+    def set_mtime(self, node: Node, mtime_ns: int) -> None:
+        """Carry out utimensat(2) for a time that is kept in the extent."""
+        content = node.content if node.is_bound else self._table.current.get(node.ino)
+        if content is None or not content.extent:
+            return
+        if not (content.is_changing or content.state.writable):
+            return
+        written = self._changes.is_written(content)
+        status = self._table.stat(content)
+        self._table.set_times(content, status.st_atime_ns, mtime_ns)
+        if written:
+            content.touch()  # the new time may be the one it had when it was published
+        else:
+            content.retime(self._table.stamp(content))

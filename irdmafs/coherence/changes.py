@@ -9,8 +9,9 @@ import time
 from typing import Final
 
 from ..backend.store.api import Store
-from .content import Content, ContentTable, stamp_of
+from .content import Content
 from .nodes import Handle
+from .table import ContentTable
 
 # Before 6.13 a write may leave the times of a file unchanged within a timer tick (1-10 ms).
 _TIMESTAMP_GRAIN_NS: Final = 20_000_000
@@ -35,14 +36,17 @@ class Changes:
         """Return whether anybody may have written to the content since it was published or begun, as far as
         stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if
         known."""
-        return self.is_surely_written(content, status) or self._may_share_a_tick(content, status)
+        return self.is_surely_written(content, status) or (
+            self._grain_ns > 0 and self._may_share_a_tick(content, status)
+        )
 
     def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         if content.dirty:
             return True
         if not content.extent:
             return False
-        return stamp_of(status or self._table.stat(content)) != content.since
+        status = status or self._table.stat(content)
+        return (status.st_size, status.st_mtime_ns) != content.since
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""
@@ -53,15 +57,15 @@ class Changes:
     def _is_unpublished(self, content: Content) -> bool:
         if content.seen is not None:
             # In a cluster, bytes are compared before anything is published whose times have not moved.
-            written = self.is_surely_written if self._store.shared else self.is_written
+            written = self.is_surely_written if self._store.sends else self.is_written
             return written(content)
-        if self._store.shared and not content.version:
+        if self._store.sends and not content.base.version:
             stamp = self._table.stamp(content)
             if not stamp[0] and (not content.extent or stamp == content.since):
                 return False  # a new file that stays empty is known to be empty by its name
         inode = self._inodes[content.ino]
         # An unwritten empty copy gives way to a version that was published meanwhile.
-        return inode.version == content.version or self.is_written(content)
+        return inode.version == content.base.version or self.is_written(content)
 
     def is_changed(self, handle: Handle, content: Content) -> bool:
         """Return whether closing the handle has anything to publish, as far as stat can tell."""
@@ -75,4 +79,4 @@ class Changes:
 
     def is_to_be_compared(self, content: Content) -> bool:
         """Return whether its bytes have to be compared with those that other hosts have."""
-        return self._store.shared and self.may_hide_writes(content)
+        return self._store.sends and self.may_hide_writes(content)

@@ -1,93 +1,114 @@
-"""Contents of files on this host: which bytes a descriptor reads and writes.
+"""A content: one run of bytes that descriptors on this host share, in one extent.
 
-A `Content` is one run of bytes that descriptors share, kept in one extent. An inode has at most one
-*current* content here, which opens for reading or in place get; any number of *private* ones, each of which
-replaces the file when it is published; and *superseded* ones, which only the descriptors that have them
-keep. docs/sharing.md has the rule that says which open gets which.
-
-This module has only the bookkeeping: who holds a content, and when its extent may go.
+Its state says which opens get it and what its bytes are. docs/sharing.md has the rule and a picture of the
+states. Every change of state is a method of `Content`, and nothing outside this module assigns its
+attributes, except the extent (table) and counters, by those who count. A change that `State` does not allow
+is an assertion.
 """
 
-import itertools
-import os
-from contextlib import suppress
-from typing import NamedTuple
+from enum import Enum
+from typing import Final
 
 import trio
 
-from ..backend.cluster.records import NO_CONTENT, ContentId
+from ..backend.cluster.records import NO_CONTENT
 from ..backend.namespace import Inode
-from ..backend.store.api import Store
 
-Stamp = tuple[int, int]
+__all__ = ["Content", "Stamp", "State"]
 
-# The unit of st_blocks.
-BLOCK_BYTES = 512
-# The limit of descriptors kept for contents that are being written, so that no program exhausts them.
-_DESCRIPTORS_MAX = 16
+Stamp = tuple[int, int]  # size in bytes, time of modification in nanoseconds
+
+
+class State(Enum):
+    """The states of a content. `writable`: its extent may be written, as nobody else relies on its bytes.
+    `ended`: no further open gets it; the descriptors that have it open keep it. `following`: the states
+    that may follow."""
+
+    # Current: opens for reading and in place get it. A file has at most one current content on a host.
+    VERSION = "a version, which nobody writes; or a file without a version and without bytes"
+    NEW = "a file that has no version yet, being written"
+    IN_PLACE = "written in place, by everybody who has the file open"
+    LEFT = "left by its last writer, and seen on this host only: he was killed, or it has no name any more"
+    # Private: opens for writing without O_TRUNC get the newest one.
+    REPLACING = "it replaces the file when it is published"
+    # Ended.
+    SUPERSEDED = "an old version"
+    OVERTAKEN = (
+        "superseded while it may still be written: a close that finds it written publishes it"
+    )
+    GIVEN_UP = "given up by its writer: it is never published"
+
+    writable: bool
+    ended: bool
+    following: tuple["State", ...]
+
+
+_WRITABLE: Final = (
+    State.NEW, State.IN_PLACE, State.LEFT, State.REPLACING, State.OVERTAKEN, State.GIVEN_UP,
+)  # fmt: skip
+_ENDED: Final = (State.SUPERSEDED, State.OVERTAKEN, State.GIVEN_UP)
+_FOLLOWING: Final = {
+    State.VERSION: (State.NEW, State.IN_PLACE, State.SUPERSEDED),
+    State.NEW: (State.VERSION, State.IN_PLACE, State.LEFT, State.OVERTAKEN, State.GIVEN_UP),
+    State.IN_PLACE: (State.VERSION, State.LEFT, State.OVERTAKEN),
+    State.LEFT: (State.VERSION, State.IN_PLACE, State.OVERTAKEN, State.GIVEN_UP),
+    State.REPLACING: (State.VERSION, State.IN_PLACE, State.OVERTAKEN, State.GIVEN_UP),
+    State.SUPERSEDED: (State.VERSION, State.OVERTAKEN),
+    State.OVERTAKEN: (State.VERSION, State.IN_PLACE, State.GIVEN_UP),
+    State.GIVEN_UP: (),
+}
+for _state in State:
+    _state.writable, _state.ended = _state in _WRITABLE, _state in _ENDED
+    _state.following = _FOLLOWING[_state]
 
 
 class Content:
-    """One content. Sizes are bytes, `blocks` 512-byte units, times nanoseconds.
+    """One content. `base` is the inode as of the version that the content is, or was made of.
 
-    `extent` keeps the bytes, 0 while there are none; `own`: no version names the extent, so it is freed
-    with this object; `fd` may be open on it while it is written, else -1. `version` is the published
-    version that the content is, or began as, and `published` the inode as it was then. `holds` counts
-    handles and promised opens, `opens` and `writers` handles alone; `leaving` counts writers whose last
-    descriptor is closed and whose release is not carried out yet; `preparing` those that are about to make
-    the content writable; `awaited` those who join it and whose promised open has not come yet. `leaves`: a
-    store node is adopting its very file.
+    `extent` keeps the bytes, 0 while there are none; `fd` may be open on it while it is written, else -1.
+    `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` counts writers
+    whose last descriptor is closed and whose release is not carried out yet; `preparing` those that are
+    about to make the content writable; `awaited` those who join it and whose promised open has not come
+    yet. `leaves`: a store node is adopting its very file.
 
-    `writable`: the extent may be written, because nobody else relies on its bytes. `dirty`: a request to
-    the daemon changed it since it was published. `seen` is the stamp at its last publication, or when it
-    was first opened in place; None if it was never published; `begun` is the stamp when it began to be
-    written. `moved`: its stamp and the time of its last change when its file got another number, as the
-    file's own time of change moves then as if it were written. `mapped`: a program could map it for
-    writing. `whole`: every writer began with an empty file, so a writer that is killed publishes nothing.
-    `kept`: such a writer left it, and it is seen on this host only. `discarded`: its writer gave it up.
+    `dirty`: a request to the daemon changed it since it was published. `seen` is the stamp at its last
+    publication, or when it was first opened in place; None if it was never published. `begun` is the stamp
+    when it began to be written. `moved`: its stamp and the time of its last change when its file got
+    another number, as the file's own time of change moves then as if it were written. `mapped`: a program
+    could map it for writing. `whole`: every writer began with an empty file, so a writer that is killed
+    publishes nothing.
     """
 
     __slots__ = (
-        "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
-        "kept", "leaves", "leaving", "lock", "mapped", "moved", "mtime_ns", "opens", "own", "pinned",
-        "preparing", "private", "published", "seen", "size", "superseded", "version",
-        "whole", "writable", "writers",
+        "awaited", "base", "begun", "dirty", "extent", "fd", "holds", "ino", "leaves", "leaving", "lock",
+        "mapped", "moved", "opens", "preparing", "seen", "state", "whole", "writers",
     )  # fmt: skip
 
-    def __init__(self, inode: Inode, *, private: bool = False) -> None:
+    def __init__(self, inode: Inode, *, replaces: bool = False) -> None:
         self.ino = inode.ino
-        self.private = private
-        self.superseded = False
-        self.opens = 0
-        self.writers = 0
-        self.leaving = 0
-        self.preparing = 0
-        self.awaited = 0
-        self.leaves = False
-        self.holds = 0
-        self.pinned = NO_CONTENT
-        self.own = False
+        self.base = inode
+        self.state = State.VERSION
+        self.extent = inode.extent
         self.fd = -1
-        self.writable = False
-        self.dirty = False
-        self.mapped = False
-        self.whole = private
-        self.kept = False
-        self.discarded = False
+        self.holds = self.opens = self.writers = 0
+        self.leaving = self.preparing = self.awaited = 0
+        self.leaves = self.dirty = self.mapped = self.whole = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
         self.moved: tuple[Stamp, int] | None = None
         self.lock: trio.Lock | None = None
-        self.show(inode)
-        self.extent = NO_CONTENT if private else inode.extent
+        if replaces:
+            self.state, self.extent, self.whole = State.REPLACING, NO_CONTENT, True
 
-    def show(self, inode: Inode) -> None:
-        """Take over the version's attributes from the namespace."""
-        self.published = inode
-        self.version = inode.version
-        self.size = inode.size
-        self.blocks = inode.blocks
-        self.mtime_ns = inode.mtime_ns
+    def __repr__(self) -> str:
+        return f"<Content ino={self.ino} v{self.base.version} {self.state.name} extent={self.extent:x}>"
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> bool:
+        """Return whether no version names its extent, which is freed with this object."""
+        return self.extent not in (NO_CONTENT, self.base.extent)
 
     @property
     def since(self) -> Stamp | None:
@@ -97,7 +118,12 @@ class Content:
     @property
     def is_changing(self) -> bool:
         """Return whether its size and times are those of its extent, and not of a published version."""
-        return bool(self.private or self.writers or self.kept)
+        return self.writers > 0 or self.state is State.REPLACING or self.state is State.LEFT
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it is being published, or made writable."""
+        return self.preparing > 0 or (self.lock is not None and self.lock.locked())
 
     def locked(self) -> trio.Lock:
         """Return the lock that is held while it is published, or made writable."""
@@ -105,220 +131,96 @@ class Content:
             self.lock = trio.Lock()
         return self.lock
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.preparing) or (self.lock is not None and self.lock.locked())
+    def is_version_of(self, inode: Inode) -> bool:
+        """Return whether its extent is that of the inode's version."""
+        return self.base.version == inode.version and self.extent == inode.extent
 
-    def __repr__(self) -> str:
-        kind = "private" if self.private else "superseded" if self.superseded else "current"
-        return f"<Content ino={self.ino} v{self.version} {kind} extent={self.extent:x}>"
+    # -- changes of state ------------------------------------------------------------------------
 
+    def _become(self, state: State) -> None:
+        assert state is self.state or state in self.state.following, f"{self} becomes {state.name}"
+        self.state = state
 
-class Shown(NamedTuple):
-    """How a file looks to stat(2): bytes, 512-byte units, nanoseconds."""
-
-    size: int
-    blocks: int
-    mtime_ns: int
-    ctime_ns: int
-
-
-def stamp_of(status: os.stat_result) -> Stamp:
-    """Return the attributes that a write to an extent changes. Not st_ctime: a store that adopts the file
-    changes it, too."""
-    return status.st_size, status.st_mtime_ns
-
-
-def changed_ns(content: Content, status: os.stat_result) -> int:
-    """Return when a content was last changed; `status` is its extent's stat."""
-    if content.moved is not None and content.moved[0] == stamp_of(status):
-        return content.moved[1]
-    return status.st_ctime_ns
-
-
-class ContentTable:
-    """All contents that are open, or may be opened again."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.current: dict[int, Content] = {}
-        # The newest one last.
-        self.private: dict[int, list[Content]] = {}
-        # The newest version of each file that was published on this host.
-        self.published: dict[int, int] = {}
-        # The content that is being published, of each file.
-        self.publishing: dict[int, Content] = {}
-        # Contents with a descriptor, the oldest first.
-        self._described: dict[Content, None] = {}
-
-    def newest_private(self, ino: int) -> Content | None:
-        contents = self.private.get(ino)
-        return contents[-1] if contents else None
-
-    def stat(self, content: Content) -> os.stat_result:
-        """Return the stat of its extent. Raises OSError EIO if that is gone."""
-        if content.fd >= 0:
-            return os.fstat(content.fd)
-        return self._store.extents.stat(content.extent)
-
-    def stamp(self, content: Content) -> Stamp:
-        return stamp_of(self.stat(content)) if content.extent else (content.size, content.mtime_ns)
-
-    def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
-        if content.fd >= 0:
-            os.utime(content.fd, ns=(atime_ns, mtime_ns))
-        else:
-            self._store.extents.set_times(content.extent, atime_ns, mtime_ns)
-
-    def unpublished_bytes(self) -> int:
-        """Return how many bytes are allocated for contents that are being written, beyond those of the
-        versions that they are changed copies of. Those of files without a name are not published."""
-        written = [*self.current.values(), *itertools.chain(*self.private.values())]
-        blocks = 0
-        for content in written:
-            has_name = bool(self._store.namespace.inodes[content.ino].nlink)
-            if has_name and content.is_changing and content.extent:
-                with suppress(OSError):  # a store node has removed it with its session
-                    before = content.blocks if content.seen is not None else 0
-                    blocks += max(0, self.stat(content).st_blocks - before)
-        return blocks * BLOCK_BYTES
-
-    # -- where it lies ---------------------------------------------------------------------------
-
-    def is_here(self, content: Content) -> bool:
-        """Return whether the content is on this host; it may be too large for that."""
-        return content.own or (bool(content.extent) and self._store.is_here(content.extent))
-
-    def is_borrowed(self, content: Content) -> bool:
-        """Return whether the content's file belongs to a store node, and must not be written."""
-        return not content.writable and self._store.is_lent(content.extent)
-
-    # -- what keeps an extent --------------------------------------------------------------------
-
-    def hold(self, content: Content, *, lends: bool = False) -> None:
-        """Keep a content. `lends`: a program gets it that may keep references to its pages. Raises OSError
-        ESTALE if a store node has freed its extent already."""
-        if not content.holds:
-            try:
-                self._store.pin(content.extent)
-            except OSError:
-                if content.own:
-                    self.supersede(content)  # nobody else has it
-                raise
-            content.pinned = content.extent
-        content.holds += 1
-        if lends:
-            try:
-                self._store.lend(content.extent)
-            except BaseException:
-                self.let_go(content)
-                raise
-
-    def let_go(self, content: Content) -> bool:
-        """Undo one `hold`. Return whether it was the last one."""
-        content.holds -= 1
-        if content.holds:
-            return False
-        self._store.unpin(content.pinned)
-        content.pinned = NO_CONTENT
-        self.close(content)
-        return True
-
-    def close(self, content: Content) -> None:
-        """Close the descriptor of a content, as when nobody writes it any more."""
-        if content.fd >= 0:
-            del self._described[content]
-            os.close(content.fd)
-            content.fd = -1
-
-    def keep_open(self, content: Content, fd: int) -> None:
-        """Take over a descriptor of the content's extent."""
-        self.close(content)
-        if len(self._described) >= _DESCRIPTORS_MAX:
-            self.close(next(iter(self._described)))
-        self._described[content] = None
-        content.fd = fd
-
-    def give_extent(self, content: Content, extent: ContentId, *, own: bool) -> None:
-        """Move the content to another extent, or give the same extent another number. Raises OSError
-        ESTALE, and changes nothing, if a store node has freed that extent already."""
-        if content.holds:
-            self._store.pin(extent)
-            self._store.lend(extent)
-            self._store.unpin(content.pinned)
-            content.pinned = extent
-        before, was_own = content.extent, content.own
-        if extent != before:
-            self.close(content)
-        content.extent, content.own = extent, own
-        if was_own and before != extent:
-            self._store.retire(before)
-
-    # -- becoming and ceasing to be the file's content --------------------------------------------
-
-    def add_private(self, content: Content) -> None:
-        self.private.setdefault(content.ino, []).append(content)
-
-    def make_current(self, content: Content) -> None:
-        """Make the content the file's current one; the one before stays with its descriptors."""
-        if content.private:
-            self._remove_private(content)
-        content.superseded = False
-        before = self.current.get(content.ino)
-        if before is not None and before is not content:
-            self.supersede(before)
-        self.current[content.ino] = content
-
-    def become_version(self, inode: Inode) -> Content | None:
-        """Make the content that is being published current if its very file is the newest version, maybe
-        under another number: the store knows of a version before its publisher does."""
-        content = self.publishing.get(inode.ino)
-        if content is None or not self._is_same_file(content.extent, inode.extent):
-            return None
-        content.show(inode)
-        self.make_current(content)
-        return content
-
-    def _is_same_file(self, one: ContentId, other: ContentId) -> bool:
-        if not (one and other):
-            return False
-        try:
-            return one == other or os.path.samestat(*map(self._store.extents.stat, (one, other)))
-        except OSError:
-            return False
-
-    def supersede(self, content: Content) -> None:
-        """Let no further open share this content; descriptors that have it keep it."""
-        if content.private:
-            self._remove_private(content)
-        content.superseded = True
-        if self.current.get(content.ino) is content:
-            del self.current[content.ino]
-        if not content.holds:
-            self._retire(content)
-
-    def rest(self, content: Content, inode: Inode) -> None:
-        """Note that nobody holds the content any more."""
-        if content.kept and not content.superseded:
+    def begin_empty(self, stamp: Stamp, *, has_version: bool, whole: bool = False) -> None:
+        """Begin to be written, in an extent of its own that is empty. `has_version`: so is the file's
+        version."""
+        self.begun = stamp
+        if self.state is State.REPLACING:
             return
-        if (
-            content.private
-            or content.superseded
-            or content.version != inode.version
-            or content.extent != inode.extent
-        ):
-            self.supersede(content)
+        self.seen, self.whole = stamp if has_version else None, whole
+        if self.state.ended:
+            self._become(State.OVERTAKEN)
         else:
-            content.mapped = content.writable = False
+            self._become(State.IN_PLACE if has_version else State.NEW)
 
-    def _remove_private(self, content: Content) -> None:
-        content.private = False
-        left = self.private[content.ino]
-        left.remove(content)
-        if not left:
-            del self.private[content.ino]
+    def begin_in_place(self, stamp: Stamp) -> None:
+        """Begin to be written where the version's bytes are."""
+        self.seen = self.begun = stamp
+        self._become(State.OVERTAKEN if self.state.ended else State.IN_PLACE)
 
-    def _retire(self, content: Content) -> None:
-        if content.own:
-            content.own = False
-            self._store.retire(content.extent)
+    def go_on_in_place(self, stamp: Stamp, changed_ns: int) -> None:
+        """Begin to be written again, after it was written since it was published. `changed_ns`: the time of
+        its last change, which is still to be published."""
+        self.moved = stamp, changed_ns
+        self._become(State.OVERTAKEN if self.state.ended else State.IN_PLACE)
+
+    def touch(self) -> None:
+        """Note that a request to the daemon changes it."""
+        self.dirty = True
+
+    def retime(self, stamp: Stamp) -> None:
+        """Note that a program has set the times of a content that nobody wrote."""
+        if self.seen is not None:
+            self.seen = stamp
+        else:
+            self.begun = stamp
+
+    def be_published(self, inode: Inode, stamp: Stamp, *, by_copy: bool, relied_on: bool) -> None:
+        """Note that a version holds the bytes that the content had at `stamp`: it is the content's very
+        file or, `by_copy`, a copy. `relied_on`: the file must not be written any more."""
+        self.base, self.seen, self.dirty = inode, stamp, False
+        if by_copy and self.state is State.REPLACING:
+            return  # readers see whole versions only
+        self.whole = False
+        writable = self.state.writable and not relied_on
+        self._become(State.IN_PLACE if writable else State.VERSION)
+
+    def become_version(self, inode: Inode) -> None:
+        """Note that its very file has become a version, which its publisher will be told later."""
+        self.base = inode
+        self._become(State.VERSION)
+
+    def be_set_aside(self, stamp: Stamp) -> None:
+        """Note that another file has what was written until `stamp`."""
+        self.seen, self.dirty = stamp, False
+
+    def show_newest(self, inode: Inode, stamp: Stamp) -> None:
+        """Note that the bytes of a newer version were copied into its extent."""
+        assert self.state.writable, self
+        self.base, self.seen, self.dirty = inode, stamp, False
+
+    def be_left(self) -> None:
+        """Stay on this host as it is, although its last writer has gone and it is no version."""
+        self._become(State.LEFT)
+
+    def supersede(self) -> None:
+        """Be kept only by the descriptors that have it open."""
+        if not self.state.ended:
+            self._become(State.OVERTAKEN if self.state.writable else State.SUPERSEDED)
+
+    def give_up(self) -> None:
+        """Be given up by its writer."""
+        self._become(State.GIVEN_UP)
+
+    def rest(self) -> None:
+        """Be the version's again: nobody has it open, and it is unchanged."""
+        self.mapped = False
+        self._become(State.VERSION)
+
+    def be_mapped(self) -> None:
+        """Note that a program may map it for writing."""
+        self.mapped = True
+
+    def be_joined(self) -> None:
+        """Note that a writer has opened it who did not begin with an empty file."""
+        self.whole = False

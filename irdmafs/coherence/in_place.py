@@ -1,97 +1,84 @@
-"""Making contents writable in place, and taking versions of other hosts into them."""
+"""Making contents writable in place, and showing the versions of other hosts in them."""
 
-import errno
+import logging
 import os
-from collections.abc import Callable
 
-from ..backend.cluster.records import NO_CONTENT
-from ..backend.namespace import Inode, fail
-from ..backend.store.api import Store
-from ..backend.store.sparse import segments
+import trio
+
+from ..backend.namespace import Inode
+from ..backend.store.extents import copy_contents
 from ..inline import detach
-from .changes import Changes
-from .content import Content, ContentTable, changed_ns, stamp_of
-from .kernel_cache import KernelCache
-from .newest import Newest
-from .nodes import Handle, Node
-from .publishing import Publisher
+from .content import Content, Stamp
+from .host import Host
 from .sharing import Sharing
-from .unused import Unused
+from .table import changed_ns, stamp_of
+
+__all__ = ["InPlace"]
+
+log = logging.getLogger(__name__)
 
 
 class InPlace:
-    """Makes contents writable, and changes them for requests."""
+    """Makes contents writable, and copies newer versions into those that have nothing unpublished."""
 
-    def __init__(
-        self,
-        store: Store,
-        kernel: KernelCache,
-        table: ContentTable,
-        changes: Changes,
-        sharing: Sharing,
-        unused: Unused,
-        newest: Newest,
-        publisher: Publisher,
-    ) -> None:
-        self._store = store
-        self._kernel = kernel
-        self._table = table
-        self._changes = changes
+    def __init__(self, host: Host, sharing: Sharing) -> None:
+        self._host = host
+        self._store = host.store
+        self._inodes = host.inodes
+        self._kernel = host.kernel
+        self._table = host.table
+        self._changes = host.changes
+        self._nodes = host.nodes
         self._sharing = sharing
-        self._unused = unused
-        self._newest = newest
-        self._publisher = publisher
-        self._nodes = unused.nodes
-        self._inodes = store.namespace.inodes
 
     # -- beginning -------------------------------------------------------------------------------
 
     async def make_writable(self, content: Content) -> None:
-        if self._store.waits or content.is_busy:
-            # Counted from now on: opens that come before this task goes on are to share the copy.
-            content.preparing += 1
-            try:
-                await detach()
-                async with content.locked():
-                    if not content.writable:
-                        await self._begin(content)
-            finally:
-                content.preparing -= 1
-        else:
+        """Return when the content may be written. Raises OSError (ENOSPC, ESTALE)."""
+        if not (self._store.waits or content.is_busy):
             await self._begin(content)
+            return
+        # Counted from now on: opens that come before this task goes on are to share the copy.
+        content.preparing += 1
+        try:
+            await detach()
+            async with content.locked():
+                if not content.state.writable:
+                    await self._begin(content)
+        finally:
+            content.preparing -= 1
 
     async def _begin(self, content: Content) -> None:
         """Note that the content may differ from its version from now on."""
         inode = self._inodes[content.ino]
         if not content.extent:
             self._sharing.allocate(content, inode)
-            content.seen = content.begun if inode.version else None
             return
         before = content.extent
         is_version = content.seen is None or not self._changes.is_written(content)
         is_copied = self._store.is_lent(before)
-        if not is_version:
-            status = self._table.stat(content)
-            content.moved = stamp_of(status), changed_ns(content, status)
+        written = None if is_version else self._table.stat(content)
         extent = await self._store.begin_in_place(inode, before)
-        self._table.give_extent(content, extent, own=extent != before)
+        if extent != before:
+            self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, self._store.extents.open(extent, os.O_RDWR))
         if is_copied:
             for node in self._nodes.of(content.ino):
                 if node.backing_extent == before and (node.content is content or not node.is_bound):
                     self._kernel.drop_backing(node)
+        elif extent != before:
+            self._host.move_backings(content.ino, before, extent)
+        if written is None:
+            content.begin_in_place(self._set_mtime(content, inode))
         else:
-            self._unused.move_backings(content.ino, before, extent)
-        if is_version:
-            content.seen = content.begun = self._newest.set_mtime(content, inode)
-        content.writable = True
+            content.go_on_in_place(stamp_of(written), changed_ns(content, written))
 
-    # -- what other hosts published --------------------------------------------------------------
+    # -- versions of other hosts -----------------------------------------------------------------
 
     def is_behind(self, inode: Inode) -> bool:
         """Return whether another host has published a newer version than the one written in place here."""
         content = self._table.current.get(inode.ino)
-        return content is not None and bool(content.writers) and content.version != inode.version
+        return content is not None and content.writers > 0 and content.base.version != inode.version
 
     async def refresh(self, ino: int) -> None:
         """Show the newest version, which another host published, to everybody who has the file open in
@@ -99,88 +86,51 @@ class InPlace:
         content, inode = self._table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return
-        with self._unused.held(content):
+        with self._host.held(content):
             await detach()
             async with content.locked():
                 inode = await self._store.bring(ino)
-                if content.superseded or content.version == inode.version:
+                if content.state.ended or content.base.version == inode.version:
                     return
                 if self._changes.is_written(content):
                     return
                 if self._table.is_borrowed(content):
                     self._table.supersede(content)  # its last writer is leaving
                     return
-                if not content.writable:
+                if not content.state.writable:
                     await self._begin(content)
-                await self._newest.show(content, inode)
+                await self._show(content, inode)
 
-    # -- changes that come as requests -----------------------------------------------------------
+    async def show_after_conflict(self, content: Content) -> None:
+        """Show the newest version in the place of what was set aside, unless somebody has written since."""
+        try:
+            inode = await self._store.bring(content.ino)
+            if content.state.writable and not self._changes.is_surely_written(content):
+                await self._show(content, inode)
+        except OSError as error:  # the next open or lock tries again
+            where = self._store.namespace.describe(content.ino)
+            log.warning("%s: the newest version cannot be shown yet: %s", where, error)
 
-    async def change(self, handle: Handle, change: Callable[[int], None]) -> None:
-        """Call `change` with a descriptor of the content's file, for a request of a handle."""
-        content = handle.content
-        assert content is not None
-        if not content.writable or content.is_busy:
-            await self.make_writable(content)
-        with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
-            change(fd)
-        content.dirty = True
-        handle.since = None
+    async def _show(self, content: Content, inode: Inode) -> None:
+        """Copy a version, which is on this host, into a writable content that has nothing unpublished."""
+        extents = self._store.extents
+        with extents.opened(content.extent, os.O_RDWR) as fd:
+            os.ftruncate(fd, inode.size)
+            if inode.extent:
+                with extents.opened(inode.extent) as source:
+                    await trio.to_thread.run_sync(copy_contents, source, fd)
+        content.show_newest(inode, self._set_mtime(content, inode))
+        for node in list(self._nodes.of(content.ino)):
+            if node.content is content:
+                if node.cached:
+                    await self._kernel.forget_content(node)
+                self._kernel.invalidate_attributes(node)
 
-    def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
-        """Raise OSError EDQUOT if an extent of the file may not grow by so many bytes."""
-        quotas = self._store.namespace.quotas
-        if quotas.in_use:
-            quotas.refuse_growth(ino, os.fstat(fd), offset, length)
-
-    def refuse_to_reserve(self, fd: int, offset: int, length: int) -> None:
-        """Raise OSError ENOSPC if there is no room for what is not allocated yet of a part of a file.
-        Store nodes do not know of bytes that are not published; a store on this host does."""
-        if not self._store.shared:
-            return
-        wanted = length - sum(count for _, count in segments(fd, offset, length))
-        space = self._store.statvfs()
-        free = space.f_bavail * space.f_frsize - self._table.unpublished_bytes()
-        if wanted > free:
-            raise fail(errno.ENOSPC)
-
-    async def truncate(self, inode: Inode, size: int) -> None:
-        """Carry out truncate(2) by name: every descriptor on this host sees the file cut at once."""
-        content = self._sharing.newest(inode)
-        if inode.size == size and not content.is_changing:
-            return
-        if not size and not content.holds and not content.kept:
-            # The content need not be fetched to be emptied.
-            self._table.give_extent(content, NO_CONTENT, own=False)
-        await self._cut_and_publish(content, size)
-
-    async def empty(self, content: Content) -> None:
-        """Publish an empty version at once: no close will publish it."""
-        if content.writers or content.private or self._table.stamp(content)[0]:
-            await self._cut_and_publish(content, 0)
-
-    async def _cut_and_publish(self, content: Content, size: int) -> None:
-        """Cut a content, and publish that at once unless its writer's close will."""
-        with self._unused.held(content):
-            if not content.writable or content.is_busy:
-                await self.make_writable(content)
-            self._store.extents.truncate(content.extent, size)
-            content.dirty = True
-            in_place = content.seen is not None and not content.private
-            if not content.kept and (in_place or not content.writers):
-                await self._publisher.publish_truncated(content)
-
-    def set_mtime(self, node: Node, mtime_ns: int) -> None:
-        """Carry out utimensat(2) for a time that is kept in the extent."""
-        content = node.content if node.is_bound else self._table.current.get(node.ino)
-        if content is None or not content.extent or not (content.is_changing or content.writable):
-            return
-        written = self._changes.is_written(content)
+    def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
+        """Give the content the inode's time of modification, and return its stamp. Its access time stays:
+        it may be that of a read which no record has."""
         status = self._table.stat(content)
-        self._table.set_times(content, status.st_atime_ns, mtime_ns)
-        if written:
-            content.dirty = True  # the new time may be the one it had when it was published
-        elif content.seen is not None:
-            content.seen = self._table.stamp(content)
-        else:
-            content.begun = self._table.stamp(content)
+        if status.st_mtime_ns != inode.mtime_ns:
+            self._table.set_times(content, status.st_atime_ns, inode.mtime_ns)
+            status = self._table.stat(content)
+        return stamp_of(status)

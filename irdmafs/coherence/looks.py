@@ -1,47 +1,58 @@
 """How files look to stat(2) on this host: size, blocks and times of the content that a node stands for."""
 
+from typing import NamedTuple
+
 from ..backend.namespace import Inode
-from .content import Content, ContentTable, Shown, changed_ns, stamp_of
-from .nodes import Node, NodeTable
+from .content import Content, State
+from .host import Host
+from .nodes import Node
 from .sharing import Sharing
+from .table import changed_ns, stamp_of
+
+
+class Shown(NamedTuple):
+    """How a file looks to stat(2): bytes, 512-byte units, nanoseconds."""
+
+    size: int
+    blocks: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 class Looks:
     """Tells the attributes that are the content's, and not the inode's."""
 
-    def __init__(self, table: ContentTable, sharing: Sharing, nodes: NodeTable) -> None:
-        self._table = table
+    def __init__(self, host: Host, sharing: Sharing) -> None:
+        self._table = host.table
+        self._nodes = host.nodes
         self._sharing = sharing
-        self._nodes = nodes
 
     def shown(self, node: Node, inode: Inode) -> Shown:
         """Return how the content that the node stands for looks."""
         content = node.content if node.opens or node.promised else None
         if content is None:
             content = self._table.current.get(inode.ino)
-            if content is not None and content.version != inode.version:
+            if content is not None and content.base.version != inode.version:
                 content = self._sharing.current(inode)
-        if content is not None and (content.is_changing or content.superseded):
+        if content is not None and (content.is_changing or content.state.ended):
             return self.look_of(content, inode)
         return Shown(inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns)
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """Return how one of the file's contents looks."""
-        if content.private and content.begun and not (content.opens or content.dirty):
-            return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
-        if content.is_changing and content.extent:
-            status = self._table.stat(content)
-            ctime_ns = inode.ctime_ns
-            if content.dirty or stamp_of(status) != content.since:
-                # The kernel's clock ticks: a write may seem to lie before the change of a name.
-                ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
-            return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
-        return Shown(content.size, content.blocks, content.mtime_ns, inode.ctime_ns)
+        if not (content.extent and (content.writers or content.state.writable)):
+            base = content.base
+            return Shown(base.size, base.blocks, base.mtime_ns, inode.ctime_ns)
+        status, ctime_ns = self._table.stat(content), inode.ctime_ns
+        if content.dirty or stamp_of(status) != content.since:
+            # The kernel's clock ticks: a write may seem to lie before the change of a name.
+            ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
+        return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
 
     def version(self, node: Node, inode: Inode) -> int:
         """Return the version that the node stands for, or was made of."""
         content = node.content if node.opens else None
-        return content.version if content is not None else inode.version
+        return content.base.version if content is not None else inode.version
 
     def changes_unnoticed(self, node: Node) -> bool:
         """Return whether the kernel may not keep a node's attributes: stores through a mapping, and writes
@@ -50,7 +61,9 @@ class Looks:
         content = node.content if bound else self._table.current.get(node.ino)
         if content is None or not content.is_changing:
             return False
-        return content.mapped or (not content.private and self._nodes.has_siblings(node.ino))
+        if content.mapped:
+            return True
+        return content.state is not State.REPLACING and self._nodes.has_siblings(node.ino)
 
     def is_written(self, ino: int) -> bool:
         """Return whether somebody has the file open for writing."""

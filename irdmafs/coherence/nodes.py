@@ -79,7 +79,7 @@ class Handle:
         self.since: Stamp | None = None
         self.aborted = self.killed = False
         self.name = node.name
-        self.version = content.version if content is not None else 0
+        self.version = content.base.version if content is not None else 0
         self.is_directory = content is None
         self.entries: list[tuple[bytes, int]] | None = None
 

@@ -6,22 +6,20 @@ docs/sharing.md, "When a version is published", has the rules that this module c
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 
 import trio
 
 from ..backend.cluster.records import ContentId
-from ..backend.namespace import Inode, fail
-from ..backend.store.api import Outdated, Store
+from ..backend.namespace import Inode, NewVersion, Outdated, fail
 from ..backend.store.extents import copy_contents
 from ..callers.processes import Processes
 from ..inline import detach
-from .changes import Changes
-from .content import Content, ContentTable, changed_ns, stamp_of
-from .kernel_cache import KernelCache
-from .newest import Newest
-from .nodes import Handle, NodeTable
+from .content import Content, State
+from .host import Host
+from .in_place import InPlace
+from .nodes import Handle
+from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -34,31 +32,26 @@ _FULL_BYTES = 64 * 1024
 class Publisher:
     """Decides what is published when, and publishes it."""
 
-    def __init__(
-        self,
-        store: Store,
-        kernel: KernelCache,
-        table: ContentTable,
-        changes: Changes,
-        nodes: NodeTable,
-        processes: Processes,
-        newest: Newest,
-    ) -> None:
-        self._store = store
-        self._kernel = kernel
-        self._table = table
-        self._changes = changes
-        self._nodes = nodes
-        self._inodes = store.namespace.inodes
+    def __init__(self, host: Host, in_place: InPlace, processes: Processes) -> None:
+        self._host = host
+        self._store = host.store
+        self._inodes = host.inodes
+        self._kernel = host.kernel
+        self._table = host.table
+        self._changes = host.changes
+        self._nodes = host.nodes
+        self._in_place = in_place
         self._processes = processes
-        self._newest = newest
         # By inode, those whose contents are being published.
         self._turns: dict[int, trio.Lock] = {}
 
     # -- close -----------------------------------------------------------------------------------
 
-    async def flush(self, handle: Handle, content: Content, pid: int) -> None:
+    async def flush(self, handle: Handle, pid: int) -> None:
         """Carry out close(2) of one descriptor. Return when everything written is published."""
+        content = handle.content
+        if content is None or not handle.writing:
+            return
         inode = self._inodes[content.ino]
         if not (inode.nlink or inode.maker):
             return
@@ -70,8 +63,8 @@ class Publisher:
             await detach()
             async with content.locked():
                 pass
-        handle.aborted = content.discarded
-        if handle.aborted or (content.superseded and not self._changes.is_written(content)):
+        handle.aborted = content.state is State.GIVEN_UP
+        if handle.aborted or (content.state.ended and not self._changes.is_written(content)):
             return
         if content.whole or content.seen is None:
             process = await self._processes.of(pid)
@@ -90,7 +83,8 @@ class Publisher:
                 and await self._has_duplicate(pid, content.ino)
             ):
                 return
-            if content.private and not handle.node.cached and self._is_full():
+            replaces = content.state is State.REPLACING
+            if replaces and not handle.node.cached and self._is_full():
                 # The daemon does not see a write that the kernel refused for lack of room.
                 handle.aborted = True
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
@@ -113,7 +107,7 @@ class Publisher:
         """Return whether the content may be written on: a copy is published then, if that makes a
         difference."""
         # The bytes are hashed while they are sent; a program that maps them may store meanwhile.
-        if content.writers > 1 or (content.mapped and self._store.shared):
+        if content.writers > 1 or (content.mapped and self._store.sends):
             return True
         if not self._store.hands_over(content.extent):
             return False
@@ -141,26 +135,36 @@ class Publisher:
         """
         inode = self._inodes[content.ino]
         while (
-            not (handle.aborted or content.discarded)
-            and (bool(inode.nlink) or not self._store.shared)
-            and not (content.superseded and not self._changes.is_written(content))
+            not (handle.aborted or content.state is State.GIVEN_UP)
+            and (bool(inode.nlink) or self._store.freshness is None)
+            and not (content.state.ended and not self._changes.is_written(content))
             and content.writers == 1
         ):
             changed = self._changes.is_changed(handle, content)
-            if changed or (self._changes.is_to_be_compared(content) and not content.superseded):
+            if changed or (self._changes.is_to_be_compared(content) and not content.state.ended):
                 await self._publish_locked(content, stays=False, changed=changed)
             if not changed:
                 return
             inode = self._inodes[content.ino]
 
+    def give_up(self, handle: Handle) -> bool:
+        """Publish nothing through this handle any more. Return whether there was anything to publish."""
+        content = handle.content
+        unpublished = handle.writing and content is not None and self._changes.is_written(content)
+        handle.aborted |= unpublished
+        return unpublished
+
     # -- other occasions -------------------------------------------------------------------------
 
-    async def fsync(self, handle: Handle, content: Content) -> None:
+    async def fsync(self, handle: Handle) -> None:
         """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
-        if content.discarded or (content.superseded and not self._changes.is_written(content)):
+        content = handle.content
+        if content is None or not handle.writing or content.state is State.GIVEN_UP:
+            return
+        if content.state.ended and not self._changes.is_written(content):
             return
         changed = self._changes.is_changed(handle, content)
-        if not self._store.shared:
+        if not self._store.sends:
             # On one host there is no other copy, but processes that wait for versions must be told of this
             # one.
             was_written = content.seen != content.begun
@@ -177,21 +181,58 @@ class Publisher:
             for name in self._store.namespace.names_of(ino):
                 await self._store.namespace.show(*name)
 
-    async def publish_so_far(self, content: Content) -> None:
+    def is_changed_in_place(self, ino: int) -> bool:
+        """Return whether anybody wrote the file in place since it was published, as far as stat can
+        tell."""
+        content = self._table.current.get(ino)
+        return content is not None and content.is_changing and self._changes.is_written(content)
+
+    async def publish_in_place(self, ino: int, *, begun: bool) -> None:
+        """Publish everything written in place so far, before another host may lock the file. `begun`: also
+        a new file whose writers all began with an empty one, which is else left to their closes."""
+        content = self._table.current.get(ino)
+        if (
+            content is not None
+            and content.is_changing
+            and (begun or not content.whole)
+            and self._inodes[ino].nlink
+        ):
+            with self._host.held(content):
+                await self._publish_so_far(content)
+
+    async def show_newest(self, ino: int) -> None:
+        """Show the newest version, before a lock of the file is granted.
+
+        Raises OSError ESTALE if something else was written in place here; that is in a file beside it now.
+        """
+        await self._in_place.refresh(ino)
+        inode = self._inodes.get(ino)
+        if inode is not None and self._in_place.is_behind(inode):
+            await self.publish_in_place(ino, begun=True)
+
+    async def publish_now(self, ino: int) -> None:
+        """Publish the content being written to an inode whose name is about to lead to another inode."""
+        with ExitStack() as held:
+            contents = list(self._table.private.get(ino, ()))
+            current = self._table.current.get(ino)
+            if current is not None and current.writers:
+                contents.insert(0, current)
+            for content in contents:
+                held.enter_context(self._host.held(content))
+            for content in contents:
+                await self._publish_named(content)
+
+    async def _publish_so_far(self, content: Content) -> None:
         """Publish everything written in place so far, by any process; nothing if there is nothing."""
-        if not content.extent or content.discarded:
+        if not content.extent:
             return
         changed = self._changes.is_written(content)
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
-    async def publish_named(self, content: Content) -> None:
+    async def _publish_named(self, content: Content) -> None:
         """Publish the content being written to a file whose name is about to lead to another inode."""
-        if (
-            not content.discarded
-            and self._table.stamp(content)[0]
-            and self._changes.is_written(content)
-        ):
+        if self._table.stamp(content)[0] and self._changes.is_written(content):
             if self._store.waits:
                 await detach()
             await self._publish_locked(content, stays=True, naming=True)
@@ -205,8 +246,8 @@ class Publisher:
         and other hosts do not see it."""
         if not self._table.stamp(content)[0]:
             return
-        if self._store.shared:
-            content.kept = True
+        if self._store.sends:
+            content.be_left()
         else:
             await self._publish_locked(content, stays=False)
 
@@ -222,39 +263,42 @@ class Publisher:
 
     async def _publish_locked(
         self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
-    ) -> bool:
-        """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
-        published."""
+    ) -> None:
+        """Publish a content; if not `changed`, only if a comparison finds it changed."""
         waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
             await self._publish(content, stays=stays, naming=naming)
-            return True
+            return
         await detach()
         seen = content.seen
-        async with content.locked():
+        lock = content.locked()
+        # A lock that is free is taken without letting other tasks go first.
+        if lock.locked():
+            await lock.acquire()
+        else:
+            lock.acquire_nowait()
+        try:
             # Another task may have published it meanwhile.
             certain = changed and content.seen == seen
             if not certain and not self._changes.is_surely_written(content):
                 if not self._changes.is_to_be_compared(content):
-                    return False
-                same = await self._store.is_same(content.published, content.extent)
-                if same and not self._changes.is_surely_written(
-                    content
-                ):  # somebody may have truncated the file
-                    return False
+                    return
+                same = await self._store.is_same(content.base, content.extent)
+                # Somebody may have truncated the file meanwhile.
+                if same and not self._changes.is_surely_written(content):
+                    return
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
-            try:
-                await self._publish(content, stays=stays, naming=naming)
-            finally:
-                content.leaves = False
-            return True
+            await self._publish(content, stays=stays, naming=naming)
+        finally:
+            content.leaves = False
+            lock.release()
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
         need a copy, as they see whole versions only. So does everything that leaves this host."""
-        return content.private or self._store.shared
+        return content.state is State.REPLACING or self._store.sends
 
     async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
         """Publish a content. `naming`: the kernel keeps directories locked until this returns."""
@@ -263,107 +307,82 @@ class Publisher:
         stays = stays or content.writers > 1  # others may have opened it meanwhile
         status = shape = self._table.stat(content)
         extent = content.extent
-        mapped = content.mapped
-        written = content.private or self._changes.is_written(content, status)
+        replaces = content.state is State.REPLACING
+        written = replaces or self._changes.is_written(content, status)
         ctime_ns = changed_ns(content, status) if written else 0
-        dirty, content.dirty = content.dirty, False
+        copies = stays and bool(status.st_size) and self._copies(content)
         # A writer that replaces a file does so even if others published meanwhile. On one host the last
         # close wins.
-        replaces = content.private or content.whole or not self._store.shared
+        base = None if replaces or content.whole else content.base.version
         try:
-            if stays and status.st_size and self._copies(content):
+            if copies:
                 extent, shape = await self._copy(content)
-                mapped = False
+            version = NewVersion(
+                content.ino, extent, shape.st_size, shape.st_blocks, status.st_mtime_ns, ctime_ns,
+                base, content.mapped and not copies,
+            )  # fmt: skip
             try:
-                inode = await self._store_version(
-                    content, extent, shape, status.st_mtime_ns,
-                    ctime_ns=ctime_ns, mapped=mapped, replaces=replaces,
-                )  # fmt: skip
+                inode = await self._store_version(content, version)
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
                 # Two hosts that only emptied the file, as programs do with lock files, do not conflict.
                 if status.st_size or inode.size:
-                    if extent == content.extent:
+                    if not copies:
                         extent, shape = await self._copy(content)
-                    name = await self._store.save_aside(
-                        content.ino, extent, shape, status.st_mtime_ns
-                    )
+                        version = version.with_bytes_of(extent, shape)
+                    name = await self._store.save_aside(version)
                     extent = content.extent
-                    dirty = False
                     raise await self._set_aside(content, name, status, outdated) from outdated
         except BaseException:
-            content.dirty |= dirty
             if extent != content.extent:
                 self._store.extents.free(extent)
             raise
         if extent not in (content.extent, inode.extent):
             self._store.retire(extent)  # the copy was published under another number
-        content.seen = stamp_of(status)
-        content.kept = False
-        if extent != content.extent and content.private:
-            # The content stays private; the copy is the file's version.
-            content.published = inode
-            content.version = inode.version
+        relied_on = not copies and self._hand_over(content, inode)
+        content.be_published(inode, stamp_of(status), by_copy=copies, relied_on=relied_on)
+        if content.state is State.REPLACING:
             self._supersede_before(inode)
         else:
-            content.show(inode)
-            content.whole = False
-            if extent == content.extent:
-                self._handed_over(content, inode)
             # Even if others have joined it meanwhile: the version's extent is this content's, and opens for
             # reading must not begin another one with it.
-            if content.private or content.superseded:
-                self._table.make_current(content)
+            self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
 
-    async def _store_version(
-        self,
-        content: Content,
-        extent: ContentId,
-        status: os.stat_result,
-        mtime_ns: int,
-        *,
-        ctime_ns: int,
-        mapped: bool,
-        replaces: bool,
-    ) -> Inode:
-        """Have an extent made the file's next version. Unless it `replaces` whatever there is, raises
-        Outdated if another host has published since."""
-        base = None if replaces else content.version
-        async with self._turn(content):
-            while True:
-                try:
-                    inode = await self._store.publish(
-                        content.ino, extent, status, mtime_ns,
-                        ctime_ns=ctime_ns, mapped=mapped, base=base,
-                    )  # fmt: skip
-                except Outdated:
-                    newest = self._inodes[content.ino]
-                    if newest.version == base or not self._is_own(newest):
-                        raise
-                    base = newest.version  # on this host the last close wins
-                else:
-                    self._table.published[content.ino] = inode.version
-                    return inode
-
-    @asynccontextmanager
-    async def _turn(self, content: Content) -> AsyncIterator[None]:
-        """Publish one content of a file at a time: while another one is on its way, nobody could tell that
-        the newest version is this host's own."""
+    async def _store_version(self, content: Content, version: NewVersion) -> Inode:
+        """Have a content made the file's next version. Raises Outdated if another host has published since
+        the version's base."""
         if not self._store.waits:
-            yield
-            return
-        lock = self._turns.setdefault(content.ino, trio.Lock())
+            return await self._store_based(version)
+        # One content of a file is published at a time: while another one is on its way, nobody could tell
+        # that the newest version is this host's own.
+        turn = self._turns.get(content.ino)
+        if turn is None:
+            turn = self._turns[content.ino] = trio.Lock()
+            turn.acquire_nowait()
+        else:
+            await turn.acquire()
+        self._table.publishing[content.ino] = content
         try:
-            async with lock:
-                self._table.publishing[content.ino] = content
-                try:
-                    yield
-                finally:
-                    del self._table.publishing[content.ino]
+            return await self._store_based(version)
         finally:
-            if not lock.locked():
-                self._turns.pop(content.ino, None)
+            del self._table.publishing[content.ino]
+            turn.release()
+            if not turn.locked():
+                del self._turns[content.ino]
+
+    async def _store_based(self, version: NewVersion) -> Inode:
+        while True:
+            try:
+                inode = await self._store.publish(version)
+            except Outdated:
+                newest = self._inodes[version.ino]
+                if newest.version == version.base or not self._is_own(newest):
+                    raise
+                version = version._replace(base=newest.version)  # on one host the last close wins
+            else:
+                self._table.published[version.ino] = inode.version
+                return inode
 
     def _is_own(self, inode: Inode) -> bool:
         """Return whether this host has published the newest version, whether or not it was told so."""
@@ -371,25 +390,24 @@ class Publisher:
             inode.ino
         ) or self._store.may_have_published(inode.extent)
 
-    def _handed_over(self, content: Content, inode: Inode) -> None:
-        """Note that a version names the content's very extent now, maybe under another number."""
+    def _hand_over(self, content: Content, inode: Inode) -> bool:
+        """Note that a version names the content's very file, maybe under another number. Return whether it
+        must not be written any more."""
         if not inode.extent:
-            return
-        was_own = content.own
-        content.own = was_own and inode.extent != content.extent
+            return False
         try:
-            self._table.give_extent(content, inode.extent, own=False)
+            if inode.extent != content.extent:
+                self._table.give_extent(content, inode.extent, frees=content.own)
+            elif self._store.sends:
+                self._table.lend_again(content)
         except OSError:
-            # Another host has published since, and the store node here has freed the file.
-            content.own = was_own
-            return
-        if self._store.shared:
-            content.writable = False
+            return False  # another host has published since, and the store node here has freed the file
+        return self._store.sends
 
     def _supersede_before(self, inode: Inode) -> None:
         before = self._table.current.get(inode.ino)
         # An open may have begun the content of this version already.
-        if before is not None and before.version != inode.version:
+        if before is not None and before.base.version != inode.version:
             self._table.supersede(before)
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
@@ -416,11 +434,11 @@ class Publisher:
         where = self._store.namespace.describe(content.ino)
         error = fail(
             errno.ESTALE,
-            f"{where}: version {outdated.version} was published while version {content.version} was "
-            f"written in place here; what was written is in {name}",
+            f"{where}: version {outdated.version} was published while version {content.base.version} "
+            f"was written in place here; what was written is in {name}",
         )
-        content.seen = stamp_of(status)
-        await self._newest.show_after_conflict(content)
+        content.be_set_aside(stamp_of(status))
+        await self._in_place.show_after_conflict(content)
         return error
 
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:

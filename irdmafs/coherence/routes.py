@@ -7,40 +7,33 @@ promised its own content on another node, and refused: see redirects.py.
 import errno
 
 from ..backend.namespace import Inode, fail
-from ..backend.store.api import Store
-from .content import Content, ContentTable
-from .kernel_cache import KernelCache
+from .content import Content, State
+from .host import Host
 from .nodes import Node
 from .redirects import Key, Promise, Redirects
 from .sharing import Sharing, truncates
-from .unused import Unused
 
 
 class Routes:
     """Leads lookups to nodes, and opens to nodes that can show their contents."""
 
-    def __init__(
-        self,
-        store: Store,
-        kernel: KernelCache,
-        table: ContentTable,
-        redirects: Redirects,
-        sharing: Sharing,
-        unused: Unused,
-    ) -> None:
-        self._store = store
-        self._kernel = kernel
-        self._table = table
+    def __init__(self, host: Host, sharing: Sharing) -> None:
+        self._host = host
+        self._kernel = host.kernel
+        self._table = host.table
+        self._nodes = host.nodes
         self._sharing = sharing
-        self._unused = unused
-        self._nodes = unused.nodes
-        self._redirects = redirects
+        self._redirects = Redirects()
+        # Checked by each open, which then needs no call.
+        self.promises = self._redirects.promises
+        # In a cluster a thread is led to the file that its open was refused (freshness.py).
+        self._may_move = host.store.freshness is None
 
     # -- lookups ---------------------------------------------------------------------------------
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """Return the node that a lookup of the inode's name by this thread finds."""
-        if self._redirects.promises:
+        if self.promises:
             promise = self._redirects.promised((pid, inode.ino)) or self._moved(pid, inode)
             if promise is not None:
                 promise.looked_up = True
@@ -57,9 +50,9 @@ class Routes:
 
     def _moved(self, pid: int, inode: Inode) -> Promise | None:
         """Return the promise to a thread whose open was refused because another node has to show the file,
-        for the file that its name leads to now: the kernel tries only twice. In a cluster the thread is led
-        to the file that it was refused (freshness.py). Raises OSError (ENOSPC, EMFILE)."""
-        before = None if self._store.shared else self._redirects.of_thread(pid)
+        for the file that its name leads to now: the kernel tries only twice. Raises OSError (ENOSPC,
+        EMFILE)."""
+        before = self._redirects.of_thread(pid) if self._may_move else None
         if before is None or not inode.is_file or not before.may_move:
             return None
         self._withdraw_stale()
@@ -96,11 +89,11 @@ class Routes:
             # An open through a descriptor of the file shares the content of the descriptor.
             assert node.content is not None
             return node.content, truncates(flags)
-        if self._redirects.promises:
+        if self.promises:
             self._withdraw_stale()
         content, cut = self._sharing.content_for(inode, flags)
         # Lookups of the name must not find a private content.
-        bindable = not content.private or nameless
+        bindable = content.state is not State.REPLACING or nameless
         if node.content is content if node.is_bound else bindable:
             return content, cut
         self._promise((pid, inode.ino), node, content, inode, flags, cut=cut)
@@ -118,7 +111,7 @@ class Routes:
         for node in self._nodes.of(inode.ino):
             if node.is_bound and node.content is content:
                 return node
-        if not content.private:
+        if content.state is not State.REPLACING:
             for node in self._nodes.of(inode.ino):
                 if not node.is_bound:
                     return node
@@ -165,9 +158,9 @@ class Routes:
         node = promise.node
         node.promised -= 1
         promise.content.awaited -= promise.joins
-        self._unused.let_go(promise.content)
+        self._host.let_go(promise.content)
         if not node.is_bound:
-            self._unused.idle(node)
+            self._host.idle(node)
 
     def _withdraw_stale(self) -> None:
         """Withdraw promises whose open has not come, so that nobody joins their contents."""

@@ -56,7 +56,7 @@ class Shared(Coherence):
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
-        if self._cache.changes_unnoticed(node):
+        if self._cache.looks.changes_unnoticed(node):
             return
         if inode.is_dir:
             valid_s = self._freshness.believable_s(inode.ino, used=False)
@@ -81,7 +81,7 @@ class Shared(Coherence):
         """Let the kernel believe nothing: others may have changed the attributes since."""
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
-        if not self._cache.names_are_stable(inode.ino):
+        if not self._cache.routes.names_are_stable(inode.ino):
             self._kernel_names.found((parent, name), inode)
             return
         # Looking up a subdirectory does not count as a use of its parent.
@@ -101,13 +101,13 @@ class Shared(Coherence):
             return
         answer.entry_timeout = valid_s
         self._beliefs.name(*name, inode.ino, valid_s)
-        if inode.parent != name[0]:
+        if inode.more or inode.parent != name[0]:
             self.attributes(answer, node, inode)
-        elif not self._cache.changes_unnoticed(node):
+        elif not self._cache.looks.changes_unnoticed(node):
             self._believe_attributes(answer, inode, valid_s)
 
     def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
-        if not self._cache.names_are_stable(inode.ino):
+        if not self._cache.routes.names_are_stable(inode.ino):
             return
         node.name = (parent, name)
         self._kernel_names.found(node.name, inode)
@@ -183,13 +183,15 @@ class Shared(Coherence):
             return False
         self._trails.forget(pid)
         if retry.ino:
-            self._cache.withdraw(pid, retry.ino)
+            self._cache.routes.withdraw(pid, retry.ino)
         return True
 
     def _led(self, parent: int, name: bytes, pid: int) -> Inode | None:
         """Return the inode to which a thread is led by a name, whose open comes once more."""
         inode = self._inodes.get(self._trails.led(pid, (parent, name)))
-        return inode if inode is not None and self._cache.is_promised(pid, inode.ino) else None
+        return (
+            inode if inode is not None and self._cache.routes.is_promised(pid, inode.ino) else None
+        )
 
     def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
         led = self._led(parent, name, pid)
@@ -198,7 +200,7 @@ class Shared(Coherence):
         inode = self._namespace.lookup(parent, name)
         if inode is not None and inode.is_file:
             self._trails.note(pid, parent, name, inode, private=True)
-            self._cache.announce(pid, inode.ino, uid)
+            self._cache.references.announce(pid, inode.ino, uid)
             return inode
         return None
 
@@ -224,7 +226,7 @@ class Shared(Coherence):
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
-        if node is not None and self._cache.is_promised(pid, node.ino):
+        if node is not None and self._cache.routes.is_promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
         else:
@@ -271,7 +273,7 @@ class Shared(Coherence):
                     raise
                 await self.freshen(found)  # that one is gone, too
             else:
-                self._cache.promise(found, flags, pid, came_to)
+                self._cache.routes.promise(found, flags, pid, came_to)
                 self.come_again(pid, name, found.ino)
                 return found
         return None
@@ -298,7 +300,7 @@ class Shared(Coherence):
     async def _bring(self, inode: Inode) -> Inode:
         """Return the inode when what an open is to get of it is on this host."""
         if inode.extent and not (
-            self._cache.is_at_hand(inode) or self._store.is_here(inode.extent)
+            self._cache.sharing.is_at_hand(inode) or self._store.is_here(inode.extent)
         ):
             await detach()
             inode = await self._store.bring(inode.ino)
@@ -308,7 +310,7 @@ class Shared(Coherence):
         """Return the inode when the content written in place here is not older than its version. With
         `content`, the version is on this host, and a newer one is fetched, too."""
         while True:
-            await self._cache.refresh(inode.ino)
+            await self._cache.in_place.refresh(inode.ino)
             now = self._namespace.inode(inode.ino)
             if now.version == inode.version:
                 return now
@@ -361,7 +363,7 @@ class _Listing(Listing):
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
         if (
             self._valid_s
-            and self._cache.names_are_stable(inode.ino)
+            and self._cache.routes.names_are_stable(inode.ino)
             and self._namespace.leads_to(self._directory, name, inode.ino)
         ):
             self._shared.believe_entry(answer, (self._directory, name), node, inode, self._valid_s)

@@ -4,10 +4,10 @@ import errno
 import os
 
 from ..backend.namespace import Inode, fail
-from ..backend.store.api import Store
-from .content import Content, ContentTable, stamp_of
+from .content import Content, State
 from .isolation import Isolation
 from .nodes import Node
+from .table import ContentTable, stamp_of
 
 __all__ = ["Sharing", "truncates"]
 
@@ -15,9 +15,9 @@ __all__ = ["Sharing", "truncates"]
 class Sharing:
     """Chooses the content of a file that an open shares, or begins one for it."""
 
-    def __init__(self, store: Store, table: ContentTable, isolation: Isolation) -> None:
-        self._store = store
-        self._inodes = store.namespace.inodes
+    def __init__(self, table: ContentTable, isolation: Isolation) -> None:
+        self._store = table.store
+        self._inodes = table.store.namespace.inodes
         self._table = table
         self._isolation = isolation
 
@@ -28,12 +28,12 @@ class Sharing:
         place stay together with all who open it, until `refresh` or a conflict.
         """
         content = self._table.current.get(inode.ino)
-        if content is None or content.version == inode.version or not self._store.shared:
+        if content is None or content.base.version == inode.version:
             return content
-        if content.version == self._newest(inode).version:
+        if content.base.version == self._newest(inode).version:
             return content
         # While it is being published here, that version may be the newer one itself.
-        if content.is_busy or content.writers:
+        if content.writers or content.is_busy:
             return content
         self._table.supersede(content)
         return None
@@ -61,16 +61,16 @@ class Sharing:
         """Return the content that an open gets, and whether it is to be emptied. May begin a private one.
         Raises OSError (ENOSPC, EMFILE)."""
         current = self.current_or_new(inode)
-        private = self._table.newest_private(inode.ino)
-        if truncates(flags):
-            if private is not None and (private.awaited or not private.whole):
-                return private, True  # somebody writes it in place, as others may from now on
-            if private is not None or self._is_replaced(current, inode):
-                return self._begin_private(inode), False
-            return self.to_share(current, inode), True
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return current, False
-        return self.to_share(private or current, inode), False
+        private = self._table.newest_private(inode.ino)
+        if not flags & os.O_TRUNC:
+            return self.to_share(private or current, inode), False
+        if private is not None and (private.awaited or not private.whole):
+            return private, True  # somebody writes it in place, as others may from now on
+        if private is not None or self._is_replaced(current, inode):
+            return self._begin_private(inode), False
+        return self.to_share(current, inode), True
 
     def content_to_empty(self, inode: Inode, shown: Content | None) -> Content:
         """Return the content that an open with O_RDONLY | O_TRUNC empties. `shown`: the content of the
@@ -94,41 +94,42 @@ class Sharing:
         """Return whether emptying the file begins a version of its own, which nobody sees before it is
         closed."""
         writers = current.writers + current.awaited - current.leaving
-        written = current.private or current.kept or writers > 0
+        written = current.state is State.LEFT or writers > 0
         return bool(inode.version) and not written and self._isolation.of(inode)
 
     def _begin_private(self, inode: Inode) -> Content:
-        content = Content(inode, private=True)
+        content = Content(inode, replaces=True)
         self.allocate(content, inode)
         self._table.add_private(content)
         return content
 
-    def allocate(self, content: Content, inode: Inode) -> None:
-        """Give the content an empty extent. Until it is written, its times are those of the name; if it
-        replaces the file, those of its beginning."""
+    def allocate(self, content: Content, inode: Inode, *, whole: bool = False) -> None:
+        """Begin to write a content in an empty extent. Until it is written, its times are those of the
+        name; if it replaces the file, those of its beginning. `whole`: its writer needs it empty."""
         extent, fd = self._store.allocate(inode)
         try:
-            if not content.private:
+            if content.state is not State.REPLACING:
                 os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
-            content.begun = stamp_of(os.fstat(fd))
+            stamp = stamp_of(os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
-        self._table.give_extent(content, extent, own=True)
+        self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, fd)
-        content.writable = True
+        content.begin_empty(stamp, has_version=bool(inode.version), whole=whole)
 
     # -- what others see of it -------------------------------------------------------------------
 
     def discard(self, node: Node) -> None:
-        """Give a private content up for its writers: closing it publishes nothing.
+        """Give a content up for its writers: closing it publishes nothing.
 
         Raises OSError EBUSY if others see it already.
         """
         content = node.content
-        if content is None or not node.opens or content.seen is not None or not content.whole:
+        unseen = content is not None and content.seen is None and content.whole
+        if content is None or not node.opens or not unseen or content.is_busy:
             raise fail(errno.EBUSY, "only what nobody else sees yet can be discarded")
-        content.discarded = True
+        self._table.give_up(content)
 
     def is_at_hand(self, inode: Inode) -> bool:
         """Return whether opens get a content of this host, without asking any other."""

@@ -194,7 +194,9 @@ class _Assembly:
         isolation = Isolation(store.namespace, default=options.isolation)
         passthrough = kind.wakeups is not None
         cache = Cache(store, kernel, self._processes, isolation, passthrough=passthrough)
-        locking = Locking(options.locks, store.locks, cache, kernel, store.namespace.describe)
+        locking = Locking(
+            options.locks, store.locks, cache.publisher, kernel, store.namespace.describe
+        )
         coherence: Coherence
         if store.freshness is not None:
             beliefs = Beliefs(store.namespace, cache.nodes, kernel)

@@ -115,7 +115,7 @@ class Status:
 
     def _lock_warnings(self) -> list[str]:
         """Return warnings about locks in the pyfuse3 session, where the kernel keeps them by itself."""
-        in_cluster = self._store.shared and self._config.options.locks == "cluster"
+        in_cluster = self._store.locks is not None and self._config.options.locks == "cluster"
         if self._kind.wakeups is None and in_cluster:
             return [
                 "locks hold on this host only, not in the cluster (-o locks=local says so, too)"

@@ -42,7 +42,7 @@ class Answers:
         entry.ino = inode.ino
         entry.st_ino = node.id
         if mode & 0o170000 == stat.S_IFREG and not is_new:
-            shown = self._cache.shown(node, inode)
+            shown = self._cache.looks.shown(node, inode)
             entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = shown
         else:
             entry.st_size = inode.size
@@ -61,7 +61,7 @@ class Answers:
 
     def entry(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
         """Return the answer to a lookup; the kernel then holds one more reference to the node."""
-        node = self._cache.node_of(inode, pid)
+        node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.attributes(node, inode)
         self._coherence.entry(answer, parent, name, node, inode)
@@ -77,7 +77,7 @@ class Answers:
 
     def made(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
         """Return the answer to a request that made a name. It counts as a lookup."""
-        node = self._cache.node_of(inode, pid)
+        node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.attributes(node, inode)
         self._coherence.made(answer, parent, name, node, inode)

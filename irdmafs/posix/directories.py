@@ -76,7 +76,7 @@ class Directories:
                 if not add(name, dots, index + 1):
                     return
                 continue
-            main = node = self._cache.node_of(inode, 0)
+            main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
             if node.lookups and listing.is_known(name, node):
@@ -108,7 +108,7 @@ class Directories:
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)
         self._nodes.drop_unused(self._nodes.close(fh).node)
-        await self._cache.forget_nameless()
+        await self._cache.host.forget_nameless()
 
     async def sync(self) -> None:
         """Make all changes of names that were answered survive a crash."""

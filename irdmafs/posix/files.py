@@ -62,13 +62,13 @@ class OpenFiles:
         handle = self._handle(fh)
         if not handle.flags & os.O_NOATIME:
             self._atimes.read(self._inodes[handle.node.ino])
-        return await self._cache.read(handle, off, size)
+        return await self._cache.carried.read(handle, off, size)
 
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
         if off > OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._handle(fh, writing=True)
-        return await self._cache.write(handle, off, buf)
+        return await self._cache.carried.write(handle, off, buf)
 
     async def flush(self, fh: int) -> None:
         """Carry out close(2) of one descriptor, whose closer is not known, in the pyfuse3 session."""
@@ -83,16 +83,16 @@ class OpenFiles:
         if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~handle.node.told:
             await self._metadata.lose_privileges(found.ino, Closer(pid))
         if self._locking.may_lose:
-            await self._publish(handle, pid, self._cache.flush(handle, pid))
+            await self._publish(handle, pid, self._cache.publisher.flush(handle, pid))
         else:
-            await self._cache.flush(handle, pid)
+            await self._cache.publisher.flush(handle, pid)
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
         """Run code that may publish for a process, unless the process has lost a lock."""
         try:
             self._locking.check(pid)
         except OSError:
-            if self._cache.give_up(handle):
+            if self._cache.publisher.give_up(handle):
                 step.close()
                 raise
         with self._locking.publishing(handle.node.ino, pid):
@@ -122,9 +122,9 @@ class OpenFiles:
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
         if self._locking.may_lose:
-            await self._publish(handle, handle.pid, self._cache.fsync(handle))
+            await self._publish(handle, handle.pid, self._cache.publisher.fsync(handle))
         else:
-            await self._cache.fsync(handle)
+            await self._cache.publisher.fsync(handle)
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         handle = self._handle(fh, writing=True)
@@ -133,12 +133,12 @@ class OpenFiles:
 
         def change(fd: int) -> None:
             if not mode & _FALLOC_FL_PUNCH_HOLE:
-                self._cache.refuse_growth(handle.node.ino, fd, offset, length)
-                self._cache.refuse_to_reserve(fd, offset, length)
+                self._cache.carried.refuse_growth(handle.node.ino, fd, offset, length)
+                self._cache.carried.refuse_to_reserve(fd, offset, length)
             if _libc.fallocate(fd, mode, offset, length):
                 raise fail(ctypes.get_errno())
 
-        await self._cache.change(handle, change)
+        await self._cache.carried.change(handle, change)
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
         content = self._content(self._handle(fh))
@@ -164,10 +164,12 @@ class OpenFiles:
             if source.extent:
                 with self._extents.opened(source.extent) as fd:
                     left = max(0, os.fstat(fd).st_size - off_in)
-                    self._cache.refuse_growth(target.node.ino, out, off_out, min(length, left))
+                    self._cache.carried.refuse_growth(
+                        target.node.ino, out, off_out, min(length, left)
+                    )
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
-        await self._cache.change(target, change)
+        await self._cache.carried.change(target, change)
         if copied:
             self._atimes.read(self._inodes[source.ino])
         return copied
@@ -178,8 +180,8 @@ class OpenFiles:
         handle = self._handle(fh)
         content, version = self._content(handle), self._inodes[handle.node.ino].version
         if handle.writing:
-            changing = content.is_changing and not content.superseded
-            newer = not changing and content.version != version
+            changing = content.is_changing and not content.state.ended
+            newer = not changing and content.base.version != version
         else:
             newer = handle.version != version
         if newer or handle.name is None:

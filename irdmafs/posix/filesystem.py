@@ -45,7 +45,9 @@ class Filesystem:
         self.atimes = block.atimes
         self.cache = block.cache
         self.locking = locking
-        self.waits = Waits(store.namespace, block.processes, block.kernel, shared=store.shared)
+        self.waits = Waits(
+            store.namespace, block.processes, block.kernel, shared=store.freshness is not None
+        )
         since = Since(
             store.namespace, block.nodes, block.answers, self.waits, store.freshness, block.kernel
         )

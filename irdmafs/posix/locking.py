@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Contents(Protocol):
-    """The contents that are written in place on this host; see Cache."""
+    """The contents that are written in place on this host; see Publisher."""
 
     def is_changed_in_place(self, ino: int) -> bool: ...
     async def publish_in_place(self, ino: int, *, begun: bool) -> None: ...

@@ -68,7 +68,7 @@ class Lookups:
         inode = self._coherence.find_privately(directory.ino, name, ctx.pid, ctx.uid)
         if inode is None:
             return Attributes()
-        return self._answers.hidden(self._cache.node_of(inode, ctx.pid), inode)
+        return self._answers.hidden(self._cache.routes.node_of(inode, ctx.pid), inode)
 
     def _found_by_handle(self, node_id: int) -> Attributes:
         """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
@@ -78,7 +78,7 @@ class Lookups:
         if inode is None:
             raise fail(errno.ESTALE)
         if node is None:
-            node = self._cache.node_of(inode, 0)
+            node = self._cache.routes.node_of(inode, 0)
             if node.id != node_id:
                 node = self._nodes.add(inode, node_id)
         node.lookups += 1
@@ -89,4 +89,4 @@ class Lookups:
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node_id, lookups in inode_list:
             self._nodes.forget(node_id, lookups)
-        await self._cache.forget_nameless()
+        await self._cache.host.forget_nameless()

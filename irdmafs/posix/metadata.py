@@ -52,10 +52,10 @@ class Metadata:
         if lose_set_ids or "uid" in changes or "gid" in changes:
             left = await mode_left(found, ctx, self._processes)
             changes.setdefault("mode", left)
-            if lose_set_ids and size is None and not self._cache.is_written(found.ino):
+            if lose_set_ids and size is None and not self._cache.looks.is_written(found.ino):
                 await refuse_stranger(found, left, ctx, self._processes)
         if "mtime_ns" in changes:
-            self._cache.set_mtime(node, changes["mtime_ns"])
+            self._cache.carried.set_mtime(node, changes["mtime_ns"])
         if not changes and size is None:
             changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
         if changes:
@@ -75,10 +75,10 @@ class Metadata:
             raise fail(errno.EFBIG)
         handle = self._nodes.handles.get(fh) if fh is not None else None
         if handle is not None and handle.writing:
-            await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
+            await self._cache.carried.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
             inode = await self._coherence.bring(inode, content=size > 0)
-            await self._cache.truncate(inode, size)
+            await self._cache.carried.truncate(inode, size)
 
     async def lose_privileges(
         self, ino: int, ctx: Caller, *, lose_set_ids: bool | None = None

@@ -64,7 +64,7 @@ class Names:
         directory = self._nodes.directory(new_parent_inode)
         if directory.xattrs:
             self._since.refuse(directory, new_name)
-        await self._cache.publish_now(node.ino)
+        await self._cache.publisher.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
         return self._answers.made(directory.ino, new_name, linked, ctx.pid)
@@ -97,7 +97,7 @@ class Names:
         elif in_use:
             self._answers.refresh_several(inode.ino)
         else:
-            self._cache.unnamed(inode)
+            self._cache.host.unnamed(inode)
             self._store.retire(inode.extent)
 
     async def rename(
@@ -117,7 +117,7 @@ class Names:
             self._since.refuse(target, name_new)
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.is_file:
-            await self._cache.publish_now(moved.ino)
+            await self._cache.publisher.publish_now(moved.ino)
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)

@@ -49,7 +49,7 @@ class Opens:
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
-        self._cache.opens_as(ctx.pid, found.ino, ctx.uid)
+        self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         try:
             handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
@@ -79,7 +79,7 @@ class Opens:
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
                     version=0 if writing else 1, durable=not writing, umask=umask,
                     layout=self._store.layout(directory.ino, name),
-                    seen=not self._cache.is_isolated(directory.ino),
+                    seen=not self._cache.isolation.below(directory.ino),
                 )  # fmt: skip
             except FileExistsError:
                 # Another host was first. It may be making the file now: two that open it share it.

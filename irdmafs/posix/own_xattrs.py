@@ -128,12 +128,12 @@ def versions(inode: Inode, cache: Cache, nodes: NodeTable) -> dict[str, Any]:
     old: list[dict[str, Any]] = []
     current_openers: set[int] = set()
     for content, pids in openers.items():
-        if not content.is_changing and not content.superseded:
+        if not content.is_changing and not content.state.ended:
             current_openers.update(pids)
             continue
-        size, _, mtime_ns, _ = cache.look_of(content, inode)
+        size, _, mtime_ns, _ = cache.looks.look_of(content, inode)
         row = _version_row(
-            None if content.is_changing else content.version, size, mtime_ns,
+            None if content.is_changing else content.base.version, size, mtime_ns,
             "working" if content.is_changing else "open", pids,
         )  # fmt: skip
         (working if content.is_changing else old).append(row)

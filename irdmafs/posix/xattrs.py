@@ -67,7 +67,7 @@ class Xattrs:
         if name.startswith(own_xattrs.PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
                 if name == own_xattrs.DISCARD:
-                    self._cache.discard(self._nodes.get(inode)[0])
+                    self._cache.sharing.discard(self._nodes.get(inode)[0])
                     return
                 own_xattrs.refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
@@ -99,11 +99,11 @@ class Xattrs:
             return value
         if name == own_xattrs.VERSION and found.is_file:
             node, _ = self._nodes.get(inode)
-            return b"%d" % self._cache.version(node, found)
+            return b"%d" % self._cache.looks.version(node, found)
         if name == own_xattrs.VERSIONS and found.is_file:
             return json.dumps(own_xattrs.versions(found, self._cache, self._nodes)).encode()
         if name == own_xattrs.KEEPS_NO_PAGES and found.is_file:
-            return b"%d" % self._cache.announce(ctx.pid, found.ino, ctx.uid)
+            return b"%d" % self._cache.references.announce(ctx.pid, found.ino, ctx.uid)
         if name == own_xattrs.PREFETCH_NOW:
             self._store.prefetch(found.ino)
         if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
@@ -135,7 +135,7 @@ class Xattrs:
 
     async def _nodes_of(self, inode: Inode) -> bytes:
         await self._coherence.freshen(inode)
-        if self._store.shared:
+        if self._store.sends:
             await detach()
         found = await self._store.nodes_of(self._namespace.inode(inode.ino))
         return json.dumps(found, separators=(",", ":")).encode()
@@ -159,7 +159,7 @@ class Xattrs:
         if max(lent) > _DESCRIPTOR_MAX:
             raise fail(errno.EBADF)
         _, found = await self._coherence.settle_names(node_id, ctx.pid, by_name=True)
-        if self._cache.is_written_in_place(found):
+        if self._cache.sharing.is_written_in_place(found):
             raise fail(errno.EOPNOTSUPP, "it is being written on this host")
         await detach()
         memory, lifeline = await self._take(ctx.pid, *lent)

@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.namespace import NewVersion
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, Target, Unreachable
 
@@ -60,7 +61,7 @@ def test_a_node_that_says_no_is_heard_although_another_cannot_be_reached() -> No
         small_bytes=1000,
         timeout_s=0.0,
     )
-    transfer = Transfer(cluster, ContentId(5), Layout(1), fd, 7)
+    transfer = Transfer(cluster, NewVersion(2, ContentId(5), 7, 1, 0, layout=Layout(1)), fd)
     with pytest.raises(OSError) as refused:
         trio.run(transfer.complete)
     os.close(fd)

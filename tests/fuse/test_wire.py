@@ -199,7 +199,9 @@ class Served:
         )
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
-        locking = Locking("local", None, self.cache, self.notices, store.namespace.describe)
+        locking = Locking(
+            "local", None, self.cache.publisher, self.notices, store.namespace.describe
+        )
         block = Superblock(store, self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery

@@ -22,6 +22,7 @@ from irdmafs.backend.namespace import (
     ROOT_INO,
     Inode,
     Namespace,
+    NewVersion,
     SharedCommitter,
     Tree,
 )
@@ -113,7 +114,9 @@ def run(test: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def fields(inode: Inode) -> tuple[Any, ...]:
-    return tuple(getattr(inode, name) for name in Inode.__slots__)
+    """All that hosts agree on: of several names, each has another first one."""
+    passed_over = ("parent", "name") if inode.more else ()
+    return tuple(getattr(inode, name) for name in Inode.__slots__ if name not in passed_over)
 
 
 def everything(namespace: Namespace) -> dict[Any, Any]:
@@ -201,7 +204,7 @@ class Worker:
                 return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
             case _:
                 return "publish", n.publish(
-                    self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1
+                    NewVersion(self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1)
                 )
 
     async def make(self, parent: int, name: bytes, mode: int) -> None:

@@ -9,14 +9,14 @@ import pytest
 import trio
 from harness.etcd_server import EtcdServer, etcd, etcd_prefix
 from harness.models.invariants import check, recount, walk
-from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK, load_own
 from harness.shared_namespaces import Lagging, error_of, host, hosts, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.records import ContentId
-from irdmafs.backend.kv.sqlite import SQLiteEngine
-from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, load_own
+from irdmafs.backend.kv.map import Map
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
 __all__ = ["etcd", "etcd_prefix"]
@@ -94,7 +94,7 @@ async def do(namespace: Namespace, step: Step) -> None:
             await namespace.rename(other, step.name, parent, target, flags, in_use=False)
         case "publish":
             await namespace.publish(
-                file, ContentId(step.blocks), step.blocks * BLOCK, step.blocks, 1
+                NewVersion(file, ContentId(step.blocks), step.blocks * BLOCK, step.blocks, 1)
             )
         case "limit":
             if step.blocks % 2:
@@ -125,8 +125,8 @@ def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> Non
 def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
     async def test() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            namespace = await load_own(engine)
+            records = Map(f"{directory}/names")
+            namespace = await load_own(records)
             for step in steps:
                 before = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
                 await error_of(do(namespace, step))
@@ -137,14 +137,14 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
                 inode.is_file and inode.nlink and not inode.version
                 for inode in namespace.inodes.values()
             )
-            await engine.close()
-            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            again = await load_own(engine)
+            records.close()
+            records = Map(f"{directory}/names")
+            again = await load_own(records)
             check(again)
             found = {ino: used(again, ino) for ino in again.quotas.directories()}
             assert found.keys() == account.keys()
             assert unpublished or found == account
-            await engine.close()
+            records.close()
 
     trio.run(test)
 
@@ -249,25 +249,31 @@ def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_pre
 
 def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
     async def test() -> None:
-        engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = await load_own(engine)
+        records = Map(f"{tmp_path}/names")
+        namespace = await load_own(records)
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
         await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
         file = await make(namespace, place.ino, b"file")
-        await namespace.publish(file.ino, ContentId(1), 1, 8, 1)
-        assert await error_of(namespace.publish(file.ino, ContentId(2), 1, 11, 1)) == "EDQUOT"
+        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
+        assert (
+            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
+            == "EDQUOT"
+        )
         assert used(namespace, place.ino) == (1, 8 * BLOCK)
-        await namespace.publish(file.ino, ContentId(2), 1, 10, 1)
+        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 10, 1))
         other = await make(namespace, place.ino, b"other")
-        assert await error_of(namespace.publish(other.ino, ContentId(3), 1, 1, 1)) == "EDQUOT"
-        await namespace.publish(other.ino, ContentId(3), 1, 1, 1, within_quotas=False)
+        assert (
+            await error_of(namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1)))
+            == "EDQUOT"
+        )
+        await namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1, in_quotas=False))
         assert used(namespace, place.ino) == (2, 11 * BLOCK)
         await namespace.publish(
-            file.ino, ContentId(4), 1, 9, 1
+            NewVersion(file.ino, ContentId(4), 1, 9, 1)
         )  # above the limit, and smaller: admitted
         check(namespace)
         assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
-        await engine.close()
+        records.close()
 
     trio.run(test)
 
@@ -276,10 +282,10 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
     tmp_path: Any,
 ) -> None:
     async def test() -> None:
-        engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = await load_own(engine)
+        records = Map(f"{tmp_path}/names")
+        namespace = await load_own(records)
         file = await make(namespace, ROOT_INO, b"file")
-        await namespace.publish(file.ino, ContentId(1), 1, 8, 1)
+        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
         places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
         for place in places:
             await namespace.link(file.ino, place.ino, b"file")
@@ -287,15 +293,18 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
             await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
             assert used(namespace, place.ino) == (1, 8 * BLOCK)
         await namespace.link(file.ino, places[0].ino, b"again")
-        assert await error_of(namespace.publish(file.ino, ContentId(2), 1, 11, 1)) == "EDQUOT"
-        await namespace.publish(file.ino, ContentId(2), 1, 9, 1)
+        assert (
+            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
+            == "EDQUOT"
+        )
+        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
         await namespace.unlink(places[0].ino, b"file", in_use=False)
         assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
         await namespace.unlink(places[0].ino, b"again", in_use=False)
         assert used(namespace, places[0].ino) == (0, 0)
         assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
         check(namespace)
-        await engine.close()
+        records.close()
 
     trio.run(test)
 

@@ -25,7 +25,7 @@ from harness.shared_namespaces import (
 from irdmafs.backend.cluster.records import ContentId, Layout
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
-from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace
+from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
 
 __all__ = ["etcd", "etcd_prefix"]
 
@@ -56,7 +56,9 @@ def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix: bytes
             assert file.gid == 5
             await here.create(place.ino, b"link", SYMLINK | 0o777, 0, 0, target=b"file")
             await there.link(file.ino, ROOT_INO, b"second")
-            await here.publish(file.ino, ContentId(77), 1000, 8, 12345, layout=Layout(1, 0, 9))
+            await here.publish(
+                NewVersion(file.ino, ContentId(77), 1000, 8, 12345, layout=Layout(1, 0, 9))
+            )
             await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
             await here.set_xattr(file.ino, b"user.b", b"2")
             await there.remove_xattr(file.ino, b"user.a")
@@ -199,7 +201,7 @@ def test_a_file_that_another_host_removes_stays_for_who_holds_it(
             assert (orphan.nlink, orphan.revision) == (0, 0)
             await there.hub.barrier()
             assert file.ino not in there.inodes
-            changed = await here.publish(file.ino, ContentId(5), 6, 8, 7)
+            changed = await here.publish(NewVersion(file.ino, ContentId(5), 6, 8, 7))
             assert changed.version == 1
             await here.set_attributes(file.ino, mode=0o600)
             records = await here.engine.range(b"i", b"j")
@@ -277,7 +279,7 @@ def test_a_file_made_without_a_name_gets_one_on_all_hosts(
                 # What is published while the name is on its way is not lost.
                 await all_at_once(
                     here.link(file.ino, ROOT_INO, name),
-                    here.publish(file.ino, ContentId(9), 10, 8, 11),
+                    here.publish(NewVersion(file.ino, ContentId(9), 10, 8, 11)),
                 )
                 await there.hub.barrier()
                 inode = found(there, ROOT_INO, name)
@@ -323,7 +325,9 @@ def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_other(
 
             async def publish(namespace: Namespace, first: int) -> None:
                 for extent in range(first, first + 10):
-                    inode = await namespace.publish(file.ino, ContentId(extent), extent, 8, 1)
+                    inode = await namespace.publish(
+                        NewVersion(file.ino, ContentId(extent), extent, 8, 1)
+                    )
                     assert inode.extent == extent
                     versions.append((inode.version, extent))
 
@@ -346,19 +350,23 @@ def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
             engine = here.engine
             first = await engine.transact((), [Put(b"g1", b"")])
             guards: list[Compare] = [(b"g1", first), Exists(b"g1")]
-            assert (await here.publish(file.ino, ContentId(1), 1, 8, 1, guards=guards)).version == 1
+            assert (
+                await here.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1), guards)
+            ).version == 1
             # In the way of the inode record only: done again on top.
             await there.hub.barrier()
             await there.set_attributes(file.ino, mode=0o600)
-            assert (await here.publish(file.ino, ContentId(2), 1, 8, 1, guards=guards)).version == 2
+            assert (
+                await here.publish(NewVersion(file.ino, ContentId(2), 1, 8, 1), guards)
+            ).version == 2
             assert here.inode(file.ino).mode == FILE | 0o600
             await engine.transact((), [Put(b"g1", b"")])
             with pytest.raises(Conflict) as caught:
-                await here.publish(file.ino, ContentId(3), 1, 8, 1, guards=guards)
+                await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), guards)
             assert caught.value.key == b"g1"
             await engine.transact((), [Delete(b"g1")])
             with pytest.raises(Conflict):
-                await here.publish(file.ino, ContentId(3), 1, 8, 1, guards=[Exists(b"g1")])
+                await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), [Exists(b"g1")])
             await here.hub.barrier()
             assert (here.inode(file.ino).version, here.inode(file.ino).extent) == (2, 2)
 

@@ -9,7 +9,7 @@ from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host, run
 
 from irdmafs.backend.cluster.records import ContentId, MountRecord
-from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode
+from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
 
@@ -46,7 +46,7 @@ def test_who_comes_later_does_not_see_it_either(etcd: EtcdServer, etcd_prefix: b
             file = await made(here)
             async with host(etcd, etcd_prefix, maker=33) as third:
                 assert not await sees(third)
-                await here.publish(file.ino, ContentId(7), 1, 1, 1)
+                await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
                 assert await sees(third)
 
     run(test)
@@ -90,7 +90,7 @@ def test_nobody_waits_for_those_who_do_not_see_it(etcd: EtcdServer, etcd_prefix:
             here.after_commit = after_commit
             file = await made(here)
             assert not waited
-            await here.publish(file.ino, ContentId(7), 1, 1, 1)
+            await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
             assert waited == [(ROOT_INO,)]
 
     run(test)
@@ -158,7 +158,10 @@ def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
             await there.hub.barrier()
             await there.remove_abandoned()
             assert not await sees(here, b"lost")
-            publishing = [here.publish(file.ino, ContentId(7), 1, 1, 1) for file in (lost, removed)]
+            publishing = [
+                here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
+                for file in (lost, removed)
+            ]
             assert await all_at_once(*publishing) == ["ESTALE", "ok"]
 
     run(test)
@@ -179,7 +182,7 @@ def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
         async with two(etcd, etcd_prefix) as (here, there):
             here.held = lambda ino: True
             file = await made(here)
-            await here.publish(file.ino, ContentId(7), 1, 1, 1)
+            await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
             assert await sees(there)
             await there.unlink(ROOT_INO, b"file", in_use=False)
             assert not await sees(here)

@@ -44,7 +44,7 @@ from irdmafs.backend.cluster.records import (
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Conflict, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, SharedCommitter, Tree
+from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -260,7 +260,7 @@ class Writer:
         assert found is not None
         guards = [(group_key(group), found[1]), self.session.compare()]
         return await self.namespace.publish(
-            ino, ContentId(content), size, 8, time.time_ns(), layout=layout, guards=guards
+            NewVersion(ino, ContentId(content), size, 8, time.time_ns(), layout=layout), guards
         )
 
     async def publish(self, name: bytes, data: bytes, seed: int = 0) -> int:

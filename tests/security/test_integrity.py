@@ -13,6 +13,7 @@ from harness.clusters import MIB, Cluster, Plan, counters
 from harness.striped import damage, folder, new_content
 
 from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.namespace import NewVersion
 from irdmafs.backend.store.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, FileRange, Landed, Target
@@ -171,9 +172,8 @@ def test_what_was_written_on_while_it_was_sent_is_not_checked(
         small_bytes=1000,
         timeout_s=1.0,
     )
-    transfer = Transfer(
-        cluster, ContentId(5), Layout(1), fd, len(content), verify=True, mapped=mapped
-    )
+    version = NewVersion(2, ContentId(5), len(content), 1, 0, mapped=mapped, layout=Layout(1))
+    transfer = Transfer(cluster, version, fd, verify=True)
     trio.run(transfer.complete)
     os.close(fd)
     assert transfer.digests == (b"" if change else digest_of_bytes(content))

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -35,9 +36,13 @@ from .lent import Declined, Lent
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LOOK_AGAIN_S = 0.5
 # Errors of this host itself: asking another replica would not help.
 _OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
+# Files up to this size are made without a thread.
+_MADE_INLINE_BYTES = 1 << 20
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
 
@@ -207,10 +212,10 @@ class Fetcher:
         content: ContentId,
         ino: int,
         wrong: set[int],
-        take: Callable[[int], Awaitable[None]],
-    ) -> int:
-        """Call `take` with one member of a group after another until it succeeds, and return that member.
-        Members whose bytes were `wrong` are skipped."""
+        take: Callable[[int], Awaitable[T]],
+    ) -> tuple[int, T]:
+        """Call `take` with one member of a group after another until it succeeds. Return that member, and
+        what it gave. Members whose bytes were `wrong` are skipped."""
         deadline = time.monotonic() + self._cluster.timeout_s
         told: set[int] = set()
         while True:
@@ -219,8 +224,7 @@ class Fetcher:
             sources = [node for node in self._sources(group, content) if node not in wrong]
             for node in sources:
                 try:
-                    await take(node)
-                    return node
+                    return node, await take(node)
                 except FileNotFoundError:
                     absent += 1
                 except OSError as error:
@@ -286,8 +290,8 @@ class Fetcher:
         content, size = inode.extent, inode.size
         has_holes = is_sparse(size, inode.blocks)
         make = partial(self._contents.make, content, size, has_holes=has_holes)
-        # In a thread: where pages are small, allocating a large file takes long.
-        fd = await trio.to_thread.run_sync(make)
+        # Where pages are small, allocating a large file takes long.
+        fd = make() if size <= _MADE_INLINE_BYTES else await trio.to_thread.run_sync(make)
         try:
             await self._read_all(inode, FileRange(fd, 0, size))
         except BaseException:
@@ -302,9 +306,6 @@ class Fetcher:
         stripes = inode.layout.stripes(inode.size)
         digests = Digests(inode.digests, stripes)
 
-        async def read_part(part: int) -> None:
-            await self._read_checked(inode, digests, part, into)
-
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
             if is_sparse(inode.size, inode.blocks):
@@ -314,6 +315,7 @@ class Fetcher:
 
         try:
             if self._verify and digests.are_there:
+                read_part = partial(self._read_checked, inode, digests, into)
                 await for_each_stripe(digests.parts, read_part)
             else:
                 await for_each_stripe(stripes, read_one)
@@ -323,7 +325,7 @@ class Fetcher:
             raise first_error(group) from group
 
     async def _read_checked(
-        self, inode: Inode, digests: Digests, part: int, into: FileRange
+        self, inode: Inode, digests: Digests, into: FileRange, part: int
     ) -> None:
         """Read the stripes of a part until they match its digest. Raises Wrong.
 
@@ -353,25 +355,21 @@ class Fetcher:
         self, inode: Inode, stripe: int, into: FileRange, wrong: set[int]
     ) -> tuple[int, bytes]:
         """Read a whole stripe. Returns the node that it came from, and its digest."""
-        found: Stripe | None = None
+        has_holes = is_sparse(inode.size, inode.blocks)
 
-        async def take(node: int) -> None:
-            nonlocal found
+        def take(node: int) -> Awaitable[Stripe]:
             device, extent = self._cluster.peers.device(node), Extent(inode.extent, stripe)
-            has_holes = is_sparse(inode.size, inode.blocks)
-            found = await read_hashed(device, extent, into, is_sparse=has_holes)
+            return read_hashed(device, extent, into, is_sparse=has_holes)
 
         group = self._cluster.group(inode.layout, stripe)
-        node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
-        assert found is not None
+        node, found = await self._from_any(group, inode.extent, inode.ino, wrong, take)
         return node, await found.finish()
 
     async def _read(
         self, inode: Inode, content: ContentId, stripe: int, start: int, into: FileRange
     ) -> None:
-        async def take(node: int) -> None:
-            device = self._cluster.peers.device(node)
-            await device.read(Extent(content, stripe), start, into)
+        def take(node: int) -> Awaitable[None]:
+            return self._cluster.peers.device(node).read(Extent(content, stripe), start, into)
 
         group = self._cluster.group(inode.layout, stripe)
         await self._from_any(group, content, inode.ino, set(), take)

@@ -15,7 +15,7 @@ must not return before every follower knows of the move.
 
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Container
 from typing import NamedTuple
 
 import trio
@@ -123,26 +123,23 @@ class Leases:
         """Return whether every change below the directory is known here, by promise."""
         if not self._held or not self._left_s():
             return False
-        covering = next(self._held_above(directory), None)
-        if covering is None:
-            return False
-        self._use(covering)
-        return True
+        covering = self._held_above(directory)
+        if covering:
+            self._use(covering)
+        return bool(covering)
 
     def believable_s(self, directory: int, *, used: bool) -> float:
         """Return for how many seconds the kernel may believe answers about the directory; 0.0: not at
         all."""
-        if not self._held:
-            return 0.0
-        left_s = self._left_s()
+        left_s = self._left_s() if self._held else 0.0
         if not left_s:
             return 0.0
-        for covering in self._held_above(directory):
-            if covering not in self._ending:
-                if used:
-                    self._use(covering)
-                return min(left_s, _BELIEVED_S)
-        return 0.0
+        covering = self._held_above(directory, but=self._ending)
+        if not covering:
+            return 0.0
+        if used:
+            self._use(covering)
+        return min(left_s, _BELIEVED_S)
 
     def attributes_believable_s(self) -> float:
         """Return for how many seconds the kernel may believe the attributes of what is not followed.
@@ -167,7 +164,7 @@ class Leases:
 
     def _left_s(self) -> float:
         """Return for how many seconds this mount's knowledge may be believed."""
-        return min(self._session.left_s(), self._sureness.left_s())
+        return max(0.0, min(self._session.valid_until, self._sureness.until_s) - now_s())
 
     @property
     def _patience_s(self) -> float:
@@ -185,15 +182,16 @@ class Leases:
             directory = inode.parent if inode is not None else 0
         return path
 
-    def _held_above(self, directory: int) -> Iterator[int]:
-        """Return the followed directories among the directory and those above it."""
+    def _held_above(self, directory: int, *, but: Container[int] = ()) -> int:
+        """Return the nearest followed directory among the directory and those above it, 0 if there is none;
+        not one of `but`."""
         held, lease, inodes = self._held, self._session.lease, self._tree.inodes
         while True:
-            if held.get(directory) == lease:
-                yield directory
+            if held.get(directory) == lease and directory not in but:
+                return directory
             inode = inodes.get(directory)
             if inode is None or directory == ROOT_INO or not inode.parent:
-                return
+                return 0
             directory = inode.parent
 
     def _use(self, directory: int) -> None:
@@ -367,7 +365,7 @@ class Leases:
         moved = any(
             directory in inodes
             and inodes[directory].revision == revision
-            and self._tree.children(directory)
+            and not self._tree.is_empty(directory)
             for directory in directories
         )
         members, ours = self._members, self._session.lease

@@ -5,14 +5,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import trio
 
 from ...cluster.lease import Session
-from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, Layout, session_of
+from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...kv import Compare, Conflict
-from ...namespace import Inode, Namespace, Outdated, fail
+from ...namespace import Inode, Namespace, NewVersion, Outdated, fail
 from ..aside import make_aside
 from ..sparse import allocated_bytes
 from .abandoned import Abandoned
@@ -32,19 +31,8 @@ log = logging.getLogger(__name__)
 _UNSURE_MAX = 1000
 
 
-class _Version(NamedTuple):
-    """A file's next version. `base` is the version that must still be the newest one."""
-
-    ino: int
-    status: os.stat_result
-    mtime_ns: int
-    ctime_ns: int | None
-    base: int | None
-    layout: Layout
-
-
 class Publisher:
-    """Publishes the working copies of one mount on `host`.
+    """Publishes the working copies of one mount.
 
     check_publishing(ino) is called when a version is about to be published in another session than it was
     begun in. `forget` is called with a descriptor whose file must not stay registered for RDMA. With
@@ -64,7 +52,6 @@ class Publisher:
         check_publishing: Callable[[int], None],
         forget: Callable[[int], None],
         *,
-        host: str,
         verify: bool,
     ) -> None:
         self._namespace = namespace
@@ -77,7 +64,6 @@ class Publisher:
         self._space = space
         self._check_publishing = check_publishing
         self._forget = forget
-        self._host = host
         self._verify = verify
         self._unsure: dict[ContentId, None] = {}  # the oldest first
         self.figures = PublishFigures()
@@ -93,77 +79,73 @@ class Publisher:
             return self._contents.allocate_in(store)
         return self._contents.allocate()
 
-    async def publish(
-        self,
-        ino: int,
-        extent: ContentId,
-        status: os.stat_result,
-        mtime_ns: int,
-        *,
-        ctime_ns: int | None = None,
-        mapped: bool = False,
-        base: int | None = None,
-    ) -> Inode:
+    async def publish(self, version: NewVersion) -> Inode:
         """Make a content the file's next version (see Store.publish)."""
-        size = status.st_size
+        ino, size = version.ino, version.size
         if size > SIZE_MAX:
             raise fail(errno.EFBIG)
         before = self._namespace.inode(ino)
         layout = self._layouts.of(before)
-        if base is not None and before.version and self._verify:
+        if version.base is not None and before.version and self._verify:
             layout = self._layouts.of_change(before, size)
-        layout = layout.for_size(size)
-        version = _Version(ino, status, mtime_ns, ctime_ns, base, layout)
+        version = version._replace(layout=layout.for_size(size))
         begun_in = self._session.number
         while not size:
             await self._valid_session(ino, begun_in)
             try:
-                return await self._commit(version, NO_CONTENT, None)
+                return await self._commit(version._replace(extent=NO_CONTENT), None)
             except Conflict as conflict:
                 log.info("inode %d, empty: %s; again", ino, conflict)
                 await self._cluster.replica.barrier()
-        await self._namespace.check_room(ino, status.st_blocks)
-        await self._layouts.ensure_groups(layout)
-        begun_as, transfer = extent, None
+        await self._namespace.check_room(ino, version.blocks)
+        assert version.layout is not None
+        await self._layouts.ensure_groups(version.layout)
         with ExitStack() as ending:
             # A store node here may adopt it, and free it again, while its file is still needed here.
-            ending.enter_context(self._pins.pinned(extent))
-            fd = self._contents.open(extent)
+            ending.enter_context(self._pins.pinned(version.extent))
+            fd = self._contents.open(version.extent)
             # It must not stay registered: an open descriptor, or a later one if this fails, may truncate
             # it.
             ending.callback(os.close, fd)
             ending.callback(self._forget, fd)
-            while True:
-                session = await self._valid_session(ino, begun_in)
-                was_sent = transfer is None and extent in self._contents.sent
-                if session_of(extent) != session or was_sent:
-                    # Nodes may drop what an old session sent; and a number stands for the same bytes for
-                    # ever, while the file may be written in place.
-                    if extent != begun_as:
-                        self._pins.retire(extent)
-                    extent, transfer = self._contents.renumber(extent), None
-                    ending.enter_context(self._renumbered(extent))
-                if transfer is None:
-                    transfer = Transfer(
-                        self._cluster, extent, layout, fd, size,
-                        self._contents.adoptable(extent) if layout.stripes(size) == 1 else "",
-                        verify=self._verify, mapped=mapped,
-                        base=before if _is_shared_with(before, base, layout) else None,
-                    )  # fmt: skip
-                self._contents.sent.add(extent)
-                try:
-                    with self._contents.publishing(extent):
-                        return await self._commit(version, extent, transfer)
-                except Conflict as conflict:
-                    log.info("content %x: %s; again", extent, conflict)
-                    await self._cluster.replica.barrier()
-                except OSError as error:
-                    if error.errno != errno.ECANCELED:
-                        raise
-                    # The node takes this session for ended, or was told that this content was given up.
-                    log.info("content %x: %s; again under another number", extent, error)
-                    await self._cluster.replica.barrier()
-                    transfer = None
+            return await self._send_and_commit(version, before, fd, begun_in, ending)
+
+    async def _send_and_commit(
+        self, version: NewVersion, before: Inode, fd: int, begun_in: int, ending: ExitStack
+    ) -> Inode:
+        """Publish a version whose bytes are in the file `fd`, under another number if need be, which ends
+        with `ending`."""
+        begun_as, transfer = version.extent, None
+        while True:
+            session, extent = await self._valid_session(version.ino, begun_in), version.extent
+            was_sent = transfer is None and extent in self._contents.sent
+            if session_of(extent) != session or was_sent:
+                # Nodes may drop what an old session sent; and a number stands for the same bytes for ever,
+                # while the file may be written in place.
+                if extent != begun_as:
+                    self._pins.retire(extent)
+                extent, transfer = self._contents.renumber(extent), None
+                ending.enter_context(self._renumbered(extent))
+                version = version._replace(extent=extent)
+            if transfer is None:
+                transfer = Transfer(
+                    self._cluster, version, fd, self._contents.adoptable(extent),
+                    verify=self._verify, before=before,
+                )  # fmt: skip
+            self._contents.sent.add(extent)
+            try:
+                with self._contents.publishing(extent):
+                    return await self._commit(version, transfer)
+            except Conflict as conflict:
+                log.info("content %x: %s; again", extent, conflict)
+                await self._cluster.replica.barrier()
+            except OSError as error:
+                if error.errno != errno.ECANCELED:
+                    raise
+                # The node takes this session for ended, or was told that this content was given up.
+                log.info("content %x: %s; again under another number", extent, error)
+                await self._cluster.replica.barrier()
+                transfer = None
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether publishing a content failed here, although it may have become a version."""
@@ -186,11 +168,10 @@ class Publisher:
                 self._pins.retire(extent)
                 raise
 
-    async def _commit(
-        self, version: _Version, content: ContentId, transfer: Transfer | None
-    ) -> Inode:
+    async def _commit(self, version: NewVersion, transfer: Transfer | None) -> Inode:
         """Name the content as the file's version in etcd. Raises Conflict if the session or a group's
         configuration has changed, Outdated if the file's version is not the one it is based on."""
+        content = version.extent
         guards: list[Compare] = [self._session.compare()]
         if transfer is not None:
             try:
@@ -198,15 +179,12 @@ class Publisher:
             except BaseException:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
                 raise
-        status, before = version.status, self._namespace.inodes.get(version.ino)
+            version = version._replace(digests=transfer.digests)
+        before = self._namespace.inodes.get(version.ino)
         # Once the transaction has begun, only etcd knows how it ends.
         try:
             with trio.CancelScope(shield=True):
-                inode = await self._namespace.publish(
-                    version.ino, content, status.st_size, status.st_blocks, version.mtime_ns,
-                    ctime_ns=version.ctime_ns, base=version.base, layout=version.layout,
-                    digests=transfer.digests if transfer is not None else b"", guards=guards,
-                )  # fmt: skip
+                inode = await self._namespace.publish(version, guards)
         except OSError as error:
             if transfer is not None:
                 certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
@@ -217,39 +195,33 @@ class Publisher:
                         del self._unsure[next(iter(self._unsure))]
             raise
         self.figures.publishes += 1
-        sent = transfer.sent_bytes if transfer is not None else 0
-        self.figures.published_bytes += sent
         freed = allocated_bytes(before.size, before.blocks) if before is not None else 0
-        self._space.published(allocated_bytes(status.st_size, status.st_blocks) - freed)
+        self._space.published(allocated_bytes(version.size, version.blocks) - freed)
         if transfer is not None:
-            stripes = version.layout.stripes(status.st_size)
-            self._contents.published(content, status.st_blocks * 512, stripes=stripes)
-            self._pins.named(content)
-            current = self._namespace.inodes.get(version.ino)
-            if current is None or current.extent != content:
-                self._pins.retire(content)  # another publish was faster
-            if not inode.nlink:
-                self._abandoned.give_up(content, transfer.asked, is_certain=True)
+            self._published(version, transfer, inode)
         return inode
 
-    async def save_aside(
-        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
-    ) -> str:
-        """Publish a content as a new file beside the one that it was made for, and return that one's name.
+    def _published(self, version: NewVersion, transfer: Transfer, inode: Inode) -> None:
+        """Note that a content that was sent is a version now, as the returned `inode` has it."""
+        content = version.extent
+        self.figures.published_bytes += transfer.sent_bytes
+        assert version.layout is not None
+        stripes = version.layout.stripes(version.size)
+        self._contents.published(content, version.blocks * 512, stripes=stripes)
+        self._pins.named(content)
+        current = self._namespace.inodes.get(version.ino)
+        if current is None or current.extent != content:
+            self._pins.retire(content)  # another publish was faster
+        if not inode.nlink:
+            self._abandoned.give_up(content, transfer.asked, is_certain=True)
+
+    async def save_aside(self, version: NewVersion) -> str:
+        """Publish a version as a new file beside the one that it was made for, and return that one's name.
         Raises OSError."""
-        made, name = await make_aside(self._namespace, ino, self._host, self._layouts.of_name)
-        published = await self.publish(made.ino, extent, status, mtime_ns)
-        if published.extent != extent:
-            self._pins.retire(extent)
+        made, name = await make_aside(
+            self._namespace, version.ino, self._cluster.host, self._layouts.of_name
+        )
+        published = await self.publish(version._replace(ino=made.ino, base=None, ctime_ns=None))
+        if published.extent != version.extent:
+            self._pins.retire(version.extent)
         return name
-
-
-def _is_shared_with(before: Inode, base: int | None, layout: Layout) -> bool:
-    """Return whether a content is a changed copy of the newest version, whose stripes it may share."""
-    return (
-        base is not None
-        and before.version == base
-        and bool(before.digests)
-        and before.layout == layout
-        and layout.stripes(before.size) > 1
-    )

@@ -132,7 +132,7 @@ class RemoteStore:
     """The Store of a mount in a cluster; made by `remote_store`. Its parts do the work; each call of the
     mount goes to one of them directly."""
 
-    shared = True
+    sends = True
     reads_into = True
     waits = True
     size_max = SIZE_MAX
@@ -177,7 +177,7 @@ class RemoteStore:
         abandoned = Abandoned(engine, replica, members, peers, session, self._named)
         self._publisher = publisher = Publisher(
             namespace, session, cluster, contents, pins, layouts, abandoned, space,
-            coordination.locks.check_publishing, rdma.forget, host=mount.host, verify=mount.verify,
+            coordination.locks.check_publishing, rdma.forget, verify=mount.verify,
         )  # fmt: skip
         in_place = InPlace(namespace, contents, versions.bring, publisher.allocate)
         self.freshness = Freshness(

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ...cluster.groups import has_still
-from ...cluster.records import ContentId, GroupConfig, Layout, group_key
+from ...cluster.records import GroupConfig, Layout, group_key
 from ...kv import Compare
-from ...namespace import Inode
+from ...namespace import Inode, NewVersion
 from ...transport import (
     Distrusted,
     Extent,
@@ -39,37 +39,35 @@ _FULL_S = 5.0
 
 
 class Transfer:
-    """One content on its way. `adoptable` names the file in the incoming directory of the store node on
-    this host, which adopts it. With `verify` its digests are computed while it is sent. `mapped`: it may
-    change meanwhile without a trace. `base`: the version of which it is a changed copy; stripes that have
-    stayed the same are not sent, as nodes have them (Device.share)."""
+    """One version on its way, whose layout is decided. `adoptable` names the file in the incoming directory
+    of the store node on this host, which adopts it if it is of one stripe. With `verify` its digests are
+    computed while it is sent. `before`: the inode as it was; if that is the version's base, stripes that
+    have stayed the same are not sent, as nodes have them (Device.share)."""
 
     def __init__(
         self,
         cluster: Cluster,
-        content: ContentId,
-        layout: Layout,
+        version: NewVersion,
         fd: int,
-        size: int,
         adoptable: str = "",
         *,
         verify: bool = False,
-        mapped: bool = False,
-        base: Inode | None = None,
+        before: Inode | None = None,
     ) -> None:
+        assert version.layout is not None
         self._cluster = cluster
-        self._content = content
-        self._layout = layout
+        self._content = version.extent
+        self._layout = version.layout
         self._fd = fd
-        self._size = size
-        self._adoptable = adoptable
+        self._size = version.size
+        self._adoptable = adoptable if self._layout.stripes(self._size) == 1 else ""
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
         # An adopted file is the very file that the program may still have mapped.
-        self._wants_digests = verify and not (mapped and adoptable)
-        self._mapped = mapped
-        self._base = base
+        self._wants_digests = verify and not (version.mapped and self._adoptable)
+        self._mapped = version.mapped
+        self._base = before if before is not None and _may_share(version, before) else None
         # The stripes that the nodes have as stripes of the base.
         self._shared: set[int] = set()
         self._stamp: tuple[int, int] | None = None
@@ -88,6 +86,7 @@ class Transfer:
         members for too long.
         """
         self._guards.clear()
+        stripes = self._layout.stripes(self._size)
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
@@ -95,22 +94,22 @@ class Transfer:
             if hashing and self._base is not None:
                 await self._hash()
                 self._shared = self._stripes_of_base(self._base)
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
             elif hashing and not self._mapped and self._bytes_pass():
                 self._passing = {
                     stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
-                    for stripe in range(self._layout.stripes(self._size))
+                    for stripe in range(stripes)
                 }
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
                 self.digests = fold([await each.finish() for each in self._passing.values()])
             elif hashing and not self._mapped and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
-                    nursery.start_soon(self._bring_all)
+                    nursery.start_soon(for_each_stripe, stripes, self._bring)
             else:
                 if hashing:
                     await self._hash()
-                await self._bring_all()
+                await for_each_stripe(stripes, self._bring)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         if self.digests and not await self._stayed():
@@ -126,9 +125,6 @@ class Transfer:
         same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
         span = self._layout.span
         return {each for each in same if span(self._size, each) == span(base.size, each)}
-
-    async def _bring_all(self) -> None:
-        await for_each_stripe(self._layout.stripes(self._size), self._bring)
 
     @property
     def sent_bytes(self) -> int:
@@ -344,6 +340,17 @@ class Transfer:
             except OSError as error:
                 log.debug("content %x: %s", self._content, error)
         return False
+
+
+def _may_share(version: NewVersion, before: Inode) -> bool:
+    """Return whether a version is a changed copy of the one before, whose stripes it may share."""
+    return (
+        version.base is not None
+        and before.version == version.base
+        and bool(before.digests)
+        and before.layout == version.layout
+        and before.layout.stripes(before.size) > 1
+    )
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
