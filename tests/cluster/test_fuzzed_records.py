@@ -32,6 +32,7 @@ RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "500"))
 _BATCH = 60
 
 
+@pytest.mark.long
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(records(OF_MOUNTS + OF_OTHERS), min_size=1, max_size=8), max_size=6))
 def test_no_record_is_an_error_of_those_who_follow_it(

@@ -643,6 +643,7 @@ def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
     serve(mode, populate, messages_of(data))
 
 
+@pytest.mark.long
 @settings(fuzzing, max_examples=150)
 @given(data=st.lists(requests(), max_size=40), mode=st.sampled_from(MODES))
 def test_requests_in_any_order_are_answered_once_and_do_no_harm(
@@ -651,6 +652,7 @@ def test_requests_in_any_order_are_answered_once_and_do_no_harm(
     serve(mode, populate, messages_of(data))
 
 
+@pytest.mark.long
 @settings(fuzzing, max_examples=80)
 @given(
     data=st.lists(requests(), min_size=1, max_size=40),

@@ -121,6 +121,7 @@ def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> Non
         assert usage.bytes <= max(usage.limit_bytes, size)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(steps)
 def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
