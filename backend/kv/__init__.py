@@ -24,7 +24,6 @@ __all__ = [
     "Exists",
     "KeyValue",
     "NoSpace",
-    "OwnEngine",
     "Past",
     "Put",
     "SharedEngine",
@@ -137,34 +136,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release the storage; changes made before are kept. Closing twice does nothing."""
-        ...
-
-
-class OwnEngine(Engine, Protocol):
-    """An engine that this process has to itself."""
-
-    async def transact(
-        self, operations: Sequence[Put | Delete], *, durable: bool = True, urgent: bool = False
-    ) -> int:
-        """Apply all operations.
-
-        durable=False: visible at once and in order, but it reaches the storage with the next
-        durable transaction or `flush`. A crash loses the newest of these only, each whole, and
-        nothing that came before a durable transaction.
-        urgent: on a full storage, use the space that is reserved for freeing space. Transactions
-        that only delete are always urgent.
-
-        Raises NoSpace; then nothing has changed.
-        """
-        ...
-
-    async def idle(self) -> None:
-        """Do work that was put off: the caller has nothing else to do."""
-        ...
-
-    async def flush(self) -> None:
-        """Make every transaction so far durable. Raises NoSpace: all stay visible, and can be flushed
-        later."""
         ...
 
 

@@ -1,7 +1,8 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Dentry, Inode, fail
-from .namespace import Namespace, load_own
+from .local import LocalCommitter
+from .namespace import Namespace
 from .new_version import NewVersion
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
 from .shared import SharedCommitter
@@ -17,11 +18,11 @@ __all__ = [
     "XATTR_SIZE_MAX",
     "Dentry",
     "Inode",
+    "LocalCommitter",
     "Namespace",
     "NewVersion",
     "Outdated",
     "SharedCommitter",
     "Tree",
     "fail",
-    "load_own",
 ]

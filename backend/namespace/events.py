@@ -38,14 +38,14 @@ class Listener(Protocol):
 
 
 class Changes(NamedTuple):
-    """`times` are those of directories, None: the inode has them from now on. `names` are parent, name,
-    inode (0: the name is removed) and revision. `damaged` are the numbers and revisions of inodes whose
-    record is that. `gone` are inodes without a record. `next_ino` is the value
-    and revision of the record of free inode numbers, if that changed."""
+    """`times` are those of directories, None: the inode has them from now on. `inodes` come with their
+    records. `names` are parent, name, inode (0: the name is removed) and revision. `damaged` are the
+    numbers and revisions of inodes whose record is that. `gone` are inodes without a record. `next_ino` is
+    the value and revision of the record of free inode numbers, if that changed."""
 
     times: list[tuple[int, int | None]]
     damaged: list[tuple[int, int]]
-    inodes: list[Inode]
+    inodes: list[tuple[Inode, bytes]]
     names: list[tuple[int, bytes, int, int]]
     gone: list[int]
     next_ino: tuple[int, int] | None
@@ -55,7 +55,7 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
     """Return the changes of events. `complain` is told of each record that makes no sense."""
     times: list[tuple[int, int | None]] = []
     damaged: list[tuple[int, int]] = []
-    inodes: list[Inode] = []
+    inodes: list[tuple[Inode, bytes]] = []
     names: list[tuple[int, bytes, int, int]] = []
     gone: list[int] = []
     next_ino = None
@@ -79,7 +79,7 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
             gone.append(ino)
         else:
             try:
-                inodes.append(Inode.decode(ino, value, revision))
+                inodes.append((Inode.decode(ino, value, revision), value))
             except msgspec.DecodeError as error:
                 complain(key, str(error), value)
                 damaged.append((ino, revision))

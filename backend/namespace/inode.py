@@ -99,20 +99,21 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class Inode:
     """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
 
-    An inode in the tree is never changed in place, except `parent`; a change makes a copy.
+    An inode in the tree is never changed in place; a change makes a copy.
 
     `extent` is 0 for an empty content, in a cluster the number of the content, which `layout` places on
     nodes; `digests`, if any, are those of its bytes (see digest). `blocks` counts 512-byte units as stat
     does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `maker` is the
     mount that makes the first version of a file, and alone sees its names until then (see unseen), 0 if all
-    mounts do. Derived, not stored: `parent`, the directory that holds the inode, 0 if none or several do;
-    `nlink` of a directory. `revision` is that of the record in the engine, 0 while there is none.
+    mounts do. Derived, not part of the record: `nlink` of a directory; `parent` and `name`, the directory
+    and the name in it that lead to the inode (0 and b"": none does; a removed directory keeps its parent),
+    and how many `more` names do. `revision` is that of the record in the engine, 0 while there is none.
     """
 
     __slots__ = (
-        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "layout",
-        "maker", "mode", "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid",
-        "version", "xattrs",
+        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "is_dir", "layout",
+        "maker", "mode", "more", "mtime_ns", "name", "nlink", "parent", "rdev", "revision", "size",
+        "target", "uid", "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -120,7 +121,8 @@ class Inode:
         self.mode = mode
         self.uid = uid
         self.gid = gid
-        self.nlink = 1
+        self.is_dir = mode & 0o170000 == stat.S_IFDIR
+        self.nlink = 2 if self.is_dir else 1
         self.rdev = 0
         self.size = 0
         self.blocks = 0
@@ -129,6 +131,8 @@ class Inode:
         self.version = 0
         self.extent = NO_CONTENT
         self.parent = 0
+        self.name = b""
+        self.more = 0
         self.target = b""
         self.xattrs = NO_XATTRS
         self.layout = NO_LAYOUT
@@ -160,6 +164,7 @@ class Inode:
         ) = _decode(value)  # fmt: skip
         if inode.mode >> 12 not in _KINDS:
             raise msgspec.ValidationError(f"{inode.mode:o} is no mode")
+        inode.is_dir = inode.mode & 0o170000 == stat.S_IFDIR
         if not inode.xattrs:
             inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
@@ -167,7 +172,8 @@ class Inode:
         elif inode.size > SIZE_MAX or inode.layout.stripes(inode.size) > _STRIPES_MAX:
             stripes = inode.layout.stripes(inode.size)
             raise msgspec.ValidationError(f"{inode.size} bytes in {stripes} stripes")
-        inode.parent = 0
+        inode.parent = inode.more = 0
+        inode.name = b""
         inode.revision = revision
         return inode
 
@@ -177,20 +183,17 @@ class Inode:
         new.ino, new.mode, new.uid, new.gid = self.ino, self.mode, self.uid, self.gid
         new.nlink, new.rdev, new.size, new.blocks = self.nlink, self.rdev, self.size, self.blocks
         new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
-        new.version, new.extent, new.parent = self.version, self.extent, self.parent
+        new.version, new.extent = self.version, self.extent
+        new.parent, new.name, new.more = self.parent, self.name, self.more
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
-        new.birth_ns, new.maker = self.birth_ns, self.maker
+        new.birth_ns, new.maker, new.is_dir = self.birth_ns, self.maker, self.is_dir
         return new
 
     @property
     def kind(self) -> int:
         """Return the bits of the mode that a chmod cannot change."""
         return self.mode & 0o170000
-
-    @property
-    def is_dir(self) -> bool:
-        return self.mode & 0o170000 == stat.S_IFDIR
 
     @property
     def is_file(self) -> bool:

@@ -1,15 +1,18 @@
-"""Commit mutations to an engine that only this process uses, and repair what a crash left.
+"""Commit mutations to a map that only this process uses, and repair what a crash left.
 
-The tree is always up to date: nothing is compared, and it changes as soon as the transaction is applied.
+The tree is always up to date: nothing is compared, and it changes as soon as the change is stored.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..kv import Compare, Event, OwnEngine
-from .changes import Commit, operations
+import msgspec
+
+from ..kv import Compare
+from .changes import Commit
 from .inode import ROOT_INO, Inode
+from .inodes import Totals
 from .planner import root_of
 from .tree import Tree
 
@@ -19,13 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class LocalCommitter:
-    """Commits changes of a strict tree, which `load` fills."""
+    """Commits changes of a tree whose map no other process changes."""
 
     read_only = False
 
-    def __init__(self, tree: Tree, engine: OwnEngine) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._engine = engine
         self._next_ino = ROOT_INO + 1
 
     def new_ino(self) -> int:
@@ -44,11 +46,8 @@ class LocalCommitter:
             return None
         if commit.local:
             self._tree.enact_locally(commit)
-            return commit.inode
-        revision = await self._engine.transact(
-            operations(commit), durable=commit.durable, urgent=commit.urgent
-        )
-        self._tree.enact(commit, revision)
+        else:
+            self._tree.enact(commit)
         return commit.inode
 
     async def freshen(self) -> None:
@@ -56,52 +55,37 @@ class LocalCommitter:
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
-        await self._engine.flush()
+        self._tree.records.commit()
 
-    async def idle(self) -> None:
-        await self._engine.idle()
+    async def load(self) -> bool:
+        """Make the root directory of a new store, and remove what a crash left: files that were never
+        published. Return whether there was none."""
+        tree, records = self._tree, self._tree.records
+        self._next_ino = tree.last_ino() + 1
+        tree.load_quotas()
+        if records.note is not None:
+            tree.inodes.totals = msgspec.msgpack.decode(records.note, type=Totals)
+        else:
+            self._discard_leftovers()
+        await self.carry_out(partial(root_of, tree))
+        return records.note is not None
 
-    async def load(self) -> None:
-        """Fill the tree, and make the root directory of a new store. Names without an inode, inodes without
-        a name and files that were never published are left over from a crash, and are removed. Raises
-        OSError EIO when a record is damaged.
-        """
-        # Load one kind of records after the other: all together take more memory than the tree.
-        for start, end in ((b"i", b"j"), (b"t", b"u"), (b"d", b"e")):
-            records = await self._engine.range(start, end)
-            self._tree.take(Event(mod_revision, key, value) for key, value, mod_revision in records)
-        await self.carry_out(partial(root_of, self._tree))
-        self._next_ino = max(self._tree.inodes) + 1
-        await self._discard_leftovers()
-        await self._correct_link_counts()
+    def leave(self) -> None:
+        """Note that nothing is left to repair: the map is about to be closed."""
+        self._tree.records.leave(msgspec.msgpack.encode(self._tree.inodes.totals))
 
-    async def _discard_leftovers(self) -> None:
+    def _discard_leftovers(self) -> None:
         tree = self._tree
-        unpublished = [
-            ino for ino, inode in tree.inodes.items() if inode.is_file and not inode.version
-        ]
-        nameless = [ino for ino in tree.inodes if not (ino == ROOT_INO or tree.parents_of(ino))]
-        commit = Commit()
-        found = (*tree.dangling, *tree.names_of_all(unpublished))
-        commit.names = [(parent, name, 0) for parent, name in found]
-        commit.gone = [tree.inodes[ino] for ino in {*unpublished, *nameless}]
-        if commit.names or commit.gone:
-            log.info(
-                "removing %d unpublished names and %d nameless inodes",
-                len(commit.names),
-                len(commit.gone),
-            )
-            await self.carry_out(lambda: commit)
-
-    async def _correct_link_counts(self) -> None:
-        commit = Commit()
-        commit.inodes = []
-        for ino, inode in self._tree.inodes.items():
-            links = len(self._tree.parents_of(ino))
-            if not inode.is_dir and inode.nlink != links:
-                log.warning("inode %d had nlink %d, has %d names", ino, inode.nlink, links)
-                fixed = inode.copy()
-                fixed.nlink = links
-                commit.inodes.append(fixed)
-        if commit.inodes:
-            await self.carry_out(lambda: commit)
+        unpublished: list[Inode] = []
+        for inode in tree.inodes.values():
+            tree.inodes.totals.count(inode, 1)
+            if inode.is_file and not inode.version:
+                unpublished.append(inode)
+        for inode in unpublished:
+            commit = Commit()
+            commit.names = [(parent, name, 0) for parent, name in tree.names_of(inode.ino)]
+            commit.gone = [tree.inodes[inode.ino].copy()]
+            commit.urgent = True
+            tree.enact(commit)
+        if unpublished:
+            log.info("removing %d files that were never published", len(unpublished))

@@ -3,31 +3,31 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
-from .directories import Directories
-from .inode import NAME_MAX, Dentry, Inode, fail
+from ..kv.map import Map
+from .inode import NAME_MAX, ROOT_INO, Dentry, Inode, fail, name_key
+from .inodes import Inodes, link_key
 from .unseen import Unseen
 
 __all__ = ["Names"]
 
 
 class Names:
-    """The names and inodes of a tree, which Tree changes. `inodes` is for reading only.
+    """The names and inodes of a tree, which Tree changes, in an ordered map. `inodes` is for reading only.
 
     A `damaged` inode can be listed and removed, and everything else is EIO. `maker` and `is_mounted`: of
-    new files that other mounts make (see Unseen)."""
+    new files that other mounts make (see Unseen). `compared` as for Inodes."""
 
-    def __init__(self, maker: int, is_mounted: Callable[[int], bool]) -> None:
-        self.inodes: dict[int, Inode] = {}
+    def __init__(
+        self, records: Map, maker: int, is_mounted: Callable[[int], bool], *, compared: bool
+    ) -> None:
+        self.records = records
+        self.inodes = Inodes(records, compared=compared)
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
         self.unseen = Unseen(self.inodes, maker, is_mounted)
         self._unseen = self.unseen.inos
-        self._children: dict[int, dict[bytes, Dentry]] = {}
-        self.directories = Directories(self.inodes, self._children)
-        # The parents of inodes with several names (once for each name).
-        self._parents: dict[int, list[int]] = {}
 
     def inode(self, ino: int) -> Inode:
         """Return an inode. Raises OSError ESTALE, and EIO if it is damaged."""
@@ -40,28 +40,37 @@ class Names:
 
     def leads_to(self, parent: int, name: bytes, ino: int) -> bool:
         """Return whether a name leads to an inode."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        return dentry is not None and dentry.ino == ino
+        return self.ino_behind(parent, name) == ino != 0
 
     def lookup(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, "." and ".." included; None if no such name is seen."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        if dentry is not None:
-            return None if dentry.ino in self._unseen else self.inodes[dentry.ino]
+        if len(name) <= NAME_MAX:
+            value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)  # asked most often
+            if value is not None:
+                ino = int.from_bytes(value[:8], "big")
+                return None if ino in self._unseen else self._led_to(ino)
         return self._without_dentry(parent, name)
 
     def taken(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, as `lookup` does, also of one that is not seen."""
         ino = self.ino_behind(parent, name)
-        return self.inodes[ino] if ino else self._without_dentry(parent, name)
+        return self._led_to(ino) if ino else self._without_dentry(parent, name)
+
+    def _led_to(self, ino: int) -> Inode:
+        try:
+            return self.inodes[ino]
+        except KeyError:
+            raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
 
     def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
-        if parent not in self._children:
-            raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
+        try:
+            directory = self.inodes[parent]
+        except KeyError:
+            raise fail(errno.ESTALE) from None
+        if not directory.is_dir:
+            raise fail(errno.ENOTDIR)
         if name == b".":
-            return self.inodes[parent]
+            return directory
         if name == b"..":
             return self.inode(self.parent_of(parent))
         if len(name) > NAME_MAX:
@@ -75,48 +84,58 @@ class Names:
             raise fail(errno.ESTALE)
         return inode.parent or directory
 
+    def below(self, ino: int) -> list[tuple[bytes, int]]:
+        """Return a snapshot of all names in a directory and their inode numbers."""
+        return [
+            (key[9:], int.from_bytes(value[:8], "big"))
+            for key, value in self.records.range(*_in(ino))
+        ]
+
     def children(self, ino: int) -> list[tuple[bytes, int]]:
         """Return a snapshot of the names seen in a directory and their inode numbers."""
-        children, unseen = self._children[ino], self._unseen
-        return [(name, dentry.ino) for name, dentry in children.items() if dentry.ino not in unseen]
+        found, unseen = self.below(ino), self._unseen
+        return [one for one in found if one[1] not in unseen] if unseen else found
 
     def is_empty(self, directory: int) -> bool:
-        return not self._children[directory]
+        return self.records.first(*_in(directory)) is None
 
     def parents_of(self, ino: int) -> Sequence[int]:
         """Return the directories that hold an inode, once for each name."""
-        parents = self._parents.get(ino)
-        if parents is not None:
-            return parents
         inode = self.inodes.get(ino)
-        if inode is None or not inode.parent or (inode.is_dir and ino not in self.directories):
+        if inode is None or not inode.name:
             return ()
-        return (inode.parent,)
+        if not inode.more:
+            return (inode.parent,)
+        return [parent for parent, _ in self.names_of(ino)]
 
     def names_of(self, ino: int) -> list[tuple[int, bytes]]:
-        """Return every (parent, name) of an inode, by searching all names of its parents."""
-        return [
-            (parent, name)
-            for parent in set(self.parents_of(ino))
-            for name, dentry in self._children.get(parent, {}).items()
-            if dentry.ino == ino
-        ]
+        """Return every (parent, name) of an inode."""
+        inode = self.inodes.get(ino)
+        if inode is None or not inode.name:
+            return []
+        found = [(inode.parent, inode.name)]
+        if inode.more:
+            ends = link_key(ino, 0, b""), link_key(ino + 1, 0, b"")
+            for key, _ in self.records.range(*ends):
+                found.append((int.from_bytes(key[9:17], "big"), key[17:]))
+        return found
 
-    def names_of_all(self, inos: Collection[int]) -> list[tuple[int, bytes]]:
-        """Return every (parent, name) of these inodes, by searching all names once."""
-        wanted = set(inos)
-        return [
-            (parent, name)
-            for parent, children in (self._children.items() if wanted else ())
-            for name, dentry in children.items()
-            if dentry.ino in wanted
-        ]
+    def path_of(self, directory: int) -> bytes:
+        """Return the path of a directory from the root, which is b"". Raises ESTALE if it was removed."""
+        names = []
+        while directory != ROOT_INO:
+            inode = self.inodes.get(directory)
+            if inode is None or not inode.nlink or not inode.name:
+                raise fail(errno.ESTALE)
+            names.append(inode.name)
+            directory = inode.parent
+        return b"".join(b"/" + name for name in reversed(names))
 
     def describe(self, ino: int) -> str:
         """Return the path of an inode from the root of the filesystem, for messages."""
         for parent, name in self.names_of(ino):
             with contextlib.suppress(OSError):  # a directory that was removed
-                return os.fsdecode(self.directories.path_of(parent) + b"/" + name)
+                return os.fsdecode(self.path_of(parent) + b"/" + name)
         return f"inode {ino}"
 
     def existing(self, parent: int, name: bytes) -> Inode:
@@ -126,15 +145,27 @@ class Names:
         if not ino or ino in self._unseen:
             self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
             raise fail(errno.ENOENT)
-        return self.inodes[ino]
+        return self._led_to(ino)
 
     def ino_behind(self, parent: int, name: bytes) -> int:
         """Return the number of a name's inode, 0: there is none."""
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        return dentry.ino if dentry is not None else 0
+        if len(name) > NAME_MAX:
+            return 0
+        value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
+        return int.from_bytes(value[:8], "big") if value is not None else 0
+
+    def dentry(self, parent: int, name: bytes) -> Dentry | None:
+        """Return what a name leads to, and since which revision."""
+        value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
+        if value is None:
+            return None
+        return Dentry(int.from_bytes(value[:8], "big"), int.from_bytes(value[8:], "big"))
 
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
-        dentry = self._children[parent].get(name)
+        dentry = self.dentry(parent, name)
         return dentry.revision if dentry is not None else 0
+
+
+def _in(directory: int) -> tuple[bytes, bytes]:
+    return name_key(directory, b""), name_key(directory + 1, b"")

@@ -1,6 +1,6 @@
-"""The directory tree that programs change: names and inodes in a key-value engine.
+"""The directory tree that programs change: names and inodes.
 
-Reads are answered by the tree in memory alone (tree). A mutation is decided on it (planner) and committed
+Reads are answered by the tree alone (tree). A mutation is decided on it (planner) and committed
 in one transaction (local, shared); so one that fails leaves no trace.
 """
 
@@ -14,10 +14,9 @@ import trio
 
 from ..clock import now_ns
 from ..cluster.records import Layout
-from ..kv import Compare, OwnEngine
+from ..kv import Compare
 from .changes import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
-from .local import LocalCommitter
 from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
@@ -33,7 +32,7 @@ from .planner import (
 )
 from .tree import Tree
 
-__all__ = ["Namespace", "load_own"]
+__all__ = ["Namespace"]
 
 
 class Committer(Protocol):
@@ -60,18 +59,6 @@ class Committer(Protocol):
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         ...
-
-    async def idle(self) -> None:
-        """Do work that was put off: the caller has nothing else to do."""
-        ...
-
-
-async def load_own(engine: OwnEngine) -> "Namespace":
-    """Return the namespace on an engine that only this process uses. See LocalCommitter.load."""
-    tree = Tree(strict=True)
-    committer = LocalCommitter(tree, engine)
-    await committer.load()
-    return Namespace(tree, committer)
 
 
 class Namespace:
@@ -100,7 +87,7 @@ class Namespace:
         self.children = tree.children
         self.parents_of = tree.parents_of
         self.names_of = tree.names_of
-        self.path_of = tree.directories.path_of
+        self.path_of = tree.path_of
         self.describe = tree.describe
 
     @property
@@ -326,6 +313,3 @@ class Namespace:
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         await self._committer.flush()
-
-    async def idle(self) -> None:
-        await self._committer.idle()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..sizes import human_bytes, parse_size
-from .inode import ROOT_INO, Dentry, Inode, fail
+from .inode import ROOT_INO, Inode, fail
 
 __all__ = ["QUOTA_BYTES", "QUOTA_INODES", "QUOTA_NAMES", "Charge", "Quotas", "Usage", "parse_limit"]
 
@@ -79,17 +79,18 @@ _NOTHING = Charge((), 0)
 
 
 class Quotas:
-    """The quotas of a tree, of which it is given the parts. `in_use` is False while there are none."""
+    """The quotas of a tree, of which it is given the parts; below(directory) returns the names in it and
+    the inodes that they lead to. `in_use` is False while there are none."""
 
     def __init__(
         self,
         inodes: Mapping[int, Inode],
-        children: Mapping[int, Mapping[bytes, Dentry]],
+        below: Callable[[int], Sequence[tuple[bytes, int]]],
         parents_of: Callable[[int], Sequence[int]],
         path_of: Callable[[int], bytes],
     ) -> None:
         self._inodes = inodes
-        self._children = children
+        self._below = below
         self._parents_of = parents_of
         self._path_of = path_of
         self.in_use = False
@@ -129,7 +130,7 @@ class Quotas:
 
     def around(self, ino: int) -> list[Usage]:
         """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""
-        found = self.above(ino) if ino in self._children else self.of(ino)
+        found = self.above(ino) if self._inodes[ino].is_dir else self.of(ino)
         return [self._usages[directory] for directory in found]
 
     # -- deciding --------------------------------------------------------------------------------
@@ -212,12 +213,12 @@ class Quotas:
         """Bring the account up to date after these inodes, or their names, have changed."""
         todo = list(inos)
         for directory in self._changed:
-            todo += [dentry.ino for dentry in self._children.get(directory, {}).values()]
+            todo += [ino for _, ino in self._below(directory)]
         self._changed.clear()
         while todo:
             ino = todo.pop()
             if self._look_at(ino):
-                todo += [dentry.ino for dentry in self._children.get(ino, {}).values()]
+                todo += [below for _, below in self._below(ino)]
         self.in_use = bool(self._usages)
 
     def _look_at(self, ino: int) -> bool:

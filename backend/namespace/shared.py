@@ -147,9 +147,6 @@ class SharedCommitter:
     async def flush(self) -> None:
         """Do nothing: every transaction survives a crash when it is acknowledged."""
 
-    async def idle(self) -> None:
-        """Do nothing: no work is put off."""
-
     # -- inode numbers ---------------------------------------------------------------------------
 
     def new_ino(self) -> int:

@@ -1,99 +1,128 @@
-"""The directory tree in memory, which answers every read: data and its invariants, without an engine.
+"""The directory tree, which answers every read: an ordered map of records and what is derived from them.
 
-It is changed in two ways: by the commits of an engine that only this process uses (`enact`), or by the
-events of a shared engine's watch (`load` and `apply`, as a consumer of the replica hub). Both end in the
-same few steps, in this order: times, inodes, names, and last removed inodes, so that each step finds the
-data from which it derives parents and link counts.
+It is changed in two ways: by the commits of a process that has its map in a file of its own (`enact`), or
+by the events of a shared engine's watch (`load` and `apply`, as a consumer of the replica hub), whose
+records the map then repeats. Both end in the same few steps, in this order: times, inodes, names, and last
+removed inodes, so that each step finds the data from which it derives parents and link counts.
+
+    key                                            value
+    "d" + parent ino (8 bytes BE) + name           ino and revision (8 bytes BE each)
+    "t" + directory ino (8 bytes BE)               when its names last changed, ns (8 bytes BE)
+    "q" + directory ino (8 bytes BE)               b"": the directory has a quota
+    "i…", "l…"                                     see inodes
 """
 
 import contextlib
-import errno
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from ..clock import now_ns
 from ..cluster.faults import Faults
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
+from ..kv.map import Map
 from .changes import Commit
+from .directories import misplaced
 from .events import Listener, changes_of, time_of
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
     ROOT_INO,
-    Dentry,
     Inode,
-    fail,
     inode_key,
     name_key,
     time_key,
 )
+from .inodes import link_key
 from .names import Names
-from .quotas import Quotas
+from .quotas import QUOTA_NAMES, Quotas
 from .watches import Watches
 
 __all__ = ["Listener", "Tree"]
 
 # Numbers from here on are given to inodes only if others were used up: nobody made so many.
 _LAST_INOS = FIRST_VIRTUAL_INO // 2
+# So many records are taken at once when a tree is loaded.
+_LOADED_AT_ONCE = 4096
+_QUOTAS = (b"q", b"r")
+# The revision of every record of a process that has its map alone.
+_OWN_REVISION = 1
+
+# A parent, a name, and the inode that it leads to from now on, 0: none.
+_Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
 
 
 class Tree(Names):
-    """The names and inodes that an engine has, and their changes.
+    """The names and inodes that `records` have (None: a map in memory), and their changes.
 
     An inode that a holder has open stays without a name when another host removes its last one (a *local
-    orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid record raises OSError
-    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise `faults` are told
-    of both. A name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
+    orphan*: nlink 0, revision 0, known to this process alone). Invalid records of other hosts are told to
+    `faults`: a name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
     that is `damaged`. `maker` and `is_mounted` as for Names."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
     def __init__(
         self,
+        records: Map | None = None,
         *,
         listener: Listener | None = None,
-        strict: bool = False,
         faults: Faults | None = None,
         maker: int = 0,
         is_mounted: Callable[[int], bool] = lambda maker: True,
     ) -> None:
-        super().__init__(maker, is_mounted)
+        super().__init__(records or Map(), maker, is_mounted, compared=listener is not None)
         self._faults = faults or Faults()
-        self.dangling: list[tuple[int, bytes]] = []
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
         # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
         self._listener = listener
-        self._strict = strict
         self._is_loaded = False
-        # For each directory: when its names last changed, and the ctime of the inode record.
-        self._times: dict[int, int] = {}
-        self._ctimes: dict[int, int] = {}
         # Inodes that callers of mutations under way want to keep, and those that they remove.
         self._keeping: list[int] = []
         self._removing: list[int] = []
-        self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.directories.path_of)
+        # The directories that events have given a name, while these are applied.
+        self._linked_directories: list[int] = []
+        self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
+
+    def load_quotas(self) -> None:
+        """Note the quotas of a map that was filled before."""
+        for key, _ in list(self.records.range(*_QUOTAS)):
+            self.quotas.take_limits(self.inodes[int.from_bytes(key[1:], "big")])
+        if self.quotas.in_use:
+            self.quotas.update(())
+
+    def last_ino(self) -> int:
+        """Return the largest number of an inode, other than of those that nobody made."""
+        key = self.records.last(inode_key(0), inode_key(_LAST_INOS))
+        return int.from_bytes(key[1:], "big") if key is not None else ROOT_INO
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 
     def load(self, records: Iterable[KeyValue], revision: int) -> None:
         """Replace the tree by these records. Differences count as events that come now."""
+        if not self._is_loaded:
+            self._is_loaded = True
+            self._fill(list(records))
+            return
         events: list[Event] = []
         present: set[bytes] = set()
-        known, self._is_loaded = self._is_loaded, True
         for record in records:
-            if known:
-                present.add(record.key)
-            if not known or self._differs(record):
+            present.add(record.key)
+            if self._differs(record):
                 events.append(Event(record.mod_revision, record.key, record.value))
-        if known:
-            events += [Event(revision, key, None) for key in self._keys() if key not in present]
-            self.apply(revision, events)
-        else:
-            self.take(events)
+        events += [Event(revision, key, None) for key in self._keys() if key not in present]
+        self.apply(revision, events)
+
+    def _fill(self, records: list[KeyValue]) -> None:
+        """Take the first records, inodes before the names that lead to them."""
+        records.sort(key=lambda record: record.key.startswith(b"d"))
+        for start in range(0, len(records), _LOADED_AT_ONCE):
+            some = records[start : start + _LOADED_AT_ONCE]
+            self.take(Event(record.mod_revision, record.key, record.value) for record in some)
 
     def _differs(self, record: KeyValue) -> bool:
         kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
@@ -101,25 +130,21 @@ class Tree(Names):
             inode = self.inodes.get(ino)
             return inode is None or inode.revision != record.mod_revision or ino in self.damaged
         if kind == b"d":
-            dentry = self._children.get(ino, {}).get(record.key[9:])
+            dentry = self.dentry(ino, record.key[9:])
             return (
                 dentry is None
                 or dentry.revision != record.mod_revision
                 or dentry.ino == DAMAGED_INO
             )
         if kind == b"t":
-            return self._times.get(ino) != time_of(record.value)
+            known = self.records.get(time_key(ino))
+            return known is None or time_of(known) != time_of(record.value)
         return True
 
-    def _keys(self) -> Iterable[bytes]:
-        for parent, children in self._children.items():
-            for name in children:
-                yield name_key(parent, name)
-        for ino, inode in self.inodes.items():
-            if inode.revision:
-                yield inode_key(ino)
-        for ino in self._times:
-            yield time_key(ino)
+    def _keys(self) -> Iterator[bytes]:
+        for kind in (b"d", b"i", b"t"):
+            for key, _ in self.records.range(kind, bytes([kind[0] + 1])):
+                yield key
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         listener = self._listener
@@ -149,12 +174,14 @@ class Tree(Names):
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
         times, damaged, inodes, names, gone, next_ino = changes_of(events, self._complain)
+        changed = [inode for inode, _ in inodes]
+        size = sum(len(record) for _, record in inodes)
+        self.records.begin(size + 1024 * (len(names) + len(inodes)), urgent=True)
+        touched = self.watches.touched(names, changed) if self.watches.in_use else ()
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
-        touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
-        self.directories.watch()
-        for inode in inodes:
-            self._take_inode(inode)
+        for inode, record in inodes:
+            self._take_inode(inode, record)
         for ino, revision in damaged:
             self._put_damaged(ino, revision)
         if next_ino is not None:
@@ -167,32 +194,39 @@ class Tree(Names):
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
                 orphan.maker = 0 if ino in self._removing else known.maker
-                self.inodes[ino] = orphan
-        for parent, name, target, revision in names:
+                self.inodes.store(orphan, None, known)
+                if orphan.is_dir:
+                    self.records.delete(time_key(ino))
+        for parent, name, target, revision in _removals_first(names):
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
-            self._let_go(ino, keep=ino in self._keeping)
-        for ino, (parent, name) in self.directories.misplaced():
+            if ino in self.inodes:
+                self._let_go(self.inodes[ino], keep=ino in self._keeping)
+        linked, self._linked_directories = self._linked_directories, []
+        for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
             self._set_name(parent, name, 0, 0)
+            if ino in self.inodes and not self.inodes[ino].name:
+                self.inodes.changing(ino).parent = 0
+        self.inodes.write()
+        self.records.commit()
+        self.inodes.settle()
         if self.quotas.in_use:
-            self.quotas.update(
-                (*(inode.ino for inode in inodes), *gone, *(name[2] for name in names))
-            )
+            self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
         if touched:
             self.watches.changed(touched)
 
-    def _take_inode(self, inode: Inode) -> None:
+    def _take_inode(self, inode: Inode, record: bytes) -> None:
         ino = inode.ino
         known = self.inodes.get(ino)
-        if not inode.nlink and not self._strict:  # it would be dropped while names lead to it
+        if not inode.nlink:  # it would be dropped while names lead to it
             self._complain(inode_key(ino), "it has no links")
             self._put_damaged(ino, inode.revision)
         elif known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
-            self._put(inode)
+            self._put(inode, record, known)
         elif self.damaged.get(ino):
-            self._put_otherwise(inode)
+            self._put_otherwise(inode, record)
         else:
             self._complain(inode_key(ino), f"it cannot become one of mode {inode.mode:o}")
             self._put_damaged(ino, inode.revision)
@@ -207,64 +241,80 @@ class Tree(Names):
             is_root = ino == ROOT_INO
             inode = Inode(ino, stat.S_IFDIR | 0o755 if is_root else stat.S_IFREG, 0, 0, 0)
         inode.revision = revision
-        self._put(inode)
+        self._put(inode, None, known)
         if ino != ROOT_INO:
             self.damaged[ino] = is_guess or known is None
 
-    def _put_otherwise(self, inode: Inode) -> None:
+    def _put_otherwise(self, inode: Inode, record: bytes) -> None:
         """Put an inode in the place of a damaged one of another kind, which was a guess."""
         ino = inode.ino
         names = [(*name, self.name_revision(*name)) for name in self.names_of(ino)]
-        below = [(ino, name) for name in self._children.get(ino, ())]
+        below = [(ino, name) for name, _ in self.below(ino)]
         for parent, name in [*below, *(name[:2] for name in names)]:
             self._set_name(parent, name, 0, 0)
-        self._let_go(ino, keep=False)
-        self.inodes.pop(ino, None)
-        self._put(inode)
+        if ino in self.inodes:
+            self._let_go(self.inodes.changing(ino), keep=False)
+            self.inodes.pop(ino, None)
+        self._put(inode, record, None)
         for parent, name, revision in names:
             self._set_name(parent, name, ino, revision)
 
-    def _make_directory(self, ino: int) -> dict[bytes, Dentry]:
-        """Have a damaged inode be a directory, as there are names in it. Return these."""
+    def _make_directory(self, ino: int) -> None:
+        """Have a damaged inode be a directory, as there are names in it."""
         directory = Inode(ino, stat.S_IFDIR, 0, 0, 0)
         directory.revision = self.inodes[ino].revision
-        self._put_otherwise(directory)
+        self._put_otherwise(directory, directory.encode())
         self.damaged[ino] = True
-        return self._children[ino]
 
     def _set_next_ino(self, told: int, revision: int) -> None:
         former = self.next_block[0]
         if not former <= told < _LAST_INOS:
             self._complain(NEXT_INO_KEY, f"{told} is not the number of the next inode")
-            told = max(former, 1 + max(ino for ino in self.inodes if ino < _LAST_INOS))
+            told = max(former, 1 + self.last_ino())
         self.next_block = told, revision
 
     def _complain(self, key: bytes, why: str, value: bytes = b"") -> None:
-        """Report a record that makes no sense. In a cluster it harms only what it names."""
-        if self._strict:
-            raise fail(errno.EIO, f"the record {key!r} is damaged: {why}")
+        """Report a record that makes no sense. It harms only what it names."""
         self._faults.add(key, why, value)
 
     # -- own changes -----------------------------------------------------------------------------
 
-    def enact(self, commit: Commit, revision: int) -> None:
-        """Apply a commit that the engine has applied."""
-        touched = self.watches.touched(commit.names, commit.inodes) if self.watches.in_use else ()
-        for ino, time_ns in commit.times:
-            self._set_time(ino, time_ns)
+    def enact(self, commit: Commit) -> None:
+        """Store a commit and apply it. Raises NoSpace, OSError; then nothing has changed."""
+        records, inodes = self.records, self.inodes
+        size = 0
         for inode in commit.inodes:
-            inode.revision = revision
-            if inode.is_dir:
-                self._put(inode)
-            else:
-                self.inodes[inode.ino] = inode
+            if inode.xattrs:
+                size += sum(map(len, inode.xattrs.values()))
+        records.begin(size, urgent=commit.urgent)
+        touched = self.watches.touched(commit.names, commit.inodes) if self.watches.in_use else ()
+        try:
+            for ino, time_ns in commit.times:
+                self._set_time(ino, time_ns)
+            for inode in commit.inodes:
+                inode.revision = _OWN_REVISION
+                inodes.replace(inode)
+                if (inode.xattrs or self.quotas.in_use) and inode.is_dir:
+                    self._take_limits(inode)
+            for inode in commit.gone:
+                inode.revision = 0
+                inodes.replace(inode, gone=True)
+                if inode.is_dir:
+                    records.delete(time_key(inode.ino))
+            names = commit.names
+            for parent, name, ino in names if len(names) < 2 else _removals_first(names):
+                self._rename(parent, name, ino, _OWN_REVISION)
+            inodes.write()
+            if commit.durable:
+                records.commit()
+        except OSError:
+            inodes.restore()
+            records.undo()
+            raise
+        inodes.settle()
+        self._linked_directories.clear()  # a planner gives a directory one name, and not below itself
         for inode in commit.gone:
-            inode.revision = 0
-            self.inodes[inode.ino] = inode
-        for parent, name, ino in commit.names:
-            self._set_name(parent, name, ino, revision)
-        for inode in commit.gone:
-            self._let_go(inode.ino, keep=commit.keep)
+            self._let_go(inode, keep=commit.keep)
         if self.quotas.in_use:
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         if touched:
@@ -300,148 +350,142 @@ class Tree(Names):
 
     def drop(self, ino: int) -> None:
         """Forget an inode without a name."""
-        inode = self.inodes.get(ino)
-        if ino in self.damaged:
-            return  # names lead to it
-        if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
-            del self.inodes[ino]
-            self._children.pop(ino, None)
+        if ino in self.damaged or ino not in self.inodes:
+            return  # names lead to it, or it is gone
+        if self.inodes[ino].nlink == 0 or ino >= FIRST_VIRTUAL_INO:
+            self.inodes.pop(ino, None)
 
     # -- the steps of a change -------------------------------------------------------------------
 
     def _set_time(self, ino: int, time_ns: int | None) -> None:
         """Set the time when the names of a directory changed; None: its inode record has the times from
         now on."""
+        key = b"t" + ino.to_bytes(8, "big")
         if time_ns is None:
-            self._times.pop(ino, None)
-            return
-        self._times[ino] = time_ns
-        if ino in self._ctimes:
-            directory = self._changing(ino)
-            directory.mtime_ns = time_ns
-            # Hosts' clocks differ: the last change need not have the latest time.
-            directory.ctime_ns = max(self._ctimes[ino], time_ns)
+            self.records.delete(key)
+        else:
+            self.records.put(key, time_ns.to_bytes(8, "big"))
+        self.inodes.touch(ino, time_ns)
 
-    def _changing(self, ino: int) -> Inode:
-        """Return an inode whose derived fields can be changed: the same one if there is no listener, else
-        a copy."""
-        inode = self.inodes[ino]
-        if self._listener is not None:
-            inode = self.inodes[ino] = inode.copy()
-        return inode
-
-    def _put(self, inode: Inode) -> None:
+    def _put(self, inode: Inode, record: bytes | None, known: Inode | None) -> None:
+        """Have an inode instead of the one that was known, with another record, or (None) the same."""
         ino = inode.ino
-        known = self.inodes.get(ino)
         if known is not None:
-            inode.parent = known.parent
+            inode.parent, inode.name, inode.more = known.parent, known.name, known.more
         if inode.is_dir:
             inode.nlink = known.nlink if known is not None else 2
-            self._ctimes[ino] = inode.ctime_ns
-            touched = self._times.get(ino)
+            touched = self.records.get(time_key(ino))
             if touched is not None:
-                inode.mtime_ns = touched
-                inode.ctime_ns = max(inode.ctime_ns, touched)
-            if known is None:
-                self._children[ino] = {}
+                inode.mtime_ns = time_ns = time_of(touched)
+                inode.ctime_ns = max(inode.ctime_ns, time_ns)
             if inode.xattrs or self.quotas.in_use:
-                self.quotas.take_limits(inode)
+                self._take_limits(inode)
         elif inode.maker or self._unseen:
             self.unseen.note(inode)
-        self.inodes[ino] = inode
+        self.inodes.store(inode, record, known)
         self.damaged.pop(ino, None)
+
+    def _take_limits(self, directory: Inode) -> None:
+        key = b"q" + directory.ino.to_bytes(8, "big")
+        if any(name in directory.xattrs for name in QUOTA_NAMES):
+            self.records.put(key, b"")
+        elif self.quotas.in_use:
+            self.records.delete(key)
+        self.quotas.take_limits(directory)
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
         """Set the inode of a name; 0: remove the name."""
-        children = self._children.get(parent)
-        if children is None and ino and self.damaged.get(parent) and self.inodes[parent].revision:
-            children = self._make_directory(parent)
-        if children is None:
-            if ino:
-                self._complain(name_key(parent, name), "its directory is missing")
-            return
-        subdirectories = 0
-        known = children.get(name)
-        if known is not None:
-            if ino != known.ino:
-                subdirectories -= self._unlinked(known.ino, parent)
-            if not ino:
-                del children[name]
+        inodes = self.inodes
         if ino:
-            if ino not in self.inodes and self._strict:
-                children.pop(name, None)
-                self.dangling.append((parent, name))
-            else:
-                if ino not in self.inodes:
-                    if ino != DAMAGED_INO:
-                        self._complain(inode_key(ino), f"{name!r} in {parent} leads to it")
-                    self._put_damaged(ino, 0)
-                if known is None or ino != known.ino:
-                    subdirectories += self._linked(ino, parent, name)
-                children[name] = Dentry(ino, revision)
-        if subdirectories:
-            self._changing(parent).nlink += subdirectories
+            directory = inodes.get(parent)
+            if self.damaged.get(parent) and not inodes[parent].is_dir and inodes[parent].revision:
+                self._make_directory(parent)
+                directory = inodes[parent]
+            if directory is None or not directory.is_dir or not directory.revision:
+                self._complain(name_key(parent, name), "its directory is missing")
+                return
+            if ino not in inodes:
+                if ino != DAMAGED_INO:
+                    self._complain(inode_key(ino), f"{name!r} in {parent} leads to it")
+                self._put_damaged(ino, 0)
+        self._rename(parent, name, ino, revision)
+
+    def _rename(self, parent: int, name: bytes, ino: int, revision: int) -> None:
+        """Have a name lead to an inode, which there is; 0: to none."""
+        records, inodes = self.records, self.inodes
+        key = b"d" + parent.to_bytes(8, "big") + name
+        value = records.get(key)
+        known = int.from_bytes(value[:8], "big") if value is not None else 0
+        subdirectories = 0
+        if known and ino != known:
+            subdirectories -= self._unlinked(known, parent, name)
+        if ino:
+            if ino != known and self._linked(ino, parent, name):
+                subdirectories += 1
+                self._linked_directories.append(ino)
+            records.put(key, ino.to_bytes(8, "big") + revision.to_bytes(8, "big"))
+        elif known:
+            records.delete(key)
+        if subdirectories and parent in inodes:
+            inodes.changing(parent).nlink += subdirectories
 
     def _linked(self, ino: int, parent: int, name: bytes) -> bool:
-        """Count a new name of an inode, and return whether that is a directory."""
-        inode = self.inodes[ino]
-        if inode.is_dir:
-            self.directories.link(ino, parent, name)
-            return True
-        if not inode.parent and ino not in self._parents:
-            inode.parent = parent
+        """Note a new name of an inode, and return whether that is a directory."""
+        inode = self.inodes.changing(ino)
+        if inode.name:
+            self.records.put(link_key(ino, parent, name), b"")
+            inode.more += 1
         else:
-            self._parents.setdefault(ino, [inode.parent]).append(parent)
-            inode.parent = 0
-        return False
+            inode.parent, inode.name = parent, name
+        return inode.is_dir
 
-    def _unlinked(self, ino: int, parent: int) -> bool:
-        """Count a removed name of an inode, and return whether that was a directory."""
-        inode = self.inodes.get(ino)
-        if inode is None:
+    def _unlinked(self, ino: int, parent: int, name: bytes) -> bool:
+        """Note a removed name of an inode, and return whether that was a directory."""
+        try:
+            inode = self.inodes.changing(ino)
+        except KeyError:
             return False
-        if inode.is_dir:
-            return True
-        parents = self._parents.get(ino)
-        if parents is None:
-            inode.parent = 0
-            if ino in self.damaged and not inode.revision:
-                self._let_go(ino, keep=False)
-                self._faults.mended(inode_key(ino))
+        if (inode.parent, inode.name) != (parent, name):
+            self.records.delete(link_key(ino, parent, name))
+            inode.more -= 1
+        elif inode.more:
+            key = self.records.first(link_key(ino, 0, b""), link_key(ino + 1, 0, b""))
+            assert key is not None, "there are as many further names as are counted"
+            self.records.delete(key)
+            inode.parent, inode.name = int.from_bytes(key[9:17], "big"), key[17:]
+            inode.more -= 1
         else:
-            parents.remove(parent)
-            if len(parents) == 1:
-                inode.parent = parents[0]
-                del self._parents[ino]
-        return False
+            inode.name = b""
+            if not inode.is_dir:
+                inode.parent = 0
+                if ino in self.damaged and not inode.revision:
+                    self._let_go(inode, keep=False)
+                    self._faults.mended(inode_key(ino))
+        return inode.is_dir
 
     def _take_names_from(self, ino: int) -> None:
         """Remove the names that an inode should not have any more, as its record is gone, nor in it."""
         inode = self.inodes.get(ino)
         if inode is None:
             return
-        left: list[tuple[int, bytes]] = []
+        left = self.names_of(ino)
         if inode.is_dir:
-            left += ((ino, name) for name in self._children[ino])
-            left += self.directories.places_of(ino)
-        elif self.parents_of(ino):
-            left += self.names_of(ino)
+            left += ((ino, name) for name, _ in self.below(ino))
         for parent, name in left:
             self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
-    def _let_go(self, ino: int, *, keep: bool) -> None:
+    def _let_go(self, inode: Inode, *, keep: bool) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
+        ino = inode.ino
         self.unseen.forget(ino)
-        is_dir = self._ctimes.pop(ino, None) is not None
         self.damaged.pop(ino, None)
-        if is_dir:
-            self._times.pop(ino, None)
-            self.directories.forget(ino)
+        if inode.is_dir:
             self.quotas.forget(ino)
         if not (keep or any(holds(ino) for holds in self.holders)):
             self.inodes.pop(ino, None)
-            if is_dir:
-                self._children.pop(ino, None)
-            elif self._parents:
-                self._parents.pop(ino, None)
+
+
+def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
+    """Return names in the order in which an inode that is renamed has one of them at a time."""
+    return sorted(names, key=lambda name: name[2] != 0)

@@ -49,12 +49,9 @@ class Watches:
         self._ino_behind = ino_behind
         self._parents_of = parents_of
         self._watched: dict[int, _Watch] = {}
+        self.in_use = False
         self._highest = 0
         self._sweep_at = 0.0
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self._watched)
 
     def count(self, directory: int) -> int:
         """Return the counter of a directory, which is watched from now on. Raises OSError EAGAIN if too
@@ -123,6 +120,7 @@ class Watches:
             if len(self._watched) >= _WATCHED_MAX:
                 self._forget_some()
             watch = self._watched[directory] = _Watch(self._next_count(now_ns()))
+            self.in_use = True
         watch.asked_at = time.monotonic()
         return watch
 
@@ -146,3 +144,4 @@ class Watches:
             for ino, watch in self._watched.items()
             if watch.waiters or now - watch.asked_at < _FORGOTTEN_AFTER_S
         }
+        self.in_use = bool(self._watched)

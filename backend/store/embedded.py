@@ -15,9 +15,9 @@ from typing import Any
 import trio
 
 from ..cluster.records import NO_CONTENT, ContentId, Layout
-from ..kv import OwnEngine
-from ..kv.engines import OpenEngine, open_engine
-from ..namespace import Inode, Namespace, NewVersion, fail, load_own
+from ..kv import Damaged
+from ..kv.map import Map
+from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree, fail
 from .aside import make_aside
 from .extents import ExtentStore
 from .pins import Pinned
@@ -25,35 +25,36 @@ from .storedir import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 
-# A file in the store directory, see EmbeddedStore.begin.
-OPEN_MARK = "open"
-
 _HERE = Layout()
+# The names in a store directory, and what stores had before.
+_NAMES = "names"
+_FORMER = "kv.sqlite"
 
 
 @asynccontextmanager
-async def embedded_store(
-    directory: str, open_engine: OpenEngine = open_engine
-) -> AsyncIterator["EmbeddedStore"]:
+async def embedded_store(directory: str) -> AsyncIterator["EmbeddedStore"]:
     """Open a store directory.
 
-    Raises StoreInUse when another process has it open, kv.Damaged when its database cannot be read.
+    Raises StoreInUse when another process has it open, kv.Damaged when its names cannot be read.
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     with os.fdopen(lock_directory(directory, "store is in use by another daemon")):
+        if os.path.lexists(f"{directory}/{_FORMER}"):
+            raise Damaged(
+                f"{directory} was made by an irdmafs before 0.2, which this one cannot read. Nothing was "
+                "changed. Mount it with that version and copy the files out, or start with an empty store"
+            )
         waits = not in_memory(directory)
-        engine = open_engine(directory, power_safe=waits)
-        try:
-            with closing(ExtentStore(f"{directory}/extents")) as extents:
-                namespace = await load_own(engine)
-                store = EmbeddedStore(engine, namespace, extents, waits=waits)
-                await store.begin(f"{directory}/{OPEN_MARK}")
-                try:
-                    yield store
-                finally:
-                    store.end(f"{directory}/{OPEN_MARK}")
-        finally:
-            await engine.close()
+        with (
+            closing(Map(f"{directory}/{_NAMES}", power_safe=waits)) as records,
+            closing(ExtentStore(f"{directory}/extents")) as extents,
+        ):
+            store = EmbeddedStore(records, extents, waits=waits)
+            await store.begin()
+            try:
+                yield store
+            finally:
+                store.end()
 
 
 class EmbeddedStore(Pinned):
@@ -63,34 +64,43 @@ class EmbeddedStore(Pinned):
     locks = freshness = None
     size_max = 2**63 - 1
 
-    def __init__(
-        self, engine: OwnEngine, namespace: Namespace, extents: ExtentStore, *, waits: bool
-    ) -> None:
+    def __init__(self, records: Map, extents: ExtentStore, *, waits: bool) -> None:
         super().__init__()
-        self.engine = engine
-        self.namespace = namespace
+        tree = Tree(records)
+        self._committer = LocalCommitter(tree)
+        self.namespace = Namespace(tree, self._committer)
         self.extents = extents
         self.waits = waits
+        # Extents that were allocated here and that no version names yet.
+        self._working: set[ContentId] = set()
 
-    async def begin(self, open_mark: str) -> None:
-        """Repair what a crash left. The file `open_mark` exists while files may be open."""
-        self._free_leftovers()
-        try:
-            os.close(os.open(open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
+    async def begin(self) -> None:
+        """Repair what a crash left."""
+        if not await self._committer.load():
+            self._free_leftovers()
             await self._take_what_was_written()
 
-    def end(self, open_mark: str) -> None:
-        """Remove what the next daemon would take for the remains of a crash."""
+    def end(self) -> None:
+        """Free what nobody can have open, and note that nothing is left to be repaired, if so."""
         for extent in self._retired:
             self.extents.free(extent)
-        if not self.counts:
-            os.unlink(open_mark)
+        if not (self.counts or self._working):
+            self._committer.leave()
 
     async def _take_what_was_written(self) -> None:
         """Publish as the files' next versions what was written in place when the daemon or the machine
         stopped. The bytes are in the extents, as on any filesystem."""
-        for inode in list(self.namespace.inodes.values()):
+        for ino, status in self._written():
+            inode = self.namespace.inode(ino)
+            where = self.namespace.describe(ino)
+            log.info("%s: the bytes written in place before the crash are kept", where)
+            version = NewVersion.of_file(ino, inode.extent, status, status.st_mtime_ns)
+            await self.publish(version._replace(ctime_ns=status.st_ctime_ns, in_quotas=False))
+
+    def _written(self) -> list[tuple[int, os.stat_result]]:
+        """Return the files whose extents were written after they were published, with the stat of each."""
+        found = []
+        for inode in self.namespace.inodes.values():
             if not inode.extent:
                 continue
             try:
@@ -99,28 +109,25 @@ class EmbeddedStore(Pinned):
                 continue  # the extent is missing, which is logged
             known_ns = max(inode.mtime_ns, inode.ctime_ns)
             if status.st_size != inode.size or status.st_mtime_ns > known_ns:
-                where = self.namespace.describe(inode.ino)
-                log.info("%s: the bytes written in place before the crash are kept", where)
-                version = NewVersion.of_file(inode.ino, inode.extent, status, status.st_mtime_ns)
-                version = version._replace(ctime_ns=status.st_ctime_ns, in_quotas=False)
-                await self.publish(version)
+                found.append((inode.ino, status))
+        return found
 
     def _free_leftovers(self) -> None:
-        named = {inode.extent for inode in self.namespace.inodes.values()}
-        present = set(self.extents)
-        for extent in present - named:
-            self.extents.free(extent)
-        missing = named - present - {0}
+        present, named = set(self.extents), set()
         for inode in self.namespace.inodes.values():
-            if inode.extent in missing:
+            if inode.extent and inode.extent not in present:
                 log.error(
                     "the content of inode %d (version %d) is missing from the store: %s",
                     inode.ino, inode.version, self.extents.path(inode.extent),
                 )  # fmt: skip
+            named.add(inode.extent)
+        for extent in present - named:
+            self.extents.free(extent)
 
     # -- the life of an extent -------------------------------------------------------------------
 
     def _free(self, extent: ContentId) -> None:
+        self._working.discard(extent)
         self.extents.free(extent)
 
     async def publish(self, version: NewVersion) -> Inode:
@@ -136,6 +143,7 @@ class EmbeddedStore(Pinned):
         before = self.namespace.inode(version.ino).extent
         inode = await self.namespace.publish(version)
         self.named(version.extent)
+        self._working.discard(version.extent)
         if before != version.extent:
             self.retire(before)
         return inode
@@ -181,7 +189,9 @@ class EmbeddedStore(Pinned):
         raise fail(errno.ENODATA, "it is on this host")
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
-        return self.extents.allocate()
+        extent, fd = self.extents.allocate()
+        self._working.add(extent)
+        return extent, fd
 
     async def bring(self, ino: int) -> Inode:
         return self.namespace.inode(ino)

@@ -33,7 +33,6 @@ from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
-from .recover import recover
 from .repair import repair_etcd
 from .restore import accept_restore
 from .serve import serve
@@ -440,5 +439,5 @@ def _print_json(value: object) -> None:
 
 for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
     cluster.add_command(_command)
-for _command in (cluster, install, prefetch, rebalance, recover, serve, train, uninstall):
+for _command in (cluster, install, prefetch, rebalance, serve, train, uninstall):
     main.add_command(_command)

@@ -99,7 +99,7 @@ class Shared(Coherence):
             return
         answer.entry_timeout = valid_s
         self._beliefs.name(*name, inode.ino, valid_s)
-        if inode.parent != name[0]:
+        if inode.more or inode.parent != name[0]:
             self.attributes(answer, node, inode)
         elif not self._cache.looks.changes_unnoticed(node):
             self._believe_attributes(answer, inode, valid_s)

@@ -42,7 +42,7 @@ _pack_header, _HEADER_BYTES = OUT_HEADER.pack, OUT_HEADER.size
 # other tasks (signals, waiting requests) from their turn.
 _SPIN_NS: Final = 100_000
 _TURN_NS: Final = 2_000_000
-# Requests that come closer to each other are one burst: wake-ups stay fast, tidying up has to wait.
+# Requests that come closer to each other are one burst: wake-ups stay fast.
 _BURST_S: Final = 0.01
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(
@@ -73,7 +73,6 @@ class KernelSession(Session):
         wakeups: FastWakeups,
     ) -> None:
         self._connection = connection
-        self._namespace = filesystem.namespace
         self._notices = notices
         self._tasks = tasks
         self._wakeups = wakeups
@@ -113,7 +112,6 @@ class KernelSession(Session):
                 await trio.lowlevel.wait_readable(device)
             if pause.cancelled_caught:
                 self._wakeups.let_go()
-                await self._tidy_up()
                 await trio.lowlevel.wait_readable(device)
             self._wakeups.hold()
             turn_ends = clock() + _TURN_NS
@@ -139,12 +137,6 @@ class KernelSession(Session):
                     pass
                 if not ready:
                     break
-
-    async def _tidy_up(self) -> None:
-        try:
-            await self._namespace.idle()
-        except Exception:
-            log.exception("tidying up failed")
 
     def _without_request(self, error: OSError) -> bool:
         """Do what was put off, as there is no request. Return whether to look for one at once."""

@@ -48,11 +48,12 @@ _SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
 # A file in a cache, with the path of the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
-_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
+_ENTRIES = re.compile(r"names.*|kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
 
 Purpose = Literal["mount", "cache", "node"]
 _PURPOSES: tuple[tuple[str, Purpose], ...] = (
     ("node.json", "node"),
+    ("names", "mount"),
     ("kv.sqlite", "mount"),
     (_CLUSTER_FILE, "cache"),
 )

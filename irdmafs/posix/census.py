@@ -19,16 +19,8 @@ class Census:
         self._locking = locking
 
     def count(self) -> dict[str, int]:
-        files = directories = published = 0
-        for inode in self._inodes.values():
-            if not inode.nlink:
-                continue  # held without a name
-            if inode.is_dir:
-                directories += 1
-            elif inode.is_file:
-                files += 1
-                published += inode.blocks * 512
-        kept = files
+        totals = self._inodes.totals
+        kept = totals.files
         working = 0
         seen: set[Content] = set()
         for handle in self._cache.nodes.handles.values():
@@ -43,11 +35,11 @@ class Census:
             elif content.state.ended and content.extent:
                 kept += 1
         return {
-            "inodes": len(self._inodes),
-            "files": files,
-            "directories": directories,
+            "inodes": totals.inodes + self._inodes.nameless(),
+            "files": totals.files,
+            "directories": totals.directories,
             "versions_kept": kept,
-            "bytes_published": published,
+            "bytes_published": totals.blocks * 512,
             "bytes_working": working,
             "bytes_carried": self._cache.carried.bytes,
             "nodes": len(self._cache.nodes.by_id),

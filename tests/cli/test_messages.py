@@ -222,7 +222,7 @@ def test_what_another_users_filesystem_says_is_not_believed(
         process.send_signal(signal.SIGTERM)
         process.wait(30)
     irdmafs("umount", "--lazy", tmp_path)
-    assert (store / "kv.sqlite").exists()
+    assert (store / "names").exists()
 
 
 def test_a_store_that_another_users_daemon_names_is_not_discarded(
@@ -246,7 +246,7 @@ def test_a_store_that_another_users_daemon_names_is_not_discarded(
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and "user 1000" in done.stderr, done
         process.wait(30)
-    assert (store / "kv.sqlite").exists()
+    assert (store / "names").exists()
 
 
 # -- questions

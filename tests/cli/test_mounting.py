@@ -338,10 +338,10 @@ def test_default_store_is_a_private_tmpfs_found_again(roots: Path) -> None:
     assert stat.S_IMODE(os.stat(first.path).st_mode) == 0o700
     usage = os.statvfs(first.path)
     assert usage.f_blocks * usage.f_frsize == 8 << 20
-    Path(first.path, "kv.sqlite").write_bytes(b"kept")
+    Path(first.path, "names").write_bytes(b"kept")
     again = stores.default_store("/some/where")
     assert (again.path, again.created) == (first.path, False)
-    assert Path(again.path, "kv.sqlite").read_bytes() == b"kept"
+    assert Path(again.path, "names").read_bytes() == b"kept"
     assert stores.default_store("/else/where").path != first.path
 
 
@@ -454,7 +454,7 @@ def test_explicit_store_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
 def test_discarding_an_explicit_store_keeps_what_is_not_the_stores(tmp_path: Path) -> None:
     (tmp_path / "extents").mkdir()
     (tmp_path / "extents" / "1").write_bytes(b"extent")
-    (tmp_path / "kv.sqlite-wal").touch()
+    (tmp_path / "names-closed").touch()
     (tmp_path / "notes.txt").write_text("mine")
     stores.discard_store(str(tmp_path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]

@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 )
 
 from irdmafs.backend.cluster.records import ContentId
-from irdmafs.backend.kv.engines import open_engine
-from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, load_own
+from irdmafs.backend.kv.map import Map
+from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store.embedded import EmbeddedStore
 from irdmafs.backend.store.extents import ExtentStore, copy_contents
 from irdmafs.coherence.cache import Cache
@@ -106,17 +106,17 @@ class Contents(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="contents-", dir="/dev/shm")
-        self.engine = open_engine(self.directory, power_safe=False)
+        self.records = Map(f"{self.directory}/names")
         self.extents = ExtentStore(f"{self.directory}/extents")
-        namespace: Namespace = trio.run(load_own, self.engine)
-        self.namespace = namespace
-        self.store = self.store_class(
-            self.engine, namespace, self.extents, waits=self.store_class is Sending
-        )
+        self.store = self.store_class(self.records, self.extents, waits=self.store_class is Sending)
+        trio.run(self.store.begin)
+        self.namespace = self.store.namespace
         self.callers = Callers()
         kernel: Any = Silent()
         processes: Any = self.callers
-        self.cache = Cache(self.store, kernel, processes, Isolation(namespace), passthrough=True)
+        self.cache = Cache(
+            self.store, kernel, processes, Isolation(self.namespace), passthrough=True
+        )
         self.table = self.cache.host.table
         self.inos: list[int] = []
         self.handles: list[Handle] = []
@@ -139,7 +139,7 @@ class Contents(RuleBasedStateMachine):
             left = {c.extent for c in self.table.current.values() if c.state is State.LEFT}
             assert set(self.extents) == named | left, "an extent leaks, or is missing"
         finally:
-            self.run(self.engine.close)
+            self.records.close()
             self.extents.close()
             shutil.rmtree(self.directory)
 

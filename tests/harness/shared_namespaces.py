@@ -114,7 +114,9 @@ def run(test: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def fields(inode: Inode) -> tuple[Any, ...]:
-    return tuple(getattr(inode, name) for name in Inode.__slots__)
+    """All that hosts agree on: of several names, each has another first one."""
+    passed_over = ("parent", "name") if inode.more else ()
+    return tuple(getattr(inode, name) for name in Inode.__slots__ if name not in passed_over)
 
 
 def everything(namespace: Namespace) -> dict[Any, Any]:

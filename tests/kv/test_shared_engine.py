@@ -63,6 +63,85 @@ def open_engine(request: pytest.FixtureRequest) -> Open:
 
 
 @in_trio
+async def test_a_new_store_is_empty(open_engine: Open) -> None:
+    engine = open_engine()
+    assert await contents(engine) == {}
+    await engine.close()
+
+
+@in_trio
+async def test_range_returns_what_was_put_with_its_revision(open_engine: Open) -> None:
+    engine = open_engine()
+    large = random.Random(1).randbytes(1_000_000)
+    first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
+    second = await engine.transact((), [Put(b"a", large)])
+    assert 0 < first < second
+    assert await engine.range(b"\0", b"b") == [
+        KeyValue(b"\0\0", b"", first),
+        KeyValue(b"a", large, second),
+    ]
+    await engine.close()
+
+
+@in_trio
+async def test_range_is_ordered_and_excludes_its_end(open_engine: Open) -> None:
+    engine = open_engine()
+    keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
+    await engine.transact((), [Put(key, key) for key in reversed(keys)])
+    assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
+    assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
+    await engine.close()
+
+
+@in_trio
+async def test_a_key_cannot_occur_twice_in_a_transaction(open_engine: Open) -> None:
+    engine = open_engine()
+    with pytest.raises(ValueError, match="one operation"):
+        await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
+    assert await contents(engine) == {}
+    await engine.close()
+
+
+@in_trio
+async def test_everything_is_there_after_closing_and_opening(open_engine: Open) -> None:
+    engine = open_engine()
+    for number in range(20):
+        await engine.transact((), [Put(b"%d" % number, b"x" * number)])
+    revision = await engine.transact((), [Delete(b"7")])
+    before = await engine.range(b"0", b":")
+    assert len(before) == 19
+    await engine.close()
+    await engine.close()
+    engine = open_engine()
+    assert await engine.range(b"0", b":") == before
+    assert await engine.transact((), [Put(b"next", b"")]) > revision
+    await engine.close()
+
+
+@in_trio
+async def test_revisions_are_not_used_again_after_the_newest_key_was_deleted(
+    open_engine: Open,
+) -> None:
+    engine = open_engine()
+    await engine.transact((), [Put(b"a", b"1")])
+    deleted = await engine.transact((), [Delete(b"a")])
+    await engine.close()
+    engine = open_engine()
+    assert await engine.transact((), [Put(b"a", b"2")]) > deleted
+    await engine.close()
+
+
+@in_trio
+async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
+    engine = open_engine()
+    await engine.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.range(b"", END)
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.transact((), [Put(b"a", b"1")])
+
+
+@in_trio
 async def test_get_returns_what_was_put_with_its_revision(open_engine: Open) -> None:
     engine = open_engine()
     assert await engine.barrier() == 0

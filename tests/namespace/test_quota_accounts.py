@@ -9,21 +9,14 @@ import pytest
 import trio
 from harness.etcd_server import EtcdServer, etcd, etcd_prefix
 from harness.models.invariants import check, recount, walk
-from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK, load_own
 from harness.shared_namespaces import Lagging, error_of, host, hosts, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.records import ContentId
-from irdmafs.backend.kv.sqlite import SQLiteEngine
-from irdmafs.backend.namespace import (
-    RENAME_EXCHANGE,
-    ROOT_INO,
-    Inode,
-    Namespace,
-    NewVersion,
-    load_own,
-)
+from irdmafs.backend.kv.map import Map
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
 __all__ = ["etcd", "etcd_prefix"]
@@ -131,8 +124,8 @@ def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> Non
 def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
     async def test() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            namespace = await load_own(engine)
+            records = Map(f"{directory}/names")
+            namespace = await load_own(records)
             for step in steps:
                 before = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
                 await error_of(do(namespace, step))
@@ -143,14 +136,14 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
                 inode.is_file and inode.nlink and not inode.version
                 for inode in namespace.inodes.values()
             )
-            await engine.close()
-            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            again = await load_own(engine)
+            records.close()
+            records = Map(f"{directory}/names")
+            again = await load_own(records)
             check(again)
             found = {ino: used(again, ino) for ino in again.quotas.directories()}
             assert found.keys() == account.keys()
             assert unpublished or found == account
-            await engine.close()
+            records.close()
 
     trio.run(test)
 
@@ -255,8 +248,8 @@ def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_pre
 
 def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
     async def test() -> None:
-        engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = await load_own(engine)
+        records = Map(f"{tmp_path}/names")
+        namespace = await load_own(records)
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
         await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
         file = await make(namespace, place.ino, b"file")
@@ -279,7 +272,7 @@ def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
         )  # above the limit, and smaller: admitted
         check(namespace)
         assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
-        await engine.close()
+        records.close()
 
     trio.run(test)
 
@@ -288,8 +281,8 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
     tmp_path: Any,
 ) -> None:
     async def test() -> None:
-        engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = await load_own(engine)
+        records = Map(f"{tmp_path}/names")
+        namespace = await load_own(records)
         file = await make(namespace, ROOT_INO, b"file")
         await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
         places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
@@ -310,7 +303,7 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
         assert used(namespace, places[0].ino) == (0, 0)
         assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
         check(namespace)
-        await engine.close()
+        records.close()
 
     trio.run(test)
 

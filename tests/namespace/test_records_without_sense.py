@@ -70,7 +70,7 @@ def check(tree: Tree) -> None:
     waiting = [(ROOT_INO, b"")]
     while waiting:
         here, path = waiting.pop()
-        assert tree.directories.path_of(here) == path
+        assert tree.path_of(here) == path
         below = [(name, ino) for name, ino in tree.children(here) if tree.inodes[ino].is_dir]
         assert tree.inodes[here].nlink == 2 + len(below)
         for name, ino in below:
@@ -132,14 +132,14 @@ def test_what_is_there_at_the_start_is_a_tree(
     check(loaded((present | dict([directory(ROOT_INO)])).items()))
 
 
-def shown(tree: Tree) -> dict[bytes, tuple[bytes, int, int]]:
-    """All that is below the root, by path: the record, the link count and the parent of each inode."""
-    found: dict[bytes, tuple[bytes, int, int]] = {}
+def shown(tree: Tree) -> dict[bytes, tuple[bytes, int, list[int]]]:
+    """All that is below the root, by path: the record, the link count and the directories of each inode."""
+    found: dict[bytes, tuple[bytes, int, list[int]]] = {}
     waiting = [(ROOT_INO, b"")]
     while waiting:
         here, path = waiting.pop()
         inode = tree.inode(here)
-        found[path] = inode.encode(), inode.nlink, inode.parent
+        found[path] = inode.encode(), inode.nlink, sorted(tree.parents_of(here))
         if inode.is_dir:
             waiting += [(ino, path + b"/" + name) for name, ino in tree.children(here)]
     return found

@@ -195,7 +195,7 @@ def test_damaged_namespace_refuses_to_mount_with_one_line(
         (mount.path / f"file{number}").write_bytes(b"x")
     mount.unmount()
     extents = sorted(mount.extents())
-    damage(mount.store / "kv.sqlite")
+    damage(mount.store / "names")
     line = refuses(mount.try_mount())
     assert str(mount.store) in line, "it must say what is damaged"
     assert not mount.is_mounted()

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.memory_engine import MemoryEngine, Place
 from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
-from irdmafs.backend.kv import Damaged, NoSpace, Put
+from irdmafs.backend.kv import Damaged, NoSpace
 from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store import embedded as node
 from irdmafs.backend.store import storedir
@@ -214,7 +213,7 @@ def test_a_file_that_shrinks_while_it_is_copied_is_an_error(
 
 def make_version(store: EmbeddedStore, ino: int, content: bytes) -> Inode:
     """Publish as the cache does: an empty extent is freed by who allocated it."""
-    extent, fd = store.extents.allocate()
+    extent, fd = store.allocate(store.namespace.inode(ino))
     os.write(fd, content)
     status = os.fstat(fd)
     os.close(fd)
@@ -308,13 +307,13 @@ def test_a_retired_extent_that_is_published_after_all_is_kept(
 def test_publishing_to_a_full_store_keeps_the_present_version(
     tmp_path: Path, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def full(*args: object, **kwargs: object) -> int:
+    def full(*args: object, **kwargs: object) -> None:
         raise NoSpace("full")
 
     with Store(tmp_path) as store:
         inode = make_file_of(store, b"file", b"one")
         with monkeypatch.context() as patch:
-            patch.setattr(store.engine, "transact", full)
+            patch.setattr(store.namespace.tree.records, "begin", full)
             with pytest.raises(NoSpace):
                 make_version(store, inode.ino, b"two")
         now = store.namespace.inode(inode.ino)
@@ -369,25 +368,11 @@ def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
     assert not storedir.in_memory("/proc")
 
 
-def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) -> None:
-    place = Place()
-
-    def open_engine(directory: str, *, power_safe: bool) -> MemoryEngine:
-        return MemoryEngine(place)
-
-    async def main() -> None:
-        async with embedded_store(str(tmp_path), open_engine) as store:
-            inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
-            extent = write(store.extents, b"one")
-            await store.publish(
-                NewVersion.of_file(inode.ino, extent, store.extents.stat(extent), 1)
-            )
-        assert place.keys and not list(tmp_path.glob("kv.*"))
-        async with embedded_store(str(tmp_path), open_engine) as store:
-            found = store.namespace.inodes[inode.ino]
-            assert (found.version, store.extents.stat(found.extent).st_size) == (1, 3)
-
-    trio.run(main)
+def test_a_store_that_an_older_irdmafs_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "kv.sqlite").write_bytes(b"SQLite format 3")
+    with pytest.raises(Damaged, match="copy the files out"), Store(tmp_path):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["kv.sqlite", "lock"]
 
 
 # -- starting ----------------------------------------------------------------------------------------
@@ -464,6 +449,7 @@ def test_content_that_is_missing_is_told_with_its_path_and_the_rest_is_served(
         lost, kept = make_file_of(store, b"lost", b"lost"), make_file_of(store, b"kept", b"kept")
         path = store.extents.path(lost.extent)
     os.unlink(path)
+    (tmp_path / "names-closed").unlink()  # everything is looked at after a crash
     with caplog.at_level(logging.ERROR), Store(tmp_path) as store:
         [record] = caplog.records
         assert path in record.getMessage() and f"inode {lost.ino} " in record.getMessage()
@@ -478,14 +464,15 @@ def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(
 ) -> None:
     with Store(tmp_path) as store:
         make_file_of(store, b"file", b"one")
-        run(store.engine.transact([Put(b"i" + (2).to_bytes(8, "big"), b"garbage")]))
+        store.namespace.tree.records.put(b"i" + (2).to_bytes(8, "big"), b"garbage")
+    (tmp_path / "names-closed").unlink()  # all is read after a crash
     before = open_files()
     for _ in range(2):
         with pytest.raises(OSError, match="damaged") as caught, Store(tmp_path):
             pass
         assert caught.value.errno == errno.EIO
     assert open_files() == before
-    (tmp_path / "kv.sqlite").write_bytes(b"not a database" * 1000)
+    (tmp_path / "names").write_bytes(b"not a database" * 1000)
     with pytest.raises(Damaged), Store(tmp_path):
         pass
     assert open_files() == before
@@ -494,20 +481,20 @@ def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(
 def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
     tmp_path: Path, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def full() -> None:
-        raise NoSpace("full")
+    real = os.rename
+
+    def full(source: str, target: str) -> None:
+        if "closed" in target:
+            raise NoSpace(target)
+        real(source, target)
 
     before = open_files()
-
-    async def main() -> None:
-        async with embedded_store(str(tmp_path)) as store:
-            monkeypatch.setattr(store.engine, "flush", full)
-
-    with pytest.raises(NoSpace):
-        trio.run(main)
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        monkeypatch.setattr(os, "rename", full)
     assert open_files() == before
-    with Store(tmp_path):
-        pass
+    with Store(tmp_path) as store:
+        assert content_of(store, inode.extent) == b"one"
 
 
 # -- any order of events -----------------------------------------------------------------------------
@@ -539,7 +526,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(size=st.integers(0, 20))
     def allocate(self, size: int) -> None:
         content = os.urandom(size)
-        extent = write(self.store.extents, content)
+        extent, fd = self.store.allocate(self.store.namespace.inode(ROOT_INO))
+        os.write(fd, content)
+        os.close(fd)
         assert extent not in self.expected()
         self.contents[extent] = content
         self.working.append(extent)

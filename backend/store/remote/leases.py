@@ -365,7 +365,7 @@ class Leases:
         moved = any(
             directory in inodes
             and inodes[directory].revision == revision
-            and self._tree.children(directory)
+            and not self._tree.is_empty(directory)
             for directory in directories
         )
         members, ours = self._members, self._session.lease

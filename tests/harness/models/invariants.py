@@ -42,7 +42,8 @@ def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
         assert not inode.is_dir or len(found) <= 1, f"directory {ino} has {len(found)} names"
         expected = 2 + subdirectories[ino] if inode.is_dir else len(found)
         assert inode.nlink == expected, f"inode {ino} has nlink {inode.nlink}, not {expected}"
-        assert inode.parent == (found[0] if len(found) == 1 else 0)
+        assert inode.parent in found or (ino == ROOT_INO and not inode.parent)
+        assert inode.more == max(0, len(found) - 1)
         assert sorted(namespace.parents_of(ino)) == sorted(found)
     for ino in namespace.quotas.directories():
         usage = namespace.quotas.usage(ino)

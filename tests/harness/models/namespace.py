@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from harness.models.invariants import check, walk
 from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv import NoSpace
+from irdmafs.backend.kv.map import Map
 from irdmafs.backend.namespace import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -20,15 +21,27 @@ from irdmafs.backend.namespace import (
     ROOT_INO,
     XATTR_SIZE_MAX,
     Inode,
+    LocalCommitter,
     Namespace,
     NewVersion,
     fail,
+)
+from irdmafs.backend.namespace import (
+    Tree as NamespaceTree,
 )
 
 Result = TypeVar("Result")
 Tree = dict[bytes, tuple[Any, ...]]
 
 FILE, DIRECTORY, SYMLINK, FIFO = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO
+
+
+async def load_own(records: Map) -> Namespace:
+    """The namespace of one host in a map, as a store opens it."""
+    tree = NamespaceTree(records)
+    committer = LocalCommitter(tree)
+    await committer.load()
+    return Namespace(tree, committer)
 
 
 # -- looking at a namespace ------------------------------------------------------------------------
@@ -328,6 +341,14 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
     def stored(self) -> object:
         return self.run(self.engine.range(b"", b"\xff"))
 
+    def fill(self, patch: pytest.MonkeyPatch, refuse: Callable[[], None]) -> None:
+        """Have the next change of the store find it full."""
+
+        async def transact(*args: object, **kwargs: object) -> None:
+            refuse()
+
+        patch.setattr(self.engine, "transact", transact)
+
     def attempt(
         self, call: Callable[[], Coroutine[Any, Any, Result]], *, full: bool
     ) -> tuple[Result | None, str, bool]:
@@ -335,14 +356,14 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         before = (everything(self.namespace), self.stored()) if full else ()
         asked = False
 
-        async def transact(*args: object, **kwargs: object) -> int:
+        def refuse() -> None:
             nonlocal asked
             asked = True
             raise NoSpace("full")
 
         with pytest.MonkeyPatch.context() as patch:
             if full:
-                patch.setattr(self.engine, "transact", transact)
+                self.fill(patch, refuse)
             try:
                 return self.run(call()), "ok", False
             except OSError as problem:
