@@ -241,7 +241,7 @@ class Requests:
     def _lookup(self, asked: Request) -> Result:
         name, _ = decode_name(self._buffer, BODY, asked.length)
         found = self._lookups.find(asked.nodeid, name, asked.pid)
-        return self._lookups.lookup(asked.nodeid, name, asked) if found is None else found
+        return self._lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
 
     def _forget(self, asked: Request) -> NoPayload:
         (lookups,) = wire.FORGET_IN.unpack_from(self._buffer, BODY)

@@ -27,10 +27,10 @@ from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
-from irdmafs.coherence.alone import Alone
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
+from irdmafs.coherence.protocol import Coherence
 from irdmafs.fuse import passthrough, wire
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
@@ -205,7 +205,7 @@ class Served:
             store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
         )
         self.nodes = self.cache.nodes
-        coherence = Alone(store.namespace, self.cache)
+        coherence = Coherence(store.namespace, self.cache)
         locking = Locking(
             "local", None, self.cache.publisher, self.notices, store.namespace.describe
         )
