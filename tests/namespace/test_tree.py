@@ -361,9 +361,9 @@ def test_a_change_takes_one_commit_and_few_records(records: Map, namespace: Name
         assert file is not None
         version = namespace.publish(NewVersion(file.ino, ContentId(1), 1, 1, 1))
         assert costs(version) == {"put": 1, "commit": 1}
-        moved = namespace.rename(ROOT_INO, b"file", ROOT_INO, b"moved", 0, in_use=False)
+        moved = namespace.rename(ROOT_INO, b"file", ROOT_INO, b"moved", 0)
         assert costs(moved) == {"get": 4, "put": 3, "delete": 1, "commit": 1}
-        gone = namespace.unlink(ROOT_INO, b"moved", in_use=False)
+        gone = namespace.unlink(ROOT_INO, b"moved")
         assert costs(gone) == {"get": 2, "put": 1, "delete": 2, "commit": 1}
 
 
