@@ -85,6 +85,10 @@ class Tree(Names):
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
+        # Names that were refused because the directory that they lead to has another one, or the one that
+        # they lie in is missing, by that directory: parent, name, inode, revision. They count once it is free.
+        self._refused: dict[int, list[tuple[int, bytes, int, int]]] = {}
+        self._freed: list[int] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -197,8 +201,12 @@ class Tree(Names):
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
+        if self._refused and names:
+            self._forget_refused({name[:2] for name in names})
         for parent, name, target, revision in _removals_first(names):
             self._set_name(parent, name, target, revision)
+        while self._freed:
+            self._take_refused(self._freed.pop())
         for ino in gone:
             self._take_names_from(ino)
             if ino in self.inodes:
@@ -206,6 +214,7 @@ class Tree(Names):
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
+            self._refuse(ino, parent, name, ino, self.name_revision(parent, name))
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
@@ -258,6 +267,28 @@ class Tree(Names):
         self._put(inode, record, None)
         for parent, name, revision in names:
             self._set_name(parent, name, ino, revision)
+
+    def _refuse(self, until: int, parent: int, name: bytes, ino: int, revision: int) -> None:
+        """Have a name lead nowhere until the directory `until` is made, or loses the name that it has."""
+        self._refused.setdefault(until, []).append((parent, name, ino, revision))
+
+    def _take_refused(self, until: int) -> None:
+        """Take the names that were refused until now. A directory that was renamed has a name."""
+        for parent, name, ino, revision in self._refused.pop(until, ()):
+            if ino == until and (ino not in self.inodes or self.inodes[ino].name):
+                self._refuse(until, parent, name, ino, revision)
+            else:
+                self._faults.mended(name_key(parent, name))
+                self._set_name(parent, name, ino, revision)
+
+    def _forget_refused(self, names: set[tuple[int, bytes]]) -> None:
+        """Forget names whose records have changed."""
+        for until, refused in list(self._refused.items()):
+            left = [one for one in refused if one[:2] not in names]
+            if left:
+                self._refused[until] = left
+            else:
+                del self._refused[until]
 
     def _make_directory(self, ino: int) -> None:
         """Have a damaged inode be a directory, as there are names in it."""
@@ -378,6 +409,8 @@ class Tree(Names):
                 inode.ctime_ns = max(inode.ctime_ns, time_ns)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
+            if ino in self._refused and (known is None or not known.is_dir):
+                self._freed.append(ino)
         elif inode.maker or self._unseen:
             self.unseen.note(inode)
         self.inodes.store(inode, record, known)
@@ -401,6 +434,7 @@ class Tree(Names):
                 directory = inodes[parent]
             if directory is None or not directory.is_dir or not directory.revision:
                 self._complain(name_key(parent, name), "its directory is missing")
+                self._refuse(parent, parent, name, ino, revision)
                 return
             if ino not in inodes:
                 if ino != DAMAGED_INO:
@@ -454,7 +488,10 @@ class Tree(Names):
             inode.more -= 1
         else:
             inode.name = b""
-            if not inode.is_dir:
+            if inode.is_dir:
+                if ino in self._refused:
+                    self._freed.append(ino)
+            else:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
                     self._let_go(inode)
