@@ -102,10 +102,10 @@ def drain(
 def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
-    NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
-    address. What is wrong is mended from other nodes; `irdmafs cluster status` says how far it is. How
-    fast it reads, and how often without being told, say scrub_rate and scrub_period in [node] of the
-    cluster's file.
+    NODE is a name that `irdmafs cluster status` shows: its id (or the first digits of it), host or address.
+    The node replaces wrong copies from other nodes; `irdmafs cluster status` shows how far it is. In the
+    cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it does
+    this by itself.
     """
     from ..backend.cluster.inquiry import begin_scrub
 

@@ -87,8 +87,8 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
         packages,
     )
     sessions = []
-    # Both sessions need pyfuse3, whose types the operations use. With rdma = "require" no session starts
-    # without RDMA.
+    # Without pyfuse3, a requirement of irdmafs, the installation is broken. With rdma = "require" no
+    # session starts without RDMA.
     if packages.verdict != "fail" and all(check.verdict != "fail" for check in rdma):
         if through.verdict == "ok":
             sessions.append("kernel")

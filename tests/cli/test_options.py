@@ -123,9 +123,9 @@ def tables() -> Iterator[str]:
         rows = []
         for setting in declared(owner):
             commands = ", ".join(f"`{name}`" for name in setting.option.commands)
-            flag = f"`{flag_name(section, setting.name)}` of {commands}" if commands else "-"
-            rows.append((f"`{setting.name}`", flag, setting.shown_default, setting.option.help))
-        yield table((f"key of `[{section}]`", "flag", "default", "meaning"), rows)
+            flag = f", `{flag_name(section, setting.name)}` of {commands}" if commands else ""
+            rows.append((f"`{setting.name}`{flag}", setting.shown_default, setting.option.help))
+        yield table((f"key of `[{section}]`, flag", "default", "meaning"), rows)
 
 
 def mount_flags() -> Iterator[tuple[str, ...]]:

@@ -4,6 +4,7 @@ import errno
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -334,6 +335,36 @@ def test_a_file_without_a_name_leaves_nothing_unless_it_is_linked(
     check(loaded)
     found = loaded.lookup(ROOT_INO, b"kept")
     assert found is not None and (found.mode, found.extent) == (FILE | 0o640, 9)
+
+
+def test_a_change_takes_one_commit_and_few_records(records: Map, namespace: Namespace) -> None:
+    """A new file that nobody has closed yet waits for the commit of its first version."""
+    counted: Counter[str] = Counter()
+    calls = {name: getattr(records, name) for name in ("get", "put", "delete", "commit")}
+
+    def count(name: str, *args: Any) -> Any:
+        counted[name] += 1
+        return calls[name](*args)
+
+    def costs(doing: Coroutine[Any, Any, object]) -> Counter[str]:
+        counted.clear()
+        run(doing)
+        return +counted
+
+    make(namespace, ROOT_INO, b"before", FILE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            patch.setattr(records, name, partial(count, name))
+        made = namespace.create(ROOT_INO, b"file", FILE, 0, 0, durable=False)
+        assert costs(made) == {"get": 2, "put": 3}
+        file = namespace.lookup(ROOT_INO, b"file")
+        assert file is not None
+        version = namespace.publish(NewVersion(file.ino, ContentId(1), 1, 1, 1))
+        assert costs(version) == {"put": 1, "commit": 1}
+        moved = namespace.rename(ROOT_INO, b"file", ROOT_INO, b"moved", 0)
+        assert costs(moved) == {"get": 4, "put": 3, "delete": 1, "commit": 1}
+        gone = namespace.unlink(ROOT_INO, b"moved")
+        assert costs(gone) == {"get": 2, "put": 1, "delete": 2, "commit": 1}
 
 
 # -- what a crash or damage leaves -------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Locks across the hosts of a cluster: what this mount may grant to its processes.
 
-docs/locks.md has the protocol, tests/model_locks.py its model. A host that is alone with an inode is the
-`sole` one and grants locks at local speed. When another host records that it wants or holds something, the
-sole host reduces its claim to what its processes really hold; from then on every growth is a transaction.
+cluster/lock_claims.py has the protocol. A host that is alone with an inode is the `sole` one and grants
+locks at local speed. When another host records that it wants or holds something, the sole host reduces its
+claim to what its processes really hold; from then on every growth is a transaction.
 """
 
 import errno

@@ -186,7 +186,9 @@ class RemoteStore:
         self._prefetcher = prefetcher = Prefetcher(
             namespace, nursery, partial(versions.bring, ahead=True), leases.is_followed_for_good
         )
-        coordination.changes.inode_listeners += [pins.inode_changed, prefetcher.inode_changed]
+        coordination.changes.inode_listeners += [
+            space.inode_changed, pins.inode_changed, prefetcher.inode_changed,
+        ]  # fmt: skip
         nursery.start_soon(abandoned.run)
         nursery.start_soon(layouts.prepare)
 

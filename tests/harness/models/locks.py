@@ -1,4 +1,4 @@
-"""The protocol of docs/locks.md as a state machine, for explorer.explore.
+"""The protocol of backend/cluster/lock_claims.py as a state machine, for explorer.explore.
 
 Hosts count in one file under one lock: each takes it, reads the number, adds one, and gives the lock
 back. What is atomic here is atomic there: a transaction in etcd, a host taking in one revision. All else
