@@ -85,12 +85,14 @@ class Map:
             if not os.path.lexists(path):
                 self._create(path)
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            size = os.fstat(self._fd).st_size
+            status = os.fstat(self._fd)
+            size = status.st_size
             try:
                 self.note = self._note(size)
                 if self.note is None:
                     self._check(size)
-                _allocate(self._fd, size, path)  # a copy may have holes
+                if status.st_blocks * 512 < size:
+                    _allocate(self._fd, size, path)  # a copy may have holes
                 self._env = self._opened(path, size)
             except BaseException:
                 os.close(self._fd)
