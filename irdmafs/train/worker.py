@@ -23,7 +23,7 @@ from .errors import Refused, TrainError
 from .folders import Directories, Past, seen
 from .layout import Shard
 from .locks import Lock, is_locked
-from .open_push import OpenPush
+from .open_push import OpenPush, Publish
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
@@ -194,7 +194,8 @@ class Worker:
             factors = {name: float(factor) for name, factor in scales.items()}
             check_scales(factors)
             more["scales"] = msgspec.json.encode(factors).decode()
-        push = self._open_push(weight, lr, more, out)
+        self._keep_part()
+        push = self._open_push(weight, lr, more, out, self._publish)
         push.put_all(values)
         return push.finish(weight, lr=lr)
 
@@ -202,7 +203,7 @@ class Worker:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, {}, None)
+        return self._open_push(self._weight, self._lr, {}, None, self._publish_later)
 
     def _open_push(
         self,
@@ -210,6 +211,7 @@ class Worker:
         lr: float | None,
         more: Mapping[str, str],
         out: Mapping[str, Any] | None,
+        publish: Publish,
     ) -> OpenPush:
         expected = self._next_push(weight, lr)
         name = name_in_shards(expected)
@@ -220,12 +222,14 @@ class Worker:
         more = {STEP: str(expected.step), **more}
         return OpenPush(
             self.layout, self._in_turns, self._staging, name, more,
-            finite=finite, publish=self._publish, noting=noting,
+            finite=finite, publish=publish, noting=noting,
         )  # fmt: skip
 
-    def _next_push(self, weight: float, lr: float | None) -> Push:
+    def _keep_part(self) -> None:
         if not self._lock.is_held:
             self._take_part_again()
+
+    def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
         return Push(self.name, self.step + 1, "", self._weight, self.version, self._lr)
 
@@ -243,6 +247,11 @@ class Worker:
         if self._pushed != pushed:
             self._lock.close()
             raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
+
+    def _publish_later(self, written: Path, weight: float, lr: float | None) -> int:
+        """Publish a push that was begun long ago: the lock may be lost since."""
+        self._keep_part()
+        return self._publish(written, weight, lr)
 
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
