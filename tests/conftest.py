@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from harness.processes import Process
+from harness.tiers import Tier, running, tier_of
 
 if TYPE_CHECKING:
     from harness.spread import Spread
@@ -38,6 +39,15 @@ ROOMS = (
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 # How often members of a training run look, in tests.
 LOOK_S = 0.05
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=[tier.name.lower() for tier in Tier],
+        default=Tier.ALL.name.lower(),
+        help="run the tests of a tier and of those below it (tests/harness/tiers.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,9 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("part_of")
         return marker is not None and (item.path, marker.args[0]) in slow
 
-    if parts := [item for item in items if is_part(item)]:
-        config.hook.pytest_deselected(items=parts)
-        items[:] = [item for item in items if not is_part(item)]
+    highest = Tier[config.getoption("tier").upper()]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        return is_part(item) or tier_of(item) > highest
+
+    if left_out := [item for item in items if is_left_out(item)]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
     order = {room: number for number, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:
@@ -171,17 +186,51 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
         made.close()
 
 
+class SharedCluster:
+    """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
+
+    def __init__(self) -> None:
+        self._made: Cluster | None = None
+
+    def get(self) -> Cluster:
+        if self._made is not None and not all(part.alive for part in self._made.parts()):
+            self.close()
+        if self._made is None:
+            with running(Tier.ALL):
+                self._made = Cluster(Plan()).__enter__()
+        while len(self._made.mounts) > self._made.plan.mounts:
+            self._made.mounts.pop().close()
+        return self._made
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[ClusterMount]]:
+def cluster(shared_cluster: SharedCluster) -> Cluster:
+    """Three store nodes and two mounts, for tests that leave them as they are."""
+    return shared_cluster.get()
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster: Cluster) -> list[ClusterMount]:
     """Two mounts of one cluster."""
-    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
-        yield cluster.mounts
+    return cluster.mounts[:2]
 
 
 @pytest.fixture
 def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
     """A directory that no other test uses, as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
+    name = re.sub(r"\W+", "_", f"{request.path.stem}_{request.node.name}")
     (hosts[0].path / name).mkdir()
     return [host.path / name for host in hosts]
 
@@ -246,6 +295,12 @@ def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     timer.start()
     yield
     timer.cancel()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    with running(tier_of(item)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

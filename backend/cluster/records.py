@@ -241,7 +241,10 @@ def encode(record: msgspec.Struct) -> bytes:
 
 def decode(value: bytes, kind: type[T]) -> T:
     """Return a record. Raises msgspec.DecodeError (a ValueError) if it is damaged."""
-    record = msgspec.msgpack.decode(value, type=kind)
+    try:
+        record = msgspec.msgpack.decode(value, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
     check = getattr(record, "check", None)
     if check is not None:
         check()

@@ -80,8 +80,8 @@ class Tree(Names):
         self.next_block = (ROOT_INO + 1, 0)
         self._listener = listener
         self._is_loaded = False
-        # Inodes that callers of mutations under way want to keep, and those that they remove.
-        self._keeping: list[int] = []
+        # Inodes that mutations under way make, which their callers need, and those that they remove.
+        self._making: list[int] = []
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
@@ -202,7 +202,7 @@ class Tree(Names):
         for ino in gone:
             self._take_names_from(ino)
             if ino in self.inodes:
-                self._let_go(self.inodes[ino], keep=ino in self._keeping)
+                self._let_go(self.inodes[ino])
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
@@ -253,7 +253,7 @@ class Tree(Names):
         for parent, name in [*below, *(name[:2] for name in names)]:
             self._set_name(parent, name, 0, 0)
         if ino in self.inodes:
-            self._let_go(self.inodes.changing(ino), keep=False)
+            self._let_go(self.inodes.changing(ino))
             self.inodes.pop(ino, None)
         self._put(inode, record, None)
         for parent, name, revision in names:
@@ -314,7 +314,7 @@ class Tree(Names):
         inodes.settle()
         self._linked_directories.clear()  # a planner gives a directory one name, and not below itself
         for inode in commit.gone:
-            self._let_go(inode, keep=commit.keep)
+            self._let_go(inode)
         if self.quotas.in_use:
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         if touched:
@@ -327,13 +327,11 @@ class Tree(Names):
 
     @contextlib.contextmanager
     def keeping(self, commit: Commit) -> Iterator[None]:
-        """While a commit is under way, keep the inodes that its caller needs afterwards, even if the watch
-        yields their removal; and charge the commit to quotas."""
+        """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
+        and charge the commit to quotas."""
         removed = [inode.ino for inode in commit.gone]
-        inos = list(removed) if commit.keep else []
-        if commit.new is not None:
-            inos.append(commit.new.ino)
-        self._keeping += inos
+        made = [commit.new.ino] if commit.new is not None else []
+        self._making += made
         self._removing += removed
         charged = commit.inode if commit.charge is not None else None
         if charged is not None and commit.charge is not None:
@@ -341,8 +339,8 @@ class Tree(Names):
         try:
             yield
         finally:
-            for ino in inos:
-                self._keeping.remove(ino)
+            for ino in made:
+                self._making.remove(ino)
             for ino in removed:
                 self._removing.remove(ino)
             if charged is not None:
@@ -459,7 +457,7 @@ class Tree(Names):
             if not inode.is_dir:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
-                    self._let_go(inode, keep=False)
+                    self._let_go(inode)
                     self._faults.mended(inode_key(ino))
         return inode.is_dir
 
@@ -475,15 +473,19 @@ class Tree(Names):
             self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
-    def _let_go(self, inode: Inode, *, keep: bool) -> None:
+    def _let_go(self, inode: Inode) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         ino = inode.ino
         self.unseen.forget(ino)
         self.damaged.pop(ino, None)
         if inode.is_dir:
             self.quotas.forget(ino)
-        if not (keep or any(holds(ino) for holds in self.holders)):
-            self.inodes.pop(ino, None)
+        if ino in self._making:
+            return
+        for holds in self.holders:
+            if holds(ino):
+                return
+        self.inodes.pop(ino, None)
 
 
 def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:

@@ -237,12 +237,14 @@ class Copier:
         if allocated < size:
             await self._throttle.take(allocated)
         found = await read_hashed(
-            self._device(node), extent, FileRange(fd, 0, size),
+            self._device(node),
+            extent,
+            FileRange(fd, 0, size),
             is_sparse=allocated < size,
             take=self._throttle.take,
             piece_bytes=THROTTLED_READ_BYTES if self._throttle.bytes_per_s else 0,
             came=self._count,
-        )  # fmt: skip
+        )
         if allocated < size:
             self._count(allocated)
         return await self._checks.verdict(extent, await found.finish())

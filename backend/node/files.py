@@ -286,7 +286,7 @@ class Files:
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
-            self.spares.settle()
+            os.fsync(self._place.extents)
 
     # -- going -----------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ def run(
     code is that of the first worker that failed.
     """
     from ..train.directory import TrainDirectory
-    from ..train.together import reducers_here, run_together
+    from ..train.launcher import launch, reducers_here
 
     if reducers != "auto" and not reducers.isdecimal():
         raise MountError(f"--reducers is auto or a number, not {reducers!r}")
@@ -185,7 +185,7 @@ def run(
         if wanted.elsewhere:
             hosts, what = ", ".join(wanted.elsewhere), shlex.quote(directory)
             _say(f"for fewer bytes on links, on {hosts}, too: irdmafs train reduce {what}")
-        code = run_together(found, command, workers=workers, reducers=count, say=_say)
+        code = launch(found, command, workers=workers, reducers=count, say=_say)
     ctx.exit(code)
 
 

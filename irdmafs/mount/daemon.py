@@ -22,7 +22,6 @@ from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..backend.store.storedir import StoreInUse
 from ..callers.processes import Processes
-from ..coherence.alone import Alone
 from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
@@ -203,7 +202,7 @@ class _Assembly:
             store.freshness.listeners.append(beliefs)
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
-            coherence = Alone(store.namespace, cache)
+            coherence = Coherence(store.namespace, cache)
         census = Census(store.namespace, cache, coherence, locking)
         status = Status(self._config, store, self._cluster, kind, self._counts, census)
         block = Superblock(store, cache, coherence, self._atimes, options)

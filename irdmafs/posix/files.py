@@ -206,7 +206,9 @@ class OpenFiles:
     async def close(self, fh: int, pid: int, owner: int) -> None:
         """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
         next owner of such a lock sees what was written under it, also if the process is being killed."""
-        handle, locking = self._handle(fh), self._locking
+        handle, locking = self._nodes.handles[fh], self._locking
+        if handle.is_directory:
+            raise fail(errno.EBADF)
         if not (locking.may_lose or locking.closes_matter):
             await self._flush(handle, pid)
             return

@@ -61,9 +61,6 @@ class Xattrs:
     ) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
-        if name == own_xattrs.PREFETCH:
-            self._store.prefetch(found.ino)
-            return
         if name.startswith(own_xattrs.PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
                 if name == own_xattrs.DISCARD:

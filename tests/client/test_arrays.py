@@ -128,6 +128,7 @@ def test_data_begins_at_a_multiple_of_64_bytes(store: client.Store, directory: P
         assert ((directory / "array.npy").stat().st_size - array.nbytes) % 64 == 0
 
 
+@pytest.mark.long
 @PROPERTY
 @given(data=st.data())
 def test_array_survives_the_way_through_a_file(store: client.Store, data: st.DataObject) -> None:

@@ -77,6 +77,7 @@ def test_ten_thousand_files_are_even_and_a_ninth_node_takes_its_share(seed: int)
     assert moved(nine, made(nine, rest), held) <= gone + 0.03 * fair
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100))
 def test_no_choice_of_node_ids_is_unlucky(seed: int) -> None:
     """Of groups instead of files, which adds no chance: exactly even, exactly the share moved."""

@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -40,43 +39,9 @@ def copies(cluster: Cluster) -> int:
     return sum(len(list((node.store / "extents").iterdir())) for node in cluster.nodes)
 
 
-class Shared:
-    """One cluster for many tests, and another one after a test that hung and was killed."""
-
-    def __init__(self) -> None:
-        self._made: Cluster | None = None
-
-    def get(self) -> Cluster:
-        if self._made is not None and not all(part.alive for part in self._made.parts()):
-            self.close()
-        if self._made is None:
-            self._made = Cluster(Plan()).__enter__()
-        return self._made
-
-    def close(self) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
-    made = Shared()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def cluster(shared: Shared) -> Cluster:
-    return shared.get()
-
-
-@pytest.fixture
-def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """A directory of this test's own, as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    one, other = (mount.path / name for mount in cluster.mounts[:2])
-    one.mkdir()
+def two(pair: list[Path]) -> tuple[Path, Path]:
+    one, other = pair
     return one, other
 
 

@@ -103,12 +103,14 @@ def assert_complete(explored: Explored) -> None:
     assert explored.complete
 
 
+@pytest.mark.long
 @pytest.mark.part_of("test_no_order_of_many_events_breaks_an_invariant")
 @pytest.mark.parametrize("bounds", PARTS.values(), ids=PARTS.keys())
 def test_no_order_of_changes_or_with_one_event_breaks_an_invariant(bounds: Bounds) -> None:
     assert_complete(explore(Model(bounds)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", BOUNDED.values(), ids=BOUNDED.keys())
 def test_no_order_of_events_breaks_an_invariant(bounds: Bounds) -> None:
     assert_complete(explore(Model(bounds)))
@@ -121,6 +123,7 @@ def test_no_order_of_many_events_breaks_an_invariant(bounds: Bounds) -> None:
     assert_complete(explore(Model(bounds)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_this_rule_the_explorer_finds_a_way_to_harm(rule: str) -> None:
     rules = Rules()._replace(**{rule: False})

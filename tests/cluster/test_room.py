@@ -46,6 +46,15 @@ def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path])
     assert free_bytes(here) < before
 
 
+def test_what_was_removed_again_is_not_counted(pair: list[Path]) -> None:
+    here, _ = pair
+    before = free_bytes(here)
+    for _ in range(4):
+        (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+        (here / "file").unlink()
+    assert free_bytes(here) > before - 8 * MiB
+
+
 def test_only_nodes_that_take_new_files_count() -> None:
     """Not one that is drained, nor one that is dead."""
     members = Members()
@@ -100,3 +109,10 @@ def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
             assert caught.value.errno == errno.ENOSPC
             (here / "removed").unlink()
             os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+
+
+def test_reserved_room_stays_counted_when_the_file_is_closed(pair: list[Path]) -> None:
+    with (pair[0] / "reserved").open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, MiB)
+    for directory in pair:
+        assert (directory / "reserved").stat().st_blocks * 512 == MiB

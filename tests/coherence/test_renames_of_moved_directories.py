@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster, Plan
 
 from irdmafs.train.directory import move
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Path, Path]]:
-    with Cluster(Plan()) as cluster:
-        one, another = (mount.path for mount in cluster.mounts)
-        yield one, another
+@pytest.fixture
+def hosts(pair: list[Path]) -> tuple[Path, Path]:
+    one, another = pair
+    return one, another
 
 
 @pytest.fixture

@@ -19,22 +19,14 @@ from harness.clusters import MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 
-REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 150)
+REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 60)
 SIZE = 9000
 LISTINGS = 30
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan()) as made:
-        yield made
-
-
 @pytest.fixture
-def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """A directory of this test's own, as two hosts see it."""
-    one, other = (mount.path / request.node.name for mount in cluster.mounts)
-    one.mkdir()
+def two(pair: list[Path]) -> tuple[Path, Path]:
+    one, other = pair
     return one, other
 
 

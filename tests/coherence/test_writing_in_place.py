@@ -2,11 +2,11 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster, Plan
+from harness.clusters import Cluster
 from harness.patterns import pattern
 from harness.processes import Process
 
@@ -14,18 +14,10 @@ MIB = 1 << 20
 TakeProcess = Callable[[], Process]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan()) as made:
-        yield made
-
-
 @pytest.fixture
-def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """A directory of this test's own, as two hosts see it."""
-    here, there = (mount.path / f"{abs(hash(request.node.name)):x}" for mount in cluster.mounts[:2])
-    here.mkdir()
-    return here, there
+def two(pair: list[Path]) -> tuple[Path, Path]:
+    one, other = pair
+    return one, other
 
 
 @pytest.mark.parametrize("mode", ["r+b", "ab"])

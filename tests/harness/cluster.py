@@ -23,6 +23,7 @@ from .etcd import Etcd
 from .network import CommandFailed, Host, Network, make_network
 from .parts import ClusterMount, StoreNode, run_irdmafs, write_toml
 from .scratch import scratch_directory, sweep
+from .tiers import Tier, allow
 
 MIB = 1 << 20
 CLUSTER_NAME = "default"
@@ -59,6 +60,7 @@ class Cluster:
     """
 
     def __init__(self, plan: Plan) -> None:
+        allow(Tier.ALL, "a cluster")
         self.plan = plan
         self.nodes: list[StoreNode] = []
         self.mounts: list[ClusterMount] = []

@@ -19,6 +19,7 @@ from irdmafs.cli.cluster_admin import etcd_arguments
 
 from .daemons import Daemon, is_listened_on
 from .network import CommandFailed, Host, connect_beside, run
+from .tiers import Tier, allow
 
 CLIENT_PORT = 2379
 PEER_PORT = 2380
@@ -128,6 +129,7 @@ class Etcd:
 
     def start(self, member: int | None = None) -> None:
         """Start a member, or all; data of earlier starts is still there. Raises CommandFailed."""
+        allow(Tier.ALL, "etcd")
         if missing := missing_programs():
             raise CommandFailed(missing)
         for one in self._chosen(member):

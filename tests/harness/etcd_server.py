@@ -20,6 +20,7 @@ import trustme
 from harness.etcd import Etcd, free_port, missing_programs
 from harness.network import Host
 from harness.scratch import scratch_directory, sweep
+from harness.tiers import Tier, running
 from irdmafs.backend.trust.authority import list_revoked
 
 __all__ = ["PASSWORD", "USER", "EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
@@ -125,7 +126,8 @@ _prefixes = itertools.count(1)
 def shared_etcd() -> EtcdServer:
     """The etcd server that all tests of the session share; do not stop it."""
     if not _shared:
-        _shared.append(EtcdServer().__enter__())
+        with running(Tier.ALL):
+            _shared.append(EtcdServer().__enter__())
     return _shared[0]
 
 

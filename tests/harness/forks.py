@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from .fork_server import NUMBER, PACKAGE, REQUEST_MAX_BYTES, Request
+from .tiers import Tier, allow
 
 REAL = "IRDMAFS_REAL_COMMANDS"
 PREFIX = (sys.executable, "-m", PACKAGE)
@@ -195,6 +196,7 @@ def start(
 ) -> Running:
     """Start a program in "/" and a session of its own, without input. `launcher` is a command prefix that
     prepares it, `environment` is added to that of this process. Raises OSError."""
+    allow(Tier.PROMISES, " ".join(command))
     variables = os.environ | dict(environment or {})
     namespace = _namespace(launcher)
     if _state.forks and namespace is not None and tuple(command[: len(PREFIX)]) == PREFIX:

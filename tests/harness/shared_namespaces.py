@@ -194,14 +194,14 @@ class Worker:
             case 3:
                 return "link", n.link(self.file(), parent, name)
             case 4:
-                return "unlink", n.unlink(parent, name, in_use=False)
+                return "unlink", n.unlink(parent, name)
             case 5:
-                return "rmdir", n.rmdir(parent, name, in_use=False)
+                return "rmdir", n.rmdir(parent, name)
             case 6 | 7:
-                return "rename", n.rename(parent, name, to, new, 0, in_use=False)
+                return "rename", n.rename(parent, name, to, new, 0)
             case 8:
                 flags = self.random.choice([RENAME_EXCHANGE, RENAME_NOREPLACE])
-                return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
+                return "exchange", n.rename(parent, name, to, new, flags)
             case _:
                 return "publish", n.publish(
                     NewVersion(self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1)

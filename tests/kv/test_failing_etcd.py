@@ -285,6 +285,7 @@ class TestUncertainTransaction:
             await engine.transact((), [Put(b"c", b"")])
             assert await direct.get(b"a") is None
 
+    @pytest.mark.slow
     @in_trio
     async def test_of_random_kinds_are_all_applied_once_and_in_order(
         self, etcd: EtcdServer

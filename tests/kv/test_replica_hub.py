@@ -148,8 +148,8 @@ def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_chang
             await replica.start(nursery)
             mirror = Mirror(namespace)
             namespace.held = lambda ino: ino == gone.ino
-            gone = await other.unlink(ROOT_INO, b"goes", in_use=False)
-            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0, in_use=False)
+            gone = await other.unlink(ROOT_INO, b"goes")
+            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
             await other.create(place.ino, b"comes", FILE, 0, 0)
             await other.set_attributes(place.ino, mtime_ns=5)
             await trio.to_thread.run_sync(compacted_etcd.compact)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import msgspec
+import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -95,6 +96,7 @@ def loaded(present: Iterable[tuple[bytes, bytes]]) -> Tree:
     return tree
 
 
+@pytest.mark.long
 @given(CHANGES)
 def test_a_tree_stays_a_tree(changes: list[list[tuple[bytes, bytes | None]]]) -> None:
     present = dict(map(directory, (ROOT_INO, 2, 3, 4)))
@@ -153,6 +155,7 @@ def is_inode(key: bytes, value: bytes) -> bool:
         return False
 
 
+@pytest.mark.long
 @given(CHANGES, st.integers(0, 8))
 def test_what_is_mended_is_as_it_was(
     changes: list[list[tuple[bytes, bytes | None]]], late_after: int

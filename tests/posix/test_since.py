@@ -132,7 +132,7 @@ def test_versions_that_are_removed_do_not_count(since: Path) -> None:
 
 
 def test_many_wait_for_one_version(since: Path, mount: Mount) -> None:
-    waiting = 1000 if mount.session != "pyfuse3" else 40
+    waiting = 300 if mount.session != "pyfuse3" else 40
     source = (
         "import os, sys, threading\n"
         "path, waiting = sys.argv[1:]\n"

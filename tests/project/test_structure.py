@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Where a directory's modules are imported from.
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
@@ -83,6 +85,7 @@ def _reachable(graph: dict[str, set[str]], name: str) -> Iterable[str]:
     return seen
 
 
+@pytest.mark.long
 def test_modules_do_not_import_each_other_in_circles() -> None:
     found = circles(imports())
     new = [sorted(circle) for circle in found if not any(circle <= known for known in CIRCLES)]

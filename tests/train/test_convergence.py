@@ -118,6 +118,7 @@ def learn_together(run: Path, workers: int) -> tuple[Parameters, list[float]]:
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.2], ids=["whole", "clipped"])
 @pytest.mark.parametrize("rule", RULES)

@@ -40,6 +40,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", KEPT)
 def test_every_push_counts_once_and_a_version_is_made_by_one_plan(case: str) -> None:
     assert explore(Model(KEPT[case])).complete

@@ -68,6 +68,7 @@ def in_cluster(
 # -- what is moved arrives -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("length", [0, 1, 100_000, 4 * MiB, 33 * MiB + 5])
 def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
@@ -267,6 +268,7 @@ def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None
     in_cluster(memory, test)
 
 
+@pytest.mark.long
 def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -739,6 +741,7 @@ def file_with_holes(cluster: Place, size: int, data: dict[int, bytes]) -> int:
     return fd
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("segments", [0, 1, 40])
 def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(

@@ -526,6 +526,7 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     in_cluster(memory, test, 1)
 
 
+@pytest.mark.long
 def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,10 @@ from harness.mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already"),
+]
 
 
 @pytest.fixture
@@ -100,9 +103,7 @@ OTHERS = tuple(f"--deselect={file}" for file in SHORT)
     "arguments",
     [
         pytest.param(SHORT, id="short", marks=pytest.mark.guest_tests(SHORT)),
-        pytest.param(
-            OTHERS, id="the others", marks=[pytest.mark.guest_tests(OTHERS), pytest.mark.slow]
-        ),
+        pytest.param(OTHERS, id="the others", marks=pytest.mark.guest_tests(OTHERS)),
     ],
 )
 def test_what_is_promised_of_verbs_holds_in_a_guest(

@@ -236,8 +236,12 @@ class TcpWay(Way):
         if reply.kind is ReplyKind.OK:
             begin = header.offset - start
             receive_range(
-                channel, fd, offset + begin, header.length, timeout_s,
+                channel,
+                fd,
+                offset + begin,
+                header.length,
+                timeout_s,
                 landed=landed_from(landed, begin),
-            )  # fmt: skip
+            )
         channel.clean = True
         reply.check(header.target.group)
