@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Device:
-    """One store node, which is reached over a link, and in `ways`, of which the first are better."""
+    """One store node, reached over a link and by `ways`, the better ones first."""
 
     def __init__(self, link: Link, ways: Sequence[Way]) -> None:
         self.link = link

@@ -104,7 +104,7 @@ class Service(Protocol[I]):
         ...
 
     def doubt(self, extent: Extent) -> None:
-        """Check an extent of which the caller says that it got wrong bytes."""
+        """Check an extent: the caller says that it got wrong bytes."""
         ...
 
     async def digest(self, extent: Extent) -> bytes:
