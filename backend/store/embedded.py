@@ -149,7 +149,9 @@ class EmbeddedStore(Pinned):
 
     async def save_aside(self, version: NewVersion) -> str:
         made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
-        await self.publish(version._replace(ino=made.ino, base=None))
+        published = await self.publish(version._replace(ino=made.ino, base=None))
+        if published.extent != version.extent:
+            self.retire(version.extent)
         return name
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
