@@ -86,7 +86,7 @@ class Tree(Names):
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
         # Names that were refused because the directory that they lead to has another one, or the one that
-        # they lie in is missing, by that directory: parent, name, inode, revision. They count once it is free.
+        # they lie in is missing, by that directory: parent, name, inode, revision.
         self._refused: dict[int, list[tuple[int, bytes, int, int]]] = {}
         self._freed: list[int] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
