@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..kv.etcd_room import Room
-from .faults import Fault, FaultReport, Faults
+from ..etcd.room import Room
+from ..kv.faults import Fault, FaultReport, Faults
+from ..model.groups import degraded, leader
+from ..model.placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
+from ..model.policy import LEVELS, Candidate
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Report
 from .group_configs import Groups
-from .groups import degraded, leader
 from .membership import Members
-from .placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
-from .policy import LEVELS, Candidate
-from .records import GROUP_BUCKET_BITS, GroupConfig, Report
 
 __all__ = [
     "Cluster",

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..cluster.records import NO_CONTENT, SIZE_MAX, ContentId, Count, Layout
+from ..model.records import NO_CONTENT, SIZE_MAX, ContentId, Count, Layout
 
 __all__ = [
     "DAMAGED_INO",

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ..kv import Compare
-from .changes import Commit
+from .commit import Commit
 from .inode import ROOT_INO, Inode
 from .inodes import Totals
 from .planner import root_of

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import trio
 
-from ..clock import now_ns
-from ..cluster.records import Layout
 from ..kv import Compare
-from .changes import Commit
+from ..model.clock import now_ns
+from ..model.records import Layout
+from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .new_version import NewVersion
 from .planner import (

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from ..clock import now_ns
-from ..cluster.records import Layout
+from ..model.clock import now_ns
+from ..model.records import Layout
 from . import acl
-from .changes import Commit
+from .commit import Commit
 from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion

@@ -15,16 +15,14 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
-from ..clock import now_ns
-from ..cluster.faults import Faults
-from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
+from ..kv.faults import Faults
 from ..kv.map import Map
-from .changes import Commit
-from .directories import misplaced
-from .events import Listener, changes_of, time_of
+from ..model.clock import now_ns
+from ..model.records import NEXT_INO_KEY
+from .commit import Commit
+from .events import Listener, changes_of, removals_first, time_of
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
@@ -35,8 +33,10 @@ from .inode import (
     time_key,
 )
 from .inodes import link_key
-from .names import Names
+from .lookup import Names
+from .misplaced import misplaced
 from .quotas import QUOTA_NAMES, Quotas
+from .refused import Refused, RefusedName
 from .watches import Watches
 
 __all__ = ["Listener", "Tree"]
@@ -48,9 +48,6 @@ _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
-
-# A parent, a name, and the inode that it leads to from now on, 0: none.
-_Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
 
 
 class Tree(Names):
@@ -85,10 +82,7 @@ class Tree(Names):
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
-        # Names that were refused because the directory that they lead to has another one, or the one that
-        # they lie in is missing, by that directory: parent, name, inode, revision.
-        self._refused: dict[int, list[tuple[int, bytes, int, int]]] = {}
-        self._freed: list[int] = []
+        self._refused = Refused()
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -201,12 +195,12 @@ class Tree(Names):
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
-        if self._refused and names:
-            self._forget_refused({name[:2] for name in names})
-        for parent, name, target, revision in _removals_first(names):
+        self._refused.forget(name[:2] for name in names)
+        for parent, name, target, revision in removals_first(names):
             self._set_name(parent, name, target, revision)
-        while self._freed:
-            self._take_refused(self._freed.pop())
+        for parent, name, target, revision in self._refused.freed(self.inodes):
+            self._faults.mended(name_key(parent, name))
+            self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
             if ino in self.inodes:
@@ -214,7 +208,8 @@ class Tree(Names):
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
-            self._refuse(ino, parent, name, ino, self.name_revision(parent, name))
+            revision = self.name_revision(parent, name)
+            self._refused.add(ino, RefusedName(parent, name, ino, revision))
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
@@ -268,28 +263,6 @@ class Tree(Names):
         for parent, name, revision in names:
             self._set_name(parent, name, ino, revision)
 
-    def _refuse(self, until: int, parent: int, name: bytes, ino: int, revision: int) -> None:
-        """Have a name lead nowhere until the directory `until` is made, or loses the name that it has."""
-        self._refused.setdefault(until, []).append((parent, name, ino, revision))
-
-    def _take_refused(self, until: int) -> None:
-        """Take the names that were refused until now. A directory that was renamed has a name."""
-        for parent, name, ino, revision in self._refused.pop(until, ()):
-            if ino == until and (ino not in self.inodes or self.inodes[ino].name):
-                self._refuse(until, parent, name, ino, revision)
-            else:
-                self._faults.mended(name_key(parent, name))
-                self._set_name(parent, name, ino, revision)
-
-    def _forget_refused(self, names: set[tuple[int, bytes]]) -> None:
-        """Forget names whose records have changed."""
-        for until, refused in list(self._refused.items()):
-            left = [one for one in refused if one[:2] not in names]
-            if left:
-                self._refused[until] = left
-            else:
-                del self._refused[until]
-
     def _make_directory(self, ino: int) -> None:
         """Have a damaged inode be a directory, as there are names in it."""
         directory = Inode(ino, stat.S_IFDIR, 0, 0, 0)
@@ -333,7 +306,7 @@ class Tree(Names):
                 if inode.is_dir:
                     records.delete(time_key(inode.ino))
             names = commit.names
-            for parent, name, ino in names if len(names) < 2 else _removals_first(names):
+            for parent, name, ino in names if len(names) < 2 else removals_first(names):
                 self._rename(parent, name, ino, _OWN_REVISION)
             inodes.write()
             if commit.durable:
@@ -409,8 +382,8 @@ class Tree(Names):
                 inode.ctime_ns = max(inode.ctime_ns, time_ns)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
-            if ino in self._refused and (known is None or not known.is_dir):
-                self._freed.append(ino)
+            if known is None or not known.is_dir:
+                self._refused.free(ino)
         elif inode.maker or self._unseen:
             self.unseen.note(inode)
         self.inodes.store(inode, record, known)
@@ -434,7 +407,7 @@ class Tree(Names):
                 directory = inodes[parent]
             if directory is None or not directory.is_dir or not directory.revision:
                 self._complain(name_key(parent, name), "its directory is missing")
-                self._refuse(parent, parent, name, ino, revision)
+                self._refused.add(parent, RefusedName(parent, name, ino, revision))
                 return
             if ino not in inodes:
                 if ino != DAMAGED_INO:
@@ -489,8 +462,7 @@ class Tree(Names):
         else:
             inode.name = b""
             if inode.is_dir:
-                if ino in self._refused:
-                    self._freed.append(ino)
+                self._refused.free(ino)
             else:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
@@ -523,8 +495,3 @@ class Tree(Names):
             if holds(ino):
                 return
         self.inodes.pop(ino, None)
-
-
-def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
-    """Return names in the order in which an inode that is renamed has one of them at a time."""
-    return sorted(names, key=lambda name: name[2] != 0)

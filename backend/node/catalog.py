@@ -27,14 +27,14 @@ from typing import NamedTuple
 import msgspec
 import trio
 
-from ..cluster.faults import Faults
 from ..cluster.group_configs import Groups
-from ..cluster.records import GROUP_BUCKET_BITS, session_of
+from ..files.digest import Digests
+from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
+from ..kv.faults import Faults
+from ..model.records import GROUP_BUCKET_BITS, session_of
 from ..namespace import Inode
 from ..namespace.inode import inode_key
-from ..store.digest import Digests
-from ..store.sparse import allocated_bytes
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming

@@ -17,9 +17,9 @@ from typing import Protocol
 import trio
 
 from ..cluster.membership import Members
-from ..cluster.records import GroupConfig
+from ..files.digest import digest_of_bytes
+from ..model.records import GroupConfig
 from ..store import reading
-from ..store.digest import digest_of_bytes
 from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
 from . import checks

@@ -22,16 +22,16 @@ from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
 from ..cluster.lease import NODE, Session
 from ..cluster.membership import Members
-from ..cluster.records import (
-    NodeAddress,
-    Settings,
-)
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
 from ..etcd.client import Client
+from ..etcd.engine import EtcdEngine
 from ..etcd.errors import NoAnswer
 from ..kv import WentBack
-from ..kv.etcd import EtcdEngine
+from ..model.records import (
+    NodeAddress,
+    Settings,
+)
 from ..observe.figures import values_of
 from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
@@ -51,7 +51,7 @@ from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier, Throttle
 from .damage import WrongExtents
-from .etcd_room import EtcdWatch
+from .etcd_space import EtcdWatch
 from .feed import Feed
 from .figures import NodeFigures
 from .files import Files

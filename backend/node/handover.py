@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import trio
 
-from ..cluster.records import GroupConfig
+from ..model.records import GroupConfig
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Source, Verdict

@@ -16,8 +16,8 @@ import msgspec
 
 from ..cluster.lease import Removed
 from ..cluster.membership import admit
-from ..cluster.records import Epoch, NodeRecord, decode, encode, key_of
 from ..kv import Conflict, Damaged, Put, SharedEngine
+from ..model.records import Epoch, NodeRecord, decode, encode, key_of
 
 __all__ = ["Identity"]
 

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from ..store.storedir import OWN_FILE
+from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
 
 __all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import trio
 
-from ..cluster.groups import demoted, refenced
+from ..model.groups import demoted, refenced
 from ..transport import Extent
 from .catalog import Catalog
 from .state import ClusterState

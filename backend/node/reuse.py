@@ -26,7 +26,7 @@ import os
 import signal
 import time
 
-from ..store.storedir import OWN_FILE
+from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 from .incoming import Incoming, IncomingFiles, StoredFile

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from ..store.digest import digest_at_rest
+from ..files.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Verdict

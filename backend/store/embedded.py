@@ -14,14 +14,14 @@ from typing import Any
 
 import trio
 
-from ..cluster.records import NO_CONTENT, ContentId, Layout
+from ..files.extents import ExtentStore
+from ..files.storedir import in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
+from ..model.records import NO_CONTENT, ContentId, Layout
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree, fail
 from .aside import make_aside
-from .extents import ExtentStore
 from .pins import Pinned
-from .storedir import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 

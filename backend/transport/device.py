@@ -8,8 +8,8 @@ from functools import partial
 
 import trio
 
+from ..files.sparse import empty, is_sparse
 from ..observe.logs import current_request
-from ..store.sparse import empty, is_sparse
 from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .growth import Growth
 from .link import Link
@@ -106,7 +106,7 @@ class Device:
             await self.read(extent, start, into.part(start, count), shown)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest (backend/store/digest.py) of the node's bytes."""
+        """Return the digest (backend/files/digest.py) of the node's bytes."""
         answer = await self.link.ask(lambda number: Digest(number, current_request(), extent))
         return answer.digest if isinstance(answer, Digested) else b""
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..backend.sizes import human_bytes
-from ..mount.config import MountError
+from ..backend.model.sizes import human_bytes
+from ..mount_options import MountError
 from . import status
 from .cluster import config_option, find_node, load, read_state, say, with_etcd
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
     from ..backend.cluster.overview import Cluster
     from ..backend.cluster.removal import Lost
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 __all__ = ["admit", "drain", "remove", "scrub"]
 

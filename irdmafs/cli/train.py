@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ..mount.config import MountError
+from ..mount_options import MountError
 
 # The mount under a reducer has ended.
 _UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
@@ -214,7 +214,7 @@ def end(directory: str) -> None:
     """Stop training in DIR: its models become files again, of the newest version."""
     from ..train import end as end_training
     from ..train.directory import TrainDirectory
-    from ..train.locks import is_locked
+    from ..train.liveness import is_locked
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)

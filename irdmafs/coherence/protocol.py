@@ -9,10 +9,10 @@ from typing import Final, Protocol
 
 from ..backend.namespace import Inode, Namespace
 from .cache import Cache
-from .freshness import TrailStep
 from .kernel_cache import Name
 from .kernel_locks import KernelLocks
 from .nodes import Node
+from .trail import TrailStep
 
 __all__ = ["Answer", "Coherence", "Listing"]
 

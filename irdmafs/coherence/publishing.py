@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import trio
 
-from ..backend.cluster.records import ContentId
+from ..backend.files.extents import copy_contents
+from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, NewVersion, Outdated, fail
-from ..backend.store.extents import copy_contents
 from ..callers.processes import Processes
 from ..inline import detach
 from .content import Content, State

@@ -16,13 +16,13 @@ from ..backend.store.api import Freshness, Store
 from ..inline import detach
 from .beliefs import Beliefs
 from .cache import Cache
-from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
 from .kernel_locks import KernelLocks, Moves
 from .kernel_names import KernelNames
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
+from .trail import LookupTrails, Retry, TrailStep
 
 __all__ = ["Shared"]
 

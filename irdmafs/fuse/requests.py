@@ -7,14 +7,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
-from ..backend.clock import now_ns
+from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, fail
 from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import detach
 from ..posix.calls import Attributes, OpenInfo
 from ..posix.filesystem import Filesystem
-from ..posix.locks import Lock
+from ..posix.lock_tables import Lock
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY
 from . import wire

@@ -13,12 +13,12 @@ import struct
 import time
 from typing import Any, Final, NamedTuple
 
-from ..backend.clock import now_ns
-from ..backend.cluster.records import ContentId
+from ..backend.files.extents import ExtentStore
+from ..backend.model.clock import now_ns
+from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
-from ..backend.store.extents import ExtentStore
 from ..coherence.nodes import Node
-from ..mount.config import MountOptions
+from ..mount_options import MountOptions
 
 # Files whose last read is remembered; of more, the first ones seem not to have been read.
 _KNOWN_MAX: Final = 1 << 16

@@ -13,8 +13,8 @@ from ..coherence.content import Content
 from ..coherence.nodes import Handle
 from ..inline import detach
 from .calls import OFFSET_MAX
+from .lock_tables import Lock
 from .locking import Locking
-from .locks import Lock
 from .metadata import Metadata
 from .privileges import SET_IDS, Closer, privileges_of
 from .superblock import Superblock

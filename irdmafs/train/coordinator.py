@@ -38,7 +38,7 @@ from .directory import (
 from .errors import Refused
 from .folders import Seen, seen
 from .layout import ModelLayout
-from .locks import WatchedLock, is_locked
+from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .staging import without_worker
 from .status import StatusFile, progress_of

@@ -22,7 +22,7 @@ from .directory import TrainDirectory
 from .errors import Refused
 from .folders import is_published
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
-from .locks import is_locked
+from .liveness import is_locked
 from .plan import Push
 from .scales import blocks_of
 from .shard_files import ShardFile, read_header

@@ -21,7 +21,7 @@ from .config import TrainConfig
 from .coordinator import Coordinator
 from .directory import COORDINATOR, LOOK_S, TrainDirectory, params_of
 from .errors import TrainError
-from .locks import Lock
+from .liveness import Lock
 from .part import Part
 from .placement import is_here
 from .plan import Plan, is_foreseen

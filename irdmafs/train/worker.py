@@ -22,7 +22,7 @@ from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
 from .folders import Directories, Past, seen
 from .layout import Shard
-from .locks import Lock, is_locked
+from .liveness import Lock, is_locked
 from .open_push import OpenPush, Publish
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.faults import Faults
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.records import NEXT_INO_KEY
 from irdmafs.backend.cluster.replica import Consumer
 from irdmafs.backend.kv import Delete, Event, KeyValue, Put
+from irdmafs.backend.kv.faults import Faults
+from irdmafs.backend.model.records import NEXT_INO_KEY
 from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.namespace.inode import ROOT_INO, inode_key
 from irdmafs.backend.store.remote.lock_entries import LockEntries

@@ -13,10 +13,10 @@ from harness.clusters import Cluster, Plan
 from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.faults import Faults
-from irdmafs.backend.cluster.policy import policy_of_rule
-from irdmafs.backend.cluster.records import ContentId, Layout, MountRecord
 from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.faults import Faults
+from irdmafs.backend.model.policy import policy_of_rule
+from irdmafs.backend.model.records import ContentId, Layout, MountRecord
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.namespace.inode import inode_key, name_key
 

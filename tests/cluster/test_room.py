@@ -10,7 +10,8 @@ import pytest
 from harness.clusters import Cluster, Plan
 
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.kv import Event
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     NodeAddress,
     NodeRecord,
@@ -18,7 +19,6 @@ from irdmafs.backend.cluster.records import (
     encode,
     key_of,
 )
-from irdmafs.backend.kv import Event
 from irdmafs.backend.store.remote.space import Space
 
 MiB = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.model.records import ContentId, GroupConfig, Layout
 from irdmafs.backend.namespace import NewVersion
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, Target, Unreachable

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from irdmafs.backend.cluster.records import ContentId
+from irdmafs.backend.files.extents import ExtentStore, copy_contents
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store.embedded import EmbeddedStore
-from irdmafs.backend.store.extents import ExtentStore, copy_contents
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content, State
 from irdmafs.coherence.isolation import Isolation

@@ -23,7 +23,7 @@ from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.clock import now_ns
+from irdmafs.backend.model.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
@@ -40,7 +40,7 @@ from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wakeups import FastWakeups
 from irdmafs.fuse.wire import Malformed, Opcode, Request
-from irdmafs.mount.config import MountOptions
+from irdmafs.mount_options import MountOptions
 from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.filesystem import Filesystem
 from irdmafs.posix.locking import Locking

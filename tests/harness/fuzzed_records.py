@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.lock_claims import Claim, Entry
-from irdmafs.backend.cluster.placement import Targets
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.model.lock_claims import Claim, Entry
+from irdmafs.backend.model.placement import Targets
+from irdmafs.backend.model.records import (
     CertificateRecord,
     Epoch,
     GroupConfig,

@@ -12,10 +12,10 @@ import trio
 from harness.etcd_server import EtcdServer
 from harness.models.invariants import check, walk
 from harness.models.namespace import DIRECTORY, FILE
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Event
-from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,

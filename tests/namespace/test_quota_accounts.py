@@ -15,8 +15,8 @@ from harness.shared_namespaces import Lagging, error_of, host, hosts, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 

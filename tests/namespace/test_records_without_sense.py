@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.records import NEXT_INO_KEY, ContentId, Layout
 from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.model.records import NEXT_INO_KEY, ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.tree import Tree

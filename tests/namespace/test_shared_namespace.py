@@ -23,9 +23,9 @@ from harness.shared_namespaces import (
     run,
 )
 
-from irdmafs.backend.cluster.records import ContentId, Layout
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
+from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
 
 __all__ = ["etcd", "etcd_prefix"]

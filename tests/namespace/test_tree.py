@@ -25,8 +25,8 @@ from harness.open_inodes import while_open
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule
 
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     NAME_MAX,
     RENAME_EXCHANGE,

@@ -9,7 +9,7 @@ from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
 from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host, run
 
-from irdmafs.backend.cluster.records import ContentId, MountRecord
+from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside

@@ -27,8 +27,11 @@ from harness.etcd_server import EtcdServer, etcd
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     ContentId,
     Layout,
@@ -41,9 +44,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     pin_key,
 )
-from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv import Conflict, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
+from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import reuse
 from irdmafs.backend.node.files import Files

@@ -12,9 +12,9 @@ import trio
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.striped import damage, folder, new_content
 
-from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.files.digest import BLOCK_BYTES, digest_of_bytes
+from irdmafs.backend.model.records import ContentId, GroupConfig, Layout
 from irdmafs.backend.namespace import NewVersion
-from irdmafs.backend.store.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, FileRange, Landed, Target
 from irdmafs.cli.status import report

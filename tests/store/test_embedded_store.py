@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
+from irdmafs.backend.files import storedir
+from irdmafs.backend.files.extents import ExtentStore, copy_contents
+from irdmafs.backend.files.storedir import StoreInUse
 from irdmafs.backend.kv import Damaged, NoSpace
+from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store import embedded as node
-from irdmafs.backend.store import storedir
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
-from irdmafs.backend.store.extents import ExtentStore, copy_contents
-from irdmafs.backend.store.storedir import StoreInUse
 from irdmafs.inline import run
 
 FILE = stat.S_IFREG | 0o644
@@ -187,7 +187,7 @@ def test_a_copy_has_the_same_bytes_and_the_same_holes(
 
 
 def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("irdmafs.backend.store.extents._COPY_CHUNK_BYTES", 1000)
+    monkeypatch.setattr("irdmafs.backend.files.extents._COPY_CHUNK_BYTES", 1000)
     source, target = make_file("tmpfs"), make_file("tmpfs")
     content = write_segments(source, [(True, 10_500), (False, 9000), (True, 2500)])
     copy_contents(source, target)

@@ -20,7 +20,7 @@ from harness.training_runs import (
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.locks import Lock
+from irdmafs.train.liveness import Lock
 
 
 def figures(mount: ClusterMount) -> dict[str, Any]:

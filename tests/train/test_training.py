@@ -36,7 +36,7 @@ from irdmafs.train import Reducer, TrainError, Worker, begin, end
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.locks import Lock, is_locked
+from irdmafs.train.liveness import Lock, is_locked
 from irdmafs.train.trees import Trees
 
 JOINS = """

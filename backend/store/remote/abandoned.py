@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import trio
 
-from ...cluster.records import ContentId, session_of
+from ...model.records import ContentId, session_of
 from .cluster import Cluster
 
 __all__ = ["Abandoned"]

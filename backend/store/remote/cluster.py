@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ...cluster.config_sections import MountSection
-from ...cluster.placement import group_of
-from ...cluster.records import Layout, Settings
+from ...model.placement import group_of
+from ...model.records import Layout, Settings
 from ...transport.peers import Peers
 from .coordination import Coordination
 

@@ -21,14 +21,14 @@ from typing import TypeVar
 
 import trio
 
-from ...cluster.records import ContentId, Layout
+from ...files.digest import Digests, Stripe, digest_of_bytes
+from ...files.sparse import allocated_bytes, is_sparse
+from ...model.records import ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
-from ..digest import Digests, Stripe, digest_of_bytes
 from ..pins import Pinned
 from ..reading import read_hashed
-from ..sparse import allocated_bytes, is_sparse
 from .cluster import Cluster, for_each_stripe
 from .contents import Contents
 from .figures import FetchFigures

@@ -8,9 +8,9 @@ import trio
 
 from ...namespace import Inode
 from ...unwrap import first_error
-from .changes import Changes
 from .cluster import Cluster
 from .contents import Contents
+from .listeners import Changes
 from .versions import Versions
 
 __all__ = ["Freshness"]

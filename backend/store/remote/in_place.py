@@ -5,12 +5,12 @@ import os
 
 import trio
 
-from ...cluster.records import ContentId
+from ...files.extents import copy_contents
+from ...model.records import ContentId
 from ...namespace import Inode, fail
-from ..extents import copy_contents
 from .cluster import Cluster
 from .contents import Contents
-from .publishing import Publisher
+from .replication import Publisher
 from .versions import Versions
 from .writer import digests_of
 

@@ -4,12 +4,12 @@ import errno
 import logging
 from typing import Any
 
-from ...cluster.placement import local_seed, pool_of, seed_of
-from ...cluster.policy import Policy, parse_policy, policy_id
-from ...cluster.records import GroupConfig, Layout, policy_key
+from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...kv import Conflict, Put
+from ...model.placement import local_seed, pool_of, seed_of
+from ...model.policy import Policy, parse_policy, policy_id
+from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes, fail
-from ..digest import BLOCK_BYTES, PARTS_MAX
 from .cluster import Cluster
 
 __all__ = ["Layouts"]

@@ -13,7 +13,12 @@ from collections.abc import Awaitable, Iterator, Sequence
 
 import trio
 
-from ...cluster.lock_claims import (
+from ...cluster.membership import Members, Session
+from ...cluster.replica import Replica
+from ...etcd.engine import EtcdEngine
+from ...etcd.leases import LeaseEnded
+from ...kv import Compare, Conflict, Delete, Put
+from ...model.lock_claims import (
     NOTHING,
     Claim,
     Entry,
@@ -24,12 +29,7 @@ from ...cluster.lock_claims import (
     is_covered,
     merged,
 )
-from ...cluster.membership import Members, Session
-from ...cluster.records import encode
-from ...cluster.replica import Replica
-from ...kv import Compare, Conflict, Delete, Put
-from ...kv.etcd import EtcdEngine
-from ...kv.etcd_leases import LeaseEnded
+from ...model.records import encode
 from .lock_entries import LockEntries
 
 __all__ = ["SharedLocks"]

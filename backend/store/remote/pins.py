@@ -3,8 +3,8 @@
 import errno
 import logging
 
-from ...cluster.records import ContentId, pin_key
 from ...kv import Delete, Put
+from ...model.records import ContentId, pin_key
 from ...namespace import Inode, fail
 from ..pins import Pinned
 from .cluster import Cluster

@@ -6,8 +6,8 @@ from collections import deque
 from typing import Final
 
 from ...cluster.membership import Members
+from ...files.sparse import allocated_bytes
 from ...namespace import Inode
-from ..sparse import allocated_bytes
 from .contents import Contents
 
 __all__ = ["Space"]

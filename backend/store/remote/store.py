@@ -10,8 +10,9 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members
-from ...cluster.records import SIZE_MAX, ContentId, MountRecord
 from ...cluster.settings import read_settings
+from ...files.storedir import lock_directory
+from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
 from ...transport.movers import all_movers
@@ -20,7 +21,6 @@ from ...transport.session_keys import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
-from ..storedir import lock_directory
 from .cluster import Cluster
 from .contents import Contents
 from .coordination import Coordination
@@ -33,7 +33,7 @@ from .lent import Lender
 from .numbers import ContentNumbers
 from .pins import ContentPins
 from .prefetch import Prefetcher
-from .publishing import Publisher
+from .replication import Publisher
 from .space import Space
 from .versions import Versions
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 
-from ...cluster.records import ContentId
+from ...model.records import ContentId
 from ...namespace import Inode, fail
 from .cluster import Cluster
 from .contents import Contents

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...cluster.groups import has_still
-from ...cluster.records import GroupConfig, Layout, group_key
+from ...files.digest import Digests, Stripe, digest_of, fold
 from ...kv import Compare
+from ...model.groups import has_still
+from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
 from ...transport import (
     Distrusted,
@@ -28,7 +29,6 @@ from ...transport import (
 )
 from ...transport.device import Device
 from ...unwrap import first_error
-from ..digest import Digests, Stripe, digest_of, fold
 from .cluster import Cluster, for_each_stripe
 
 log = logging.getLogger(__name__)

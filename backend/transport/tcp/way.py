@@ -9,8 +9,8 @@ from functools import partial
 
 import trio
 
+from ...files.sparse import is_sparse, segments
 from ...observe.logs import current_request
-from ...store.sparse import is_sparse, segments
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..frames import BadMessage
 from ..growth import Growth

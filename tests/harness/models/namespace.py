@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from harness.models.invariants import check, walk
 from harness.open_inodes import while_open
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv import NoSpace
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     NAME_MAX,
     RENAME_EXCHANGE,

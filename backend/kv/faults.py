@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ..kv import Event, KeyValue
+from ..model.records import decode, session_of
 from ..observe.complaints import Complaints
-from .records import decode, session_of
+from . import Event, KeyValue
 
 __all__ = ["Fault", "FaultReport", "Faults", "summary"]
 

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import trio
 
-from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
+from ...files.sparse import allocated_bytes
 from ...kv import Compare, Conflict
+from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
 from ..aside import make_aside
-from ..sparse import allocated_bytes
 from .abandoned import Abandoned
 from .cluster import Cluster
 from .contents import Contents
