@@ -25,7 +25,7 @@ The namespace's own keys are "d", "i" and "t" (see namespace).
 
 A *session* is the revision at which a mount's "m" key was put: unique, growing, and gone for ever when
 the key is. A session's own keys begin with its lease, and a lease with the number of the certificate that
-etcd was shown, its *owner*: so etcd keeps others from changing them (see rights).
+etcd was shown, its *owner*: so etcd keeps others from changing them (see etcd_rights).
 A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
 are its stripes, (content, stripe index).
 """

@@ -1,6 +1,6 @@
 """Coherence in a cluster, where other hosts change the namespace, too.
 
-A lookup is answered from the replica, and checked when the file is opened (see freshness). The kernel may
+A lookup is answered from the replica, and checked when the file is opened (see trail). The kernel may
 believe what lies in a directory that the mount follows: others who change something there wait until it
 has been made to forget (see beliefs).
 """
