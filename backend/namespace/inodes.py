@@ -72,6 +72,8 @@ class Inodes(dict[int, Inode]):
         value = self._records.get(inode_key(ino))
         if value is None:
             raise KeyError(ino)
+        if super().__len__() > _KEPT_MAX and not self._changed:
+            self.forget()
         inode = self[ino] = self._decode(ino, value)
         return inode
 
