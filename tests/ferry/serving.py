@@ -1,5 +1,6 @@
 """The node's end."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -73,11 +74,11 @@ class _Ferryman(Connection):
         data = (self._pier / name).read_bytes()
         if len(data) != length:
             raise OSError(errno.EINVAL, "the extent is not as long as was said")
-        intake = await begin(service, extent, target, length)
-        if intake is not None:
-            with intake:
-                os.pwrite(intake.fd, data, 0)
-                await service.seal(extent, intake.take())
+        incoming = await begin(service, extent, target, length)
+        if incoming is not None:
+            with contextlib.closing(incoming):
+                os.pwrite(incoming.fd, data, 0)
+                await service.seal(extent, incoming)
         if target.chain:
             await self._hand_on(extent, target, length)
 
