@@ -5,10 +5,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from ..etcd.engine import EtcdEngine
 from ..kv import Compare, Conflict, Delete, Put
-from ..kv.etcd import EtcdEngine
+from ..model.records import EPOCH_KEY, Epoch, Report, encode
 from .history import read_epoch, read_reports, report_key
-from .records import EPOCH_KEY, Epoch, Report, encode
 
 __all__ = ["accept", "goal"]
 

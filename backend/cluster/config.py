@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from ..options import declared
+from ..model.options import declared
+from ..model.values import ConfigError, Seconds, Size, from_text, split_host_port
 from .config_sections import SECTIONS, ClusterSection, LogSection, MountSection, NodeSection
-from .config_values import ConfigError, Seconds, Size, from_text, split_host_port
 
 __all__ = ["ClusterConfig", "Listen", "find_config"]
 

@@ -6,13 +6,13 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..model.options import Option
+from ..model.values import ConfigError, Seconds, Size, split_host_port
 from ..observe.logs import LogFormat
-from ..options import Option
-from .config_values import ConfigError, Seconds, Size, split_host_port
 
 if TYPE_CHECKING:
     from ..etcd.client import Client
-    from ..kv.etcd import EtcdEngine
+    from ..etcd.engine import EtcdEngine
     from ..transport.verbs.rdma import Choice
     from ..trust.security import Credentials, Role
 
@@ -212,7 +212,7 @@ class ClusterSection:
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """Return the engine of the cluster's keys in etcd, not opened yet. A reader's reaches etcd through
         store nodes. Raises ConfigError."""
-        from ..kv.etcd import EtcdEngine
+        from ..etcd.engine import EtcdEngine
 
         if role == "reader":
             client, owner = self._relay()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import trio
 
 from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
-from .faults import Faults
-from .records import (
+from ..kv.faults import Faults
+from ..model.records import (
     GROUP_BUCKET_BITS,
     GroupConfig,
     Settings,

@@ -20,9 +20,9 @@ import msgspec
 import trio
 
 from ..kv import Event, KeyValue, SharedEngine, WentBack
-from .faults import Faults
+from ..kv.faults import Faults
+from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
 from .lease import Session
-from .records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
 
 __all__ = ["History", "described", "read_epoch", "read_reports", "report_key"]
 

@@ -8,17 +8,17 @@ import msgspec
 import trio
 
 from ..kv import KeyValue, SharedEngine
+from ..kv.faults import Faults
+from ..model.placement import bytes_of_groups
+from ..model.records import Layout
+from ..model.values import ConfigError
 from ..namespace import Inode
 from ..transport.peers import Peers, open_peers
 from .config import ClusterConfig
-from .config_values import ConfigError
-from .faults import Faults
 from .group_configs import Groups
 from .history import read_reports
 from .membership import Members
 from .overview import Cluster
-from .placement import bytes_of_groups
-from .records import Layout
 
 __all__ = ["ask_nodes", "begin_scrub", "name_files", "read_cluster", "read_group_bytes"]
 

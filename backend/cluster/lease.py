@@ -20,8 +20,8 @@ import msgspec
 import trio
 
 from ..kv import Compare, Conflict, Exists, Put, SharedEngine, WentBack
+from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses
-from .records import MountRecord, NodeAddress, decode, encode, key_of
 
 __all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import trio
 
 from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
-from .faults import Faults
-from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
-from .placement import Candidate, Placement, Targets, policy_of
-from .policy import POLICIES_MAX, is_understood, policy_of_rule
-from .records import (
+from ..kv.faults import Faults
+from ..model.placement import Candidate, Placement, Targets, policy_of
+from ..model.policy import POLICIES_MAX, is_understood, policy_of_rule
+from ..model.records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     GroupConfig,
@@ -30,6 +29,7 @@ from .records import (
     policy_key,
     targets_key,
 )
+from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 
 __all__ = [
     "MOUNT",

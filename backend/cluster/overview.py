@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..kv.etcd_room import Room
-from .faults import Fault, FaultReport, Faults
+from ..etcd.room import Room
+from ..kv.faults import Fault, FaultReport, Faults
+from ..model.groups import degraded, leader
+from ..model.placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
+from ..model.policy import LEVELS, Candidate
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Report
 from .group_configs import Groups
-from .groups import degraded, leader
 from .membership import Members
-from .placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
-from .policy import LEVELS, Candidate
-from .records import GROUP_BUCKET_BITS, GroupConfig, Report
 
 __all__ = [
     "Cluster",
@@ -109,7 +109,7 @@ class Cluster:
         return self.in_sync[node] + self.joining[node]
 
     def only_copies(self, node: int) -> set[int]:
-        """Return the groups of which no other node that may come back has everything."""
+        """Return the groups that only this node, of those that may come back, has in full."""
         return {
             group for group, config in self.groups.items() if self.members.keeps_alone(node, config)
         }
@@ -158,7 +158,7 @@ class Cluster:
         return set().union(*told) if told else {group >> GROUP_BUCKET_BITS for group in self.groups}
 
     def unavailable(self) -> int:
-        """Return the groups of which no member in sync is alive."""
+        """Return the groups without a live member in sync."""
         live = self.live
         return sum(leader(config, live) is None for config in self.groups.values())
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import trio
 
 from ..kv import Conflict, SharedEngine
+from ..model.groups import refenced
+from ..model.placement import groups_of
+from ..model.values import ConfigError
 from ..namespace import Inode, Namespace, SharedCommitter, Tree
 from ..unwrap import only_error
-from .config_values import ConfigError
 from .group_configs import Groups
-from .groups import refenced
 from .membership import Members, removed_for_good
-from .placement import groups_of
 from .replica import Replica
 
 __all__ = ["Lost", "Removal", "removal"]

@@ -18,8 +18,8 @@ from typing import Protocol
 import trio
 
 from ..kv import Compacted, Event, KeyValue, SharedEngine, WentBack
+from ..kv.faults import Faults
 from ..pauses import Pauses
-from .faults import Faults
 from .history import History
 
 __all__ = ["Consumer", "Replica"]

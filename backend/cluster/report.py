@@ -5,15 +5,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..etcd.leases import LEASE_BITS
+from ..etcd.room import Room, remedy
 from ..kv import WentBack
-from ..kv.etcd_leases import LEASE_BITS
-from ..kv.etcd_room import Room, remedy
-from .faults import Fault, summary
+from ..kv.faults import Fault, summary
+from ..model.placement import policy_of, replicas_of
+from ..model.policy import policy_of_rule
+from ..model.records import GROUP_BUCKET_BITS, MountRecord
 from .history import described
 from .overview import Cluster
-from .placement import policy_of, replicas_of
-from .policy import policy_of_rule
-from .records import GROUP_BUCKET_BITS, MountRecord
 
 __all__ = ["Health", "counted", "health", "report_of"]
 

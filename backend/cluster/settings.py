@@ -3,9 +3,9 @@
 import msgspec
 
 from ..kv import SharedEngine
+from ..model.records import SETTINGS_KEY, Settings, decode
+from ..model.values import ConfigError
 from .config import ClusterConfig
-from .config_values import ConfigError
-from .records import SETTINGS_KEY, Settings, decode
 
 __all__ = ["read_settings"]
 

@@ -14,8 +14,8 @@ filesystem, and what is freed in the file stays in it. Some of the free pages ar
 space.
 
 LMDB has no checksums. Who closes the map can leave a note beside the file, with a digest of it: the next
-one finds the note if there was no crash, and is told of any damage since then. After a crash it looks at
-every page instead (*measured* 4 s for a million names).
+one finds the note if there was no crash, and is told of any damage since then. After a crash every page is
+looked at instead, on a disk (*measured* 3 s of processor time for 100,000 names).
 """
 
 import contextlib
@@ -85,12 +85,14 @@ class Map:
             if not os.path.lexists(path):
                 self._create(path)
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            size = os.fstat(self._fd).st_size
+            status = os.fstat(self._fd)
+            size = status.st_size
             try:
                 self.note = self._note(size)
                 if self.note is None:
                     self._check(size)
-                _allocate(self._fd, size, path)  # a copy may have holes
+                if status.st_blocks * 512 < size:
+                    _allocate(self._fd, size, path)  # a copy may have holes
                 self._env = self._opened(path, size)
             except BaseException:
                 os.close(self._fd)
@@ -274,13 +276,20 @@ class Map:
             _sync_directory(path)
 
     def _check(self, size: int) -> None:
-        """Look at every page: LMDB has no checksums, and might end the process with a signal."""
+        """Refuse a file that could end this process with a signal. On a disk, that is one with any damaged
+        page."""
         if not size:
             raise self.damaged("it is empty")
         try:
-            found = verify(self._path)  # type: ignore[no-untyped-call]
-        except VerifyError as error:
+            with lmdb.open(self._path, subdir=False, readonly=True, lock=False) as env:
+                used = (env.info()["last_pgno"] + 1) * _PAGE_BYTES
+            found = verify(self._path) if self._power_safe else []  # type: ignore[no-untyped-call]
+        except (lmdb.InvalidError, lmdb.VersionMismatchError, VerifyError) as error:
             raise self.damaged(f"it is not an LMDB database ({error})") from error
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+        if size < used:
+            raise self.damaged(f"it has {size} bytes, and {used} were in use")
         if found:
             raise self.damaged(str(found[0]))
 

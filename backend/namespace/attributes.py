@@ -17,9 +17,9 @@ directories above hold. `awaits` and `awaits_timeout` are those of the directory
 
 import re
 
-from ..cluster.policy import REPLICAS_MAX, Policy, parse_policy
-from ..cluster.records import Settings
-from ..sizes import parse_size
+from ..model.policy import REPLICAS_MAX, Policy, parse_policy
+from ..model.records import Settings
+from ..model.sizes import parse_size
 from .inode import ROOT_INO
 from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit

@@ -1,13 +1,13 @@
 """What the events of a shared engine's watch change in a tree. Other hosts made them: records that no tree
 can have are found here, each by itself (docs/security.md, "Sensible values")."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event
+from ..model.records import NEXT_INO_KEY
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
@@ -18,10 +18,12 @@ from .inode import (
     nearest_time,
 )
 
-__all__ = ["Changes", "Complain", "Listener", "changes_of", "time_of"]
+__all__ = ["Changes", "Complain", "Listener", "changes_of", "removals_first", "time_of"]
 
 # Called with a key, what is wrong with its record, and the value.
 Complain = Callable[[bytes, str, bytes], None]
+# A parent, a name, and the inode that it leads to from now on, 0: none.
+_Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
 
 
 class Listener(Protocol):
@@ -105,3 +107,8 @@ def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
 def time_of(value: bytes) -> int:
     """Return the time of a record."""
     return nearest_time(int.from_bytes(value, "big"))
+
+
+def removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
+    """Return names in the order in which an inode that is renamed has one of them at a time."""
+    return sorted(names, key=lambda name: name[2] != 0)

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ..kv import Compare
-from .changes import Commit
+from .commit import Commit
 from .inode import ROOT_INO, Inode
 from .inodes import Totals
 from .planner import root_of
@@ -57,30 +57,32 @@ class LocalCommitter:
         """Make everything done so far survive a crash."""
         self._tree.records.commit()
 
-    async def load(self) -> bool:
+    async def load(self, visit: Callable[[Inode], None] = lambda inode: None) -> bool:
         """Make the root directory of a new store, and remove what a crash left: files that were never
-        published. Return whether there was none."""
+        published. Return whether there was a crash; then visit(inode) was called with all others."""
         tree, records = self._tree, self._tree.records
         self._next_ino = tree.last_ino() + 1
         tree.load_quotas()
         if records.note is not None:
             tree.inodes.totals = msgspec.msgpack.decode(records.note, type=Totals)
         else:
-            self._discard_leftovers()
+            self._discard_leftovers(visit)
         await self.carry_out(partial(root_of, tree))
-        return records.note is not None
+        return records.note is None
 
     def leave(self) -> None:
         """Note that nothing is left to repair: the map is about to be closed."""
         self._tree.records.leave(msgspec.msgpack.encode(self._tree.inodes.totals))
 
-    def _discard_leftovers(self) -> None:
+    def _discard_leftovers(self, visit: Callable[[Inode], None]) -> None:
         tree = self._tree
         unpublished: list[Inode] = []
         for inode in tree.inodes.values():
             tree.inodes.totals.count(inode, 1)
             if inode.is_file and not inode.version:
                 unpublished.append(inode)
+            else:
+                visit(inode)
         for inode in unpublished:
             commit = Commit()
             commit.names = [(parent, name, 0) for parent, name in tree.names_of(inode.ino)]

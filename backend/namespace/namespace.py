@@ -12,10 +12,10 @@ from typing import Protocol
 
 import trio
 
-from ..clock import now_ns
-from ..cluster.records import Layout
 from ..kv import Compare
-from .changes import Commit
+from ..model.clock import now_ns
+from ..model.records import Layout
+from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .new_version import NewVersion
 from .planner import (
@@ -172,16 +172,13 @@ class Namespace:
         assert linked is not None
         return linked
 
-    async def unlink(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
+    async def unlink(self, parent: int, name: bytes) -> Inode:
         """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
-        With nlink 0 its record is removed, and the inode with it unless `in_use` or held: then it stays
-        without a name until drop(). On a shared engine the inode may be another one than the caller
-        had found by the name; `in_use` does not apply to that one.
+        With nlink 0 its record is removed, and the inode with it unless one of `holders` has it open:
+        then it stays without a name until drop().
         """
-        expected = self.tree.ino_behind(parent, name) if in_use else 0
-
-        inode = await self._carry_out(partial(self._planner.unlink, parent, name, expected))
+        inode = await self._carry_out(partial(self._planner.unlink, parent, name))
         assert inode is not None
         return inode
 
@@ -193,17 +190,16 @@ class Namespace:
 
         return await self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
 
-    async def rmdir(
-        self, parent: int, name: bytes, *, in_use: bool, known: Known = NOTHING_KNOWN
-    ) -> Inode:
-        """Remove an empty directory; `in_use` as for unlink. Raises ESTALE if one of the names in `known`
-        does not lead to its inode at that moment."""
-        found = self.tree.ino_behind(parent, name)
-        plan = partial(self._planner.rmdir, parent, name, found if in_use else 0, known)
+    async def rmdir(self, parent: int, name: bytes, *, known: Known = NOTHING_KNOWN) -> Inode:
+        """Remove an empty directory, as `unlink` does. Raises ESTALE if one of the names in `known` does
+        not lead to its inode at that moment."""
+        plan = partial(self._planner.rmdir, parent, name, known)
         try:
             inode = await self._carry_out(plan)
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY or not await self.remove_abandoned(found):
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            if not await self.remove_abandoned(self.tree.ino_behind(parent, name)):
                 raise
             inode = await self._carry_out(plan)
         assert inode is not None
@@ -217,22 +213,19 @@ class Namespace:
         new_name: bytes,
         flags: int,
         *,
-        in_use: bool,
         owner: tuple[int, int] = (0, 0),
         known: Known = NOTHING_KNOWN,
     ) -> Inode | None:
         """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
 
-        `in_use` as for unlink, and for that inode; `known` as for rmdir. `owner`: user and group of a
-        whiteout. Raises ENAMETOOLONG when a directory of a shared engine would be moved below more than a
-        hundred others.
+        That inode goes as with `unlink`; `known` as for rmdir. `owner`: user and group of a whiteout.
+        Raises ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred
+        others.
         """
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
-        expected = self.tree.ino_behind(new_parent, new_name) if in_use else 0
-
         plan = partial(
-            self._planner.rename, parent, name, new_parent, new_name, flags, expected, owner, known
+            self._planner.rename, parent, name, new_parent, new_name, flags, owner, known
         )
         return await self._carry_out(plan)
 

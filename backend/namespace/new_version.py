@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-from ..cluster.records import ContentId, Layout
+from ..model.records import ContentId, Layout
 
 __all__ = ["NewVersion"]
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from ..clock import now_ns
-from ..cluster.records import Layout
+from ..model.clock import now_ns
+from ..model.records import Layout
 from . import acl
-from .changes import Commit
+from .commit import Commit
 from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion
@@ -169,19 +169,19 @@ class Planner:
                 commit.charge = self._quotas.admit(ino, above, inode.blocks)
         return commit
 
-    def unlink(self, parent: int, name: bytes, kept_ino: int) -> Commit:
-        """Remove a name that is not a directory's. The inode `kept_ino` stays as a local orphan."""
+    def unlink(self, parent: int, name: bytes) -> Commit:
+        """Remove a name that is not a directory's."""
         found = self._tree.existing(parent, name)
         if found.is_dir:
             raise fail(errno.EISDIR)
-        return self._without_name(parent, name, found, found.ino == kept_ino)
+        return self._without_name(parent, name, found)
 
     def unlink_if(self, parent: int, name: bytes, wanted: Callable[[Inode], bool]) -> Commit | None:
         """Remove a name if its inode is `wanted`."""
         found = self._tree.inodes.get(self._tree.ino_behind(parent, name))
         if found is None or found.is_dir or not wanted(found):
             return None
-        return self._without_name(parent, name, found, False)
+        return self._without_name(parent, name, found)
 
     def _refuse_others(self, known: Known) -> None:
         """Raise OSError ESTALE unless each name leads to its inode."""
@@ -189,16 +189,15 @@ class Planner:
             if self._tree.ino_behind(parent, name) != ino:
                 raise fail(errno.ESTALE)
 
-    def rmdir(self, parent: int, name: bytes, kept_ino: int, known: Known) -> Commit:
-        """Remove an empty directory; `kept_ino` as for unlink. Raises ESTALE if a `known` name leads
-        elsewhere."""
+    def rmdir(self, parent: int, name: bytes, known: Known) -> Commit:
+        """Remove an empty directory. Raises ESTALE if a `known` name leads elsewhere."""
         self._refuse_others(known)
         found = self._tree.existing(parent, name)
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
         if not self._tree.is_empty(found.ino):
             raise fail(errno.ENOTEMPTY)
-        return self._without_name(parent, name, found, found.ino == kept_ino)
+        return self._without_name(parent, name, found)
 
     def rename(
         self,
@@ -207,12 +206,11 @@ class Planner:
         new_parent: int,
         new_name: bytes,
         flags: int,
-        kept_ino: int,
         owner: tuple[int, int],
         known: Known,
     ) -> Commit | None:
-        """Rename with renameat2(2)'s flags. `kept_ino` as for unlink; `owner`: user and group of a
-        whiteout; `known` as for rmdir."""
+        """Rename with renameat2(2)'s flags. `owner`: user and group of a whiteout; `known` as for
+        rmdir."""
         self._refuse_others(known)
         moved, replaced = self._tree.existing(parent, name), self._tree.taken(new_parent, new_name)
         if flags & RENAME_NOREPLACE and replaced is not None:
@@ -249,7 +247,6 @@ class Planner:
             self._refuse_to_replace(moved, replaced)
             self._unname(commit, replaced, now)
             commit.urgent = True
-            commit.keep = replaced.ino == kept_ino
         if flags & RENAME_WHITEOUT:
             self._leave_whiteout(commit, parent, name, owner)
         return commit
@@ -289,13 +286,12 @@ class Planner:
         if replaced.is_dir and not self._tree.is_empty(replaced.ino):
             raise fail(errno.ENOTEMPTY)
 
-    def _without_name(self, parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
+    def _without_name(self, parent: int, name: bytes, found: Inode) -> Commit:
         """Remove a name."""
         commit, now = Commit(), now_ns()
         commit.names = ((parent, name, 0),)
         commit.times = ((parent, now),)
         commit.urgent = True
-        commit.keep = keep
         self._unname(commit, found, now)
         return commit
 

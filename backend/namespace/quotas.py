@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..sizes import human_bytes, parse_size
+from ..model.sizes import human_bytes, parse_size
 from .inode import ROOT_INO, Inode, fail
 
 __all__ = ["QUOTA_BYTES", "QUOTA_INODES", "QUOTA_NAMES", "Charge", "Quotas", "Usage", "parse_limit"]

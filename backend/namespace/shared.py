@@ -13,9 +13,9 @@ from typing import Protocol
 
 import trio
 
-from ..cluster.records import NEXT_INO_KEY
 from ..kv import Compare, Conflict, Empty, Exists, Put, SharedEngine
-from .changes import Commit, compares, operations
+from ..model.records import NEXT_INO_KEY
+from .commit import Commit, compares, operations
 from .inode import ROOT_INO, Inode, fail
 from .tree import Tree
 

@@ -15,16 +15,14 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
-from ..clock import now_ns
-from ..cluster.faults import Faults
-from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
+from ..kv.faults import Faults
 from ..kv.map import Map
-from .changes import Commit
-from .directories import misplaced
-from .events import Listener, changes_of, time_of
+from ..model.clock import now_ns
+from ..model.records import NEXT_INO_KEY
+from .commit import Commit
+from .events import Listener, changes_of, removals_first, time_of
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
@@ -35,8 +33,10 @@ from .inode import (
     time_key,
 )
 from .inodes import link_key
-from .names import Names
+from .lookup import Names
+from .misplaced import misplaced
 from .quotas import QUOTA_NAMES, Quotas
+from .refused import Refused, RefusedName
 from .watches import Watches
 
 __all__ = ["Listener", "Tree"]
@@ -48,9 +48,6 @@ _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
-
-# A parent, a name, and the inode that it leads to from now on, 0: none.
-_Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
 
 
 class Tree(Names):
@@ -80,11 +77,12 @@ class Tree(Names):
         self.next_block = (ROOT_INO + 1, 0)
         self._listener = listener
         self._is_loaded = False
-        # Inodes that callers of mutations under way want to keep, and those that they remove.
-        self._keeping: list[int] = []
+        # Inodes that mutations under way make, which their callers need, and those that they remove.
+        self._making: list[int] = []
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
+        self._refused = Refused()
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -197,15 +195,21 @@ class Tree(Names):
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
-        for parent, name, target, revision in _removals_first(names):
+        self._refused.forget(name[:2] for name in names)
+        for parent, name, target, revision in removals_first(names):
+            self._set_name(parent, name, target, revision)
+        for parent, name, target, revision in self._refused.freed(self.inodes):
+            self._faults.mended(name_key(parent, name))
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
             if ino in self.inodes:
-                self._let_go(self.inodes[ino], keep=ino in self._keeping)
+                self._let_go(self.inodes[ino])
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
+            revision = self.name_revision(parent, name)
+            self._refused.add(ino, RefusedName(parent, name, ino, revision))
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
@@ -253,7 +257,7 @@ class Tree(Names):
         for parent, name in [*below, *(name[:2] for name in names)]:
             self._set_name(parent, name, 0, 0)
         if ino in self.inodes:
-            self._let_go(self.inodes.changing(ino), keep=False)
+            self._let_go(self.inodes.changing(ino))
             self.inodes.pop(ino, None)
         self._put(inode, record, None)
         for parent, name, revision in names:
@@ -302,7 +306,7 @@ class Tree(Names):
                 if inode.is_dir:
                     records.delete(time_key(inode.ino))
             names = commit.names
-            for parent, name, ino in names if len(names) < 2 else _removals_first(names):
+            for parent, name, ino in names if len(names) < 2 else removals_first(names):
                 self._rename(parent, name, ino, _OWN_REVISION)
             inodes.write()
             if commit.durable:
@@ -314,7 +318,7 @@ class Tree(Names):
         inodes.settle()
         self._linked_directories.clear()  # a planner gives a directory one name, and not below itself
         for inode in commit.gone:
-            self._let_go(inode, keep=commit.keep)
+            self._let_go(inode)
         if self.quotas.in_use:
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         if touched:
@@ -327,13 +331,11 @@ class Tree(Names):
 
     @contextlib.contextmanager
     def keeping(self, commit: Commit) -> Iterator[None]:
-        """While a commit is under way, keep the inodes that its caller needs afterwards, even if the watch
-        yields their removal; and charge the commit to quotas."""
+        """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
+        and charge the commit to quotas."""
         removed = [inode.ino for inode in commit.gone]
-        inos = list(removed) if commit.keep else []
-        if commit.new is not None:
-            inos.append(commit.new.ino)
-        self._keeping += inos
+        made = [commit.new.ino] if commit.new is not None else []
+        self._making += made
         self._removing += removed
         charged = commit.inode if commit.charge is not None else None
         if charged is not None and commit.charge is not None:
@@ -341,8 +343,8 @@ class Tree(Names):
         try:
             yield
         finally:
-            for ino in inos:
-                self._keeping.remove(ino)
+            for ino in made:
+                self._making.remove(ino)
             for ino in removed:
                 self._removing.remove(ino)
             if charged is not None:
@@ -380,6 +382,8 @@ class Tree(Names):
                 inode.ctime_ns = max(inode.ctime_ns, time_ns)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
+            if known is None or not known.is_dir:
+                self._refused.free(ino)
         elif inode.maker or self._unseen:
             self.unseen.note(inode)
         self.inodes.store(inode, record, known)
@@ -403,6 +407,7 @@ class Tree(Names):
                 directory = inodes[parent]
             if directory is None or not directory.is_dir or not directory.revision:
                 self._complain(name_key(parent, name), "its directory is missing")
+                self._refused.add(parent, RefusedName(parent, name, ino, revision))
                 return
             if ino not in inodes:
                 if ino != DAMAGED_INO:
@@ -456,10 +461,12 @@ class Tree(Names):
             inode.more -= 1
         else:
             inode.name = b""
-            if not inode.is_dir:
+            if inode.is_dir:
+                self._refused.free(ino)
+            else:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
-                    self._let_go(inode, keep=False)
+                    self._let_go(inode)
                     self._faults.mended(inode_key(ino))
         return inode.is_dir
 
@@ -475,17 +482,16 @@ class Tree(Names):
             self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
-    def _let_go(self, inode: Inode, *, keep: bool) -> None:
+    def _let_go(self, inode: Inode) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         ino = inode.ino
         self.unseen.forget(ino)
         self.damaged.pop(ino, None)
         if inode.is_dir:
             self.quotas.forget(ino)
-        if not (keep or any(holds(ino) for holds in self.holders)):
-            self.inodes.pop(ino, None)
-
-
-def _removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
-    """Return names in the order in which an inode that is renamed has one of them at a time."""
-    return sorted(names, key=lambda name: name[2] != 0)
+        if ino in self._making:
+            return
+        for holds in self.holders:
+            if holds(ino):
+                return
+        self.inodes.pop(ino, None)

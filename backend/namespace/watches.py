@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import trio
 
-from ..clock import now_ns
+from ..model.clock import now_ns
 from .inode import Inode, fail
 
 __all__ = ["Watches"]

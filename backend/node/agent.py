@@ -14,12 +14,12 @@ from typing import Any
 
 import trio
 
-from ..cluster.groups import degraded, emptied, leader, next_step, refenced, without
 from ..cluster.lease import SessionEnded
 from ..cluster.membership import removed_for_good
-from ..cluster.placement import replicas_of
-from ..cluster.records import GROUP_BUCKET_BITS, GroupConfig
 from ..kv import Conflict
+from ..model.groups import degraded, emptied, leader, next_step, refenced, without
+from ..model.placement import replicas_of
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig
 from .handover import Handover
 from .housekeeping import Housekeeping
 from .resync import Resync

@@ -27,14 +27,14 @@ from typing import NamedTuple
 import msgspec
 import trio
 
-from ..cluster.faults import Faults
 from ..cluster.group_configs import Groups
-from ..cluster.records import GROUP_BUCKET_BITS, session_of
+from ..files.digest import Digests
+from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
+from ..kv.faults import Faults
+from ..model.records import GROUP_BUCKET_BITS, session_of
 from ..namespace import Inode
 from ..namespace.inode import inode_key
-from ..store.digest import Digests
-from ..store.sparse import allocated_bytes
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming
@@ -160,7 +160,7 @@ class Catalog:
         run = digests.stripes_of(part)
         return Check(
             digests, part, run, tuple(named.group(stripe, self._buckets) for stripe in run)
-        )  # fmt: skip
+        )
 
     def allocated(self, extent: Extent, length: int) -> int:
         """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
@@ -432,8 +432,10 @@ class Catalog:
             log.warning(
                 "%d extents here have no name in etcd: they are kept in %s/quarantine for %g h, or until "
                 "room is wanted",
-                count, self.files.directory, self.files.quarantine.kept_s / 3600,
-            )  # fmt: skip
+                count,
+                self.files.directory,
+                self.files.quarantine.kept_s / 3600,
+            )
 
     def _settle(self, extent: Extent, named: Named) -> None:
         """Check whether a named extent that is here is right and belongs here."""
@@ -444,8 +446,11 @@ class Catalog:
         if size != expected:
             log.error(
                 "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
-                extent.content, extent.stripe, size, expected,
-            )  # fmt: skip
+                extent.content,
+                extent.stripe,
+                size,
+                expected,
+            )
             self.files.set_aside(extent)
             return
         self.files.mark_named(extent)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ..cluster.group_configs import Groups
 from ..cluster.membership import Members
-from ..store.digest import digest_at_rest
+from ..files.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog, Check
 

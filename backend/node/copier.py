@@ -17,9 +17,9 @@ from typing import Protocol
 import trio
 
 from ..cluster.membership import Members
-from ..cluster.records import GroupConfig
+from ..files.digest import digest_of_bytes
+from ..model.records import GroupConfig
 from ..store import reading
-from ..store.digest import digest_of_bytes
 from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
 from . import checks
@@ -237,12 +237,14 @@ class Copier:
         if allocated < size:
             await self._throttle.take(allocated)
         found = await read_hashed(
-            self._device(node), extent, FileRange(fd, 0, size),
+            self._device(node),
+            extent,
+            FileRange(fd, 0, size),
             is_sparse=allocated < size,
             take=self._throttle.take,
             piece_bytes=THROTTLED_READ_BYTES if self._throttle.bytes_per_s else 0,
             came=self._count,
-        )  # fmt: skip
+        )
         if allocated < size:
             self._count(allocated)
         return await self._checks.verdict(extent, await found.finish())

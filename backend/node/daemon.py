@@ -20,22 +20,18 @@ import trio
 from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
-from ..cluster.lease import NODE, Removed, Session
-from ..cluster.membership import Members, admit
-from ..cluster.records import (
-    NodeAddress,
-    NodeRecord,
-    Settings,
-    decode,
-    encode,
-    key_of,
-)
+from ..cluster.lease import NODE, Session
+from ..cluster.membership import Members
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
 from ..etcd.client import Client
+from ..etcd.engine import EtcdEngine
 from ..etcd.errors import NoAnswer
-from ..kv import Conflict, Put, SharedEngine, WentBack
-from ..kv.etcd import EtcdEngine
+from ..kv import WentBack
+from ..model.records import (
+    NodeAddress,
+    Settings,
+)
 from ..observe.figures import values_of
 from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
@@ -55,7 +51,7 @@ from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier, Throttle
 from .damage import WrongExtents
-from .etcd_room import EtcdWatch
+from .etcd_space import EtcdWatch
 from .feed import Feed
 from .figures import NodeFigures
 from .files import Files
@@ -232,10 +228,17 @@ class _Node:
 
         # The state of the cluster.
         address = NodeAddress(
-            address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
-            store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
-            version=__version__, name=credentials.identity.name if credentials is not None else "",
-        )  # fmt: skip
+            address="",
+            control_port=0,
+            data_port=0,
+            transports=["tcp"],
+            host=section.host,
+            store=os.path.realpath(files.directory),
+            total_bytes=0,
+            free_bytes=0,
+            version=__version__,
+            name=credentials.identity.name if credentials is not None else "",
+        )
         engine.try_within(settings.lease_ttl_s)
         self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
         self._faults = faults = history.faults
@@ -301,10 +304,16 @@ class _Node:
             cluster, catalog, agent, inspection, scrub, self._status
         )
         self._listener = listener = Listener(
-            service, peers, movers, where.bind, where.port, credentials=credentials,
-            is_gone=self._is_gone, is_revoked=certificates.is_revoked,
+            service,
+            peers,
+            movers,
+            where.bind,
+            where.port,
+            credentials=credentials,
+            is_gone=self._is_gone,
+            is_revoked=certificates.is_revoked,
             etcd=Readers(for_readers, engine.prefix, kept, feed),
-        )  # fmt: skip
+        )
         certificates.revoked.append(listener.cut)
         members.session_gone.append(listener.end_rights)
         members.node_changed.append(lambda changed: listener.end_rights())
@@ -327,9 +336,13 @@ class _Node:
         nursery, listener, where = self._nursery, self._listener, self._where
         await self._register(where.advertised, listener.control_port, listener.ports)
         for task in (
-            self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
-            self._tell_space, self._etcd_watch.run,
-        ):  # fmt: skip
+            self._resync.run,
+            self._agent.run,
+            self._catalog.run,
+            self._scrub.run,
+            self._tell_space,
+            self._etcd_watch.run,
+        ):
             nursery.start_soon(task)
         nursery.start_soon(self._history.run)
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
@@ -352,11 +365,14 @@ class _Node:
 
     async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
-        await _admit(self._engine, self._files, node.weight, node.labels)
+        await self._files.identity.register(self._engine, node.weight, node.labels)
         record = msgspec.structs.replace(
-            self._with_space(), address=address, control_port=control_port, data_port=ports["tcp"],
+            self._with_space(),
+            address=address,
+            control_port=control_port,
+            data_port=ports["tcp"],
             transports=sorted(ports),
-        )  # fmt: skip
+        )
         await self._session.update(record)
         await self._nursery.start(partial(self._session.run, verify=self._inspection.look_over))
 
@@ -421,11 +437,15 @@ class _Node:
     def _figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
         return [
-            self._listener.counters, self._files.figures(), self._catalog.figures(),
-            self._resync.figures(), self._scrub.figures(), self._rdma.figures(),
+            self._listener.counters,
+            self._files.figures(),
+            self._catalog.figures(),
+            self._resync.figures(),
+            self._scrub.figures(),
+            self._rdma.figures(),
             self._etcd_watch.figures(),
             NodeFigures(self._own_groups(), self._session.left_s()),
-        ]  # fmt: skip
+        ]
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -448,28 +468,3 @@ class _Node:
             elif node in config.in_sync:
                 states["primary" if config.in_sync[0] == node else "in_sync"] += 1
         return dict(states)
-
-
-async def _admit(engine: SharedEngine, files: Files, weight: float, labels: dict[str, str]) -> None:
-    """Register the node with this weight and these labels; a known one keeps its state, up or draining.
-    Raises Removed."""
-    if not files.identity.admitted:
-        if await admit(engine, files.node, NodeRecord("up", weight, labels)):
-            log.info("this store is new to the cluster")
-        files.identity.mark_admitted()
-    key = key_of(b"N", files.node)
-    while (found := await engine.get(key)) is not None:
-        try:
-            known = decode(found.value, NodeRecord)
-            record = NodeRecord(known.state, weight, labels)
-            if record == known:
-                return
-        except msgspec.DecodeError as error:
-            log.error("the record of this node in etcd was damaged and is made anew: %s", error)
-            record = NodeRecord("up", weight, labels)
-        try:
-            await engine.transact([(key, found.mod_revision)], [Put(key, encode(record))])
-            return
-        except Conflict:
-            continue
-    raise Removed(files.node)

@@ -49,8 +49,10 @@ class WrongExtents:
             self.found += 1
             log.error(
                 "extent %x.%x in %s is not what was published (inode %d): a right copy is looked for",
-                *extent, self._files.directory, self._catalog.ino_of(extent.content),
-            )  # fmt: skip
+                *extent,
+                self._files.directory,
+                self._catalog.ino_of(extent.content),
+            )
             self._extents[extent] = True
 
     def keep(self, extent: Extent) -> None:
@@ -61,8 +63,9 @@ class WrongExtents:
         log.error(
             "no node has extent %x.%x as it was published: inode %d is damaged. Publish the file again; "
             "what there is of it can be read with --no-verify",
-            *extent, self._catalog.ino_of(extent.content),
-        )  # fmt: skip
+            *extent,
+            self._catalog.ino_of(extent.content),
+        )
         self.wait()
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ import logging
 import os
 from contextlib import ExitStack
 
-from ..store.storedir import in_memory, lock_directory
+from ..files.storedir import in_memory, lock_directory
 
 __all__ = ["StoreDirectory"]
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, Self
 
 import trio
 
-from ..store.sparse import allocated_bytes
-from ..store.storedir import OWN_FILE, StoreInUse
+from ..files.sparse import allocated_bytes
+from ..files.storedir import OWN_FILE, StoreInUse
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
 from .directory import StoreDirectory
@@ -286,7 +286,7 @@ class Files:
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
-            self.spares.settle()
+            os.fsync(self._place.extents)
 
     # -- going -----------------------------------------------------------------------------------
 

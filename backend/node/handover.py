@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import trio
 
-from ..cluster.records import GroupConfig
+from ..model.records import GroupConfig
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Source, Verdict
@@ -118,8 +118,10 @@ class Handover:
             self._told.add(group)
             log.warning(
                 "group %#x: %d extents are not sound on those who stay in it; node %s stays until they are",
-                group, len(bad), " and ".join(f"{node:x}" for node in leaving),
-            )  # fmt: skip
+                group,
+                len(bad),
+                " and ".join(f"{node:x}" for node in leaving),
+            )
         return not bad
 
     async def _is_kept(

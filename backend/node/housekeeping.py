@@ -11,10 +11,10 @@ from collections import deque
 
 import trio
 
-from ..cluster.placement import Candidate, policy_of, replicas_of, retargeted
-from ..cluster.policy import POLICIES_MAX, REPLICAS_MAX
-from ..cluster.records import GROUP_BUCKET_BITS, encode, targets_key
 from ..kv import Conflict, Put
+from ..model.placement import Candidate, policy_of, replicas_of, retargeted
+from ..model.policy import POLICIES_MAX, REPLICAS_MAX
+from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
 from .state import ClusterState
 
 __all__ = ["Housekeeping"]

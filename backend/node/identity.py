@@ -7,14 +7,21 @@ STORE/node.json     {"format": 1, "id": HEX, "cluster": ID, "admitted": whether 
 
 import errno
 import json
+import logging
 import os
 import secrets
 from typing import Any
 
-from ..cluster.records import Epoch
-from ..kv import Damaged
+import msgspec
+
+from ..cluster.lease import Removed
+from ..cluster.membership import admit
+from ..kv import Conflict, Damaged, Put, SharedEngine
+from ..model.records import Epoch, NodeRecord, decode, encode, key_of
 
 __all__ = ["Identity"]
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _NAME = "node.json"
@@ -79,11 +86,31 @@ class Identity:
         self.cluster = cluster
         self.save()
 
-    def mark_admitted(self) -> None:
-        """Remember that the cluster knows this node: if it does not one day, the node was removed."""
+    async def register(self, engine: SharedEngine, weight: float, labels: dict[str, str]) -> None:
+        """Register the node with this weight and these labels; a known one keeps its state, up or draining.
+        Raises Removed, and OSError."""
         if not self.admitted:
+            if await admit(engine, self.node, NodeRecord("up", weight, labels)):
+                log.info("this store is new to the cluster")
+            # If the cluster does not know this node one day, it was removed.
             self.admitted = True
             self.save()
+        key = key_of(b"N", self.node)
+        while (found := await engine.get(key)) is not None:
+            try:
+                known = decode(found.value, NodeRecord)
+                record = NodeRecord(known.state, weight, labels)
+                if record == known:
+                    return
+            except msgspec.DecodeError as error:
+                log.error("the record of this node in etcd was damaged and is made anew: %s", error)
+                record = NodeRecord("up", weight, labels)
+            try:
+                await engine.transact([(key, found.mod_revision)], [Put(key, encode(record))])
+                return
+            except Conflict:
+                continue
+        raise Removed(self.node)
 
     def save(self) -> None:
         """Write the file. For any thread, one at a time."""

@@ -9,17 +9,16 @@ import os
 import stat
 from collections.abc import Callable
 
-from ..store.storedir import OWN_FILE
+from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
 
 __all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]
 
 
 class StoredFile:
-    """A file that this process made for an extent, or for several, one after the other (reuse.py). `freed`
-    is how many extents had been freed before it was."""
+    """A file that this process made for an extent, or for several, one after the other (reuse.py)."""
 
-    __slots__ = ("freed", "is_lent", "length", "name", "since", "users")
+    __slots__ = ("is_lent", "length", "name", "since", "users")
 
     def __init__(self, name: str, length: int) -> None:
         self.name = name
@@ -27,7 +26,6 @@ class StoredFile:
         self.users = 0
         self.is_lent = False
         self.since = 0.0
-        self.freed = 0
 
 
 class Held:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import trio
 
-from ..cluster.groups import demoted, refenced
+from ..model.groups import demoted, refenced
 from ..transport import Extent
 from .catalog import Catalog
 from .state import ClusterState
@@ -99,8 +99,9 @@ class Inspection:
             log.error(
                 "%d extents of group %#x are not in this store, and no other node is in sync: "
                 "the files they belong to cannot be read unless a member that has them joins",
-                lost[group], group,
-            )  # fmt: skip
+                lost[group],
+                group,
+            )
         self.damaged = set(lost)
         self._forgetful = False
         for listener in self.looked:

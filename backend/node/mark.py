@@ -10,8 +10,8 @@ import time
 import trio
 
 from ..cluster.history import History, read_epoch, read_reports, report_key
-from ..cluster.records import Epoch, Report, encode, session_of
 from ..kv import Put, SharedEngine, WentBack
+from ..model.records import Epoch, Report, encode, session_of
 from .files import Files
 
 __all__ = ["NodeHistory"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
-from ..cluster.placement import group_of
-from ..cluster.records import STRIPE_GROUPS_MAX, Layout
+from ..model.placement import group_of
+from ..model.records import STRIPE_GROUPS_MAX, Layout
 from ..namespace import Inode
 
 __all__ = ["Named"]

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import trio
 
-from ..store.extents import copy_all
+from ..files.extents import copy_all
 from ..transport import Extent
 from .files import Files, Incoming
 from .reuse import SPARE_BYTES_MIN

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import trio
 from google.protobuf.message import DecodeError, Message
 
+from ..cluster.etcd_rights import own_ranges
 from ..etcd import etcd_pb2 as pb
+from ..etcd.calls import LAST_KEY
 from ..etcd.client import (
     GRANT,
     KEEP_ALIVE,
@@ -30,12 +32,10 @@ from ..etcd.client import (
     Uncertain,
     Unsent,
 )
+from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..kv import Event, KeyValue
-from ..kv.etcd_calls import LAST_KEY
-from ..kv.etcd_leases import LEASE_BITS, OWNER_BYTES
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
-from ..trust.rights import own_ranges
 from .feed import Feed
 
 __all__ = ["PAGE_KEYS", "Checked", "Kept", "Readers", "checked"]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import trio
 
-from ..cluster.groups import promoted, without
-from ..cluster.records import GroupConfig
+from ..model.groups import promoted, without
+from ..model.records import GroupConfig
 from ..transport import Extent
 from .catalog import Catalog
 from .copier import Copier

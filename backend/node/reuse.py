@@ -14,7 +14,7 @@ whoever still refers to its pages would see what it is used for next. So a file 
                              gives a file that a program has open a second name, in STORE/held. The kernel
                              tells about any other process.
     it has the right length  Exactly that of the new extent.
-    its old name is gone     For good: a power loss does not bring it back.
+    it lies in memory        On a disk, a power loss could give it its old name back.
 
 If in doubt, it is not. Files that wait to be used again count as free room.
 """
@@ -26,7 +26,7 @@ import os
 import signal
 import time
 
-from ..store.storedir import OWN_FILE
+from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 from .incoming import Incoming, IncomingFiles, StoredFile
@@ -56,23 +56,20 @@ class Spares:
         self._incoming = incoming
         self._rdma = rdma
         self._files: dict[StoredFile, None] = {}  # the oldest first
-        self._freed = 0
-        self._settled = 0  # how many freed extents have lost their name for good
 
     def add(self, file: StoredFile | None, name: str, extent: str, total: int, free: int) -> bool:
         """Keep the file of a freed extent (None: an application made it), which was just renamed to `name`
         in incoming/. Return False if it may never be used again, or the store, of which so many bytes are
         free, has no room for it: then the caller removes it."""
-        self._freed += 1
         was_borrowed = self.forget_borrowers(extent)
-        if file is None or file.is_lent or was_borrowed:
+        if file is None or file.is_lent or was_borrowed or self._place.power_safe:
             return False
         limit = int(total * _SPARES_SHARE)
         if file.length > limit or free < total * _ROOM_SHARE:
             return False
         while self.bytes + file.length > limit or len(self._files) >= SPARES_MAX:
             self._give_up(next(iter(self._files)))
-        file.name, file.freed, file.since = name, self._freed, time.monotonic()
+        file.name, file.since = name, time.monotonic()
         self._files[file] = None
         self.bytes += file.length
         return True
@@ -90,7 +87,7 @@ class Spares:
         """Return a file of exactly this length, which has the bytes of the extent that it was before. The
         newest is taken, so that surplus ones get old."""
         for file in [file for file in reversed(self._files) if file.length == length]:
-            if file.users or (self._place.power_safe and file.freed > self._settled):
+            if file.users:
                 continue
             try:
                 fd = self._open(file)
@@ -121,12 +118,6 @@ class Spares:
             os.close(fd)
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
         return fd
-
-    def settle(self) -> None:
-        """Make the names of extents survive a power loss, also those that are gone. For a worker thread."""
-        freed = self._freed
-        os.fsync(self._place.extents)
-        self._settled = max(self._settled, freed)
 
     def give_up(self, unused_s: float = 0.0) -> None:
         """Give up files that waited for so long; their memory goes with the next `IncomingFiles.reap`."""

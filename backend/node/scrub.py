@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from ..store.digest import digest_at_rest
+from ..files.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Verdict
@@ -175,8 +175,10 @@ class Scrub:
         self._save()
         log.info(
             "%d extents (%d MiB) were looked over, %d were found to be wrong",
-            len(left), self._round_bytes >> 20, self._wrong.found - found_before,
-        )  # fmt: skip
+            len(left),
+            self._round_bytes >> 20,
+            self._wrong.found - found_before,
+        )
 
     def _begin(self) -> None:
         self._state = _State(finished=self._state.finished, began=time.time())

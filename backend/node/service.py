@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from ..cluster.records import session_of
-from ..store.sparse import segments
+from ..files.sparse import segments
+from ..model.records import session_of
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer
 from ..transport.service import Service

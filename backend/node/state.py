@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from ..cluster.group_configs import Groups
 from ..cluster.membership import Members, Session
-from ..cluster.records import GroupConfig
 from ..cluster.replica import Replica
+from ..etcd.engine import EtcdEngine
 from ..kv import Compare
-from ..kv.etcd import EtcdEngine
+from ..model.records import GroupConfig
 
 __all__ = ["ClusterState"]
 

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
 
-from ..cluster.config_values import ConfigError
+from ..model.values import ConfigError
 
 __all__ = ["LogFormat", "RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
 

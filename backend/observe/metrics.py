@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import trio
 
-from ..cluster.config_values import ConfigError
+from ..model.values import ConfigError
 from .figures import counts, gauge
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 import os
 from typing import Any, Protocol
 
-from ..cluster.lock_claims import HostLocks
-from ..cluster.records import ContentId, Layout
+from ..files.extents import ExtentStore
+from ..model.lock_claims import HostLocks
+from ..model.records import ContentId, Layout
 from ..namespace import Inode, Namespace, NewVersion
-from .extents import ExtentStore
 
 __all__ = ["Freshness", "Store", "StoreListener"]
 

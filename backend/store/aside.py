@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from ..cluster.records import Layout
+from ..model.records import Layout
 from ..namespace import Namespace
 from ..namespace.inode import NAME_MAX, Inode
 

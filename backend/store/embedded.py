@@ -14,14 +14,14 @@ from typing import Any
 
 import trio
 
-from ..cluster.records import NO_CONTENT, ContentId, Layout
+from ..files.extents import ExtentStore
+from ..files.storedir import in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
+from ..model.records import NO_CONTENT, ContentId, Layout
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree, fail
 from .aside import make_aside
-from .extents import ExtentStore
 from .pins import Pinned
-from .storedir import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,32 @@ class EmbeddedStore(Pinned):
 
     async def begin(self) -> None:
         """Repair what a crash left."""
-        if not await self._committer.load():
-            self._free_leftovers()
-            await self._take_what_was_written()
+        left: set[ContentId] = set()
+        # Files whose extents were written after they were published, with the stat of each.
+        written: list[tuple[int, os.stat_result]] = []
+
+        def visit(inode: Inode) -> None:
+            if not inode.extent:
+                return
+            left.discard(inode.extent)
+            try:
+                status = self.extents.stat(inode.extent)
+            except OSError:
+                log.error(
+                    "the content of inode %d (version %d) is missing from the store: %s",
+                    inode.ino, inode.version, self.extents.path(inode.extent),
+                )  # fmt: skip
+                return
+            known_ns = max(inode.mtime_ns, inode.ctime_ns)
+            if status.st_size != inode.size or status.st_mtime_ns > known_ns:
+                written.append((inode.ino, status))
+
+        if self.namespace.tree.records.note is None:
+            left.update(self.extents)
+        if await self._committer.load(visit):
+            for extent in left:
+                self.extents.free(extent)
+            await self._publish_again(written)
 
     def end(self) -> None:
         """Free what nobody can have open, and note that nothing is left to be repaired, if so."""
@@ -87,42 +110,15 @@ class EmbeddedStore(Pinned):
         if not (self.counts or self._working):
             self._committer.leave()
 
-    async def _take_what_was_written(self) -> None:
+    async def _publish_again(self, written: list[tuple[int, os.stat_result]]) -> None:
         """Publish as the files' next versions what was written in place when the daemon or the machine
         stopped. The bytes are in the extents, as on any filesystem."""
-        for ino, status in self._written():
-            inode = self.namespace.inode(ino)
+        for ino, status in written:
             where = self.namespace.describe(ino)
             log.info("%s: the bytes written in place before the crash are kept", where)
-            version = NewVersion.of_file(ino, inode.extent, status, status.st_mtime_ns)
+            extent = self.namespace.inode(ino).extent
+            version = NewVersion.of_file(ino, extent, status, status.st_mtime_ns)
             await self.publish(version._replace(ctime_ns=status.st_ctime_ns, in_quotas=False))
-
-    def _written(self) -> list[tuple[int, os.stat_result]]:
-        """Return the files whose extents were written after they were published, with the stat of each."""
-        found = []
-        for inode in self.namespace.inodes.values():
-            if not inode.extent:
-                continue
-            try:
-                status = self.extents.stat(inode.extent)
-            except OSError:
-                continue  # the extent is missing, which is logged
-            known_ns = max(inode.mtime_ns, inode.ctime_ns)
-            if status.st_size != inode.size or status.st_mtime_ns > known_ns:
-                found.append((inode.ino, status))
-        return found
-
-    def _free_leftovers(self) -> None:
-        present, named = set(self.extents), set()
-        for inode in self.namespace.inodes.values():
-            if inode.extent and inode.extent not in present:
-                log.error(
-                    "the content of inode %d (version %d) is missing from the store: %s",
-                    inode.ino, inode.version, self.extents.path(inode.extent),
-                )  # fmt: skip
-            named.add(inode.extent)
-        for extent in present - named:
-            self.extents.free(extent)
 
     # -- the life of an extent -------------------------------------------------------------------
 
@@ -153,7 +149,9 @@ class EmbeddedStore(Pinned):
 
     async def save_aside(self, version: NewVersion) -> str:
         made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
-        await self.publish(version._replace(ino=made.ino, base=None))
+        published = await self.publish(version._replace(ino=made.ino, base=None))
+        if published.extent != version.extent:
+            self.retire(version.extent)
         return name
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:

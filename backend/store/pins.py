@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..cluster.records import ContentId
+from ..model.records import ContentId
 
 
 class Pinned(ABC):

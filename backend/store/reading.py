@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
+from ..files.digest import Stripe
 from ..transport import Extent, FileRange, Landed
-from .digest import Stripe
 
 __all__ = ["Source", "read_hashed"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from ..cluster.records import NodeAddress
+from ..model.records import NodeAddress
 from ..trust.security import Credentials, describe_tls_error
 from . import Unreachable
 from .codec import Codec

@@ -26,7 +26,7 @@ class MessageSet(NamedTuple):
 
 
 class Codec:
-    """Encodes and decodes the messages of `sets`, no two of which have the same tag."""
+    """Encodes and decodes the messages of `sets`. Each message has a tag of its own."""
 
     def __init__(self, sets: Iterable[MessageSet]) -> None:
         every = tuple(sets)

@@ -8,8 +8,8 @@ from functools import partial
 
 import trio
 
+from ..files.sparse import empty, is_sparse
 from ..observe.logs import current_request
-from ..store.sparse import empty, is_sparse
 from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .growth import Growth
 from .link import Link
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Device:
-    """One store node, which is reached over a link, and in `ways`, of which the first are better."""
+    """One store node, reached over a link and by `ways`, the better ones first."""
 
     def __init__(self, link: Link, ways: Sequence[Way]) -> None:
         self.link = link
@@ -106,7 +106,7 @@ class Device:
             await self.read(extent, start, into.part(start, count), shown)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest (backend/store/digest.py) of the node's bytes."""
+        """Return the digest (backend/files/digest.py) of the node's bytes."""
         answer = await self.link.ask(lambda number: Digest(number, current_request(), extent))
         return answer.digest if isinstance(answer, Digested) else b""
 

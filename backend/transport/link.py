@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from ..cluster.records import NodeAddress
+from ..model.records import NodeAddress
 from ..trust.security import is_final, peer_identity
 from . import Distrusted, Unreachable
 from .caller import Caller, ControlClient, Ends, broken_text

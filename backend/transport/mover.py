@@ -63,7 +63,7 @@ class Way(Protocol):
         ...
 
     def suits(self, transfer: Transfer) -> bool:
-        """Return whether such a transfer should take this way, as far as is known without a request."""
+        """Return whether such a transfer should take this way. Makes no request to find out."""
         ...
 
     async def reach(self) -> int | None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, closing
 
 import trio
 
-from ..cluster.records import NodeAddress, Settings
+from ..model.records import NodeAddress, Settings
 from ..observe.logs import current_request
 from ..trust.security import Credentials
 from . import Extent

@@ -12,10 +12,10 @@ from typing import Any
 
 import trio
 
-from ..cluster.records import NodeAddress
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Message, Method, Response, RpcError, Uncertain, Unsent
 from ..etcd.endpoint import Endpoint
+from ..model.records import NodeAddress
 from ..trust.renewal import Renewable
 from ..trust.security import Credentials
 from . import Distrusted, Unreachable

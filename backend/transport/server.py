@@ -82,9 +82,16 @@ class Listener:
             nursery = await opened.enter_async_context(_nursery())
             self.door = Door(nursery, self.counters)
             host = Host(
-                self._service, self._others, self.door, self._address, self._credentials,
-                self.counters, nursery, self._timeout_s, self._is_gone,
-            )  # fmt: skip
+                self._service,
+                self._others,
+                self.door,
+                self._address,
+                self._credentials,
+                self.counters,
+                nursery,
+                self._timeout_s,
+                self._is_gone,
+            )
             for mover in self._movers:
                 serving = mover.serving(host)
                 self._serving[mover] = await opened.enter_async_context(serving)
@@ -256,9 +263,17 @@ class Listener:
             role, name, owner, serial, expires_s = identity
         node = _number(hello.name) if role == "node" else 0
         return Peer(
-            role, name[:128], address, hello.session, node, session_key=hello.session_key,
-            is_certified=identity is not None, serial=serial, expires_s=expires_s, owner=owner,
-        )  # fmt: skip
+            role,
+            name[:128],
+            address,
+            hello.session,
+            node,
+            session_key=hello.session_key,
+            is_certified=identity is not None,
+            serial=serial,
+            expires_s=expires_s,
+            owner=owner,
+        )
 
 
 def _number(text: str) -> int:

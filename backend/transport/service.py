@@ -104,7 +104,7 @@ class Service(Protocol[I]):
         ...
 
     def doubt(self, extent: Extent) -> None:
-        """Check an extent of which the caller says that it got wrong bytes."""
+        """Check an extent: the caller says that it got wrong bytes."""
         ...
 
     async def digest(self, extent: Extent) -> bytes:
@@ -112,7 +112,7 @@ class Service(Protocol[I]):
         ...
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Return where the data of an extent is (see backend/store/sparse.py). Raises OSError: ENOENT."""
+        """Return where the data of an extent is (see backend/files/sparse.py). Raises OSError: ENOENT."""
         ...
 
     def scrub(self) -> None:

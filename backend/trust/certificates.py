@@ -8,9 +8,9 @@ another one can be issued under the same name.
 import logging
 from collections.abc import Callable, Sequence
 
-from ..cluster.faults import Faults
-from ..cluster.records import CertificateRecord, certificate_key
 from ..kv import Event, KeyValue
+from ..kv.faults import Faults
+from ..model.records import CertificateRecord, certificate_key
 
 __all__ = ["CertificateRecord", "Certificates", "certificate_key"]
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import trio
 
-from ..cluster.config_values import ConfigError
+from ..model.values import ConfigError
 
 __all__ = ["LOOK_S", "Renewable", "Renewal"]
 

@@ -17,7 +17,7 @@ import ssl
 import stat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
-from ..cluster.config_values import ConfigError
+from ..model.values import ConfigError
 from .renewal import Renewable
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..mount.config import MountError
+from ..mount_options import MountError
 from . import status
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
     from ..backend.cluster.overview import Cluster
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
     from ..backend.transport.verbs.rdma import Choice
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    from ..backend.cluster.config_values import ConfigError
+    from ..backend.model.values import ConfigError
 
     try:
         yield
@@ -180,7 +180,7 @@ def init(
     Without --no-tls, --etcd-plain or certificates of etcd's own, etcd has to run with the certificate that
     is made for it: --prepare makes the files first, and says how.
     """
-    from ..backend.cluster.placement import BUCKETS
+    from ..backend.model.placement import BUCKETS
     from ..backend.namespace.attributes import STRIPE_MIN_BYTES
     from .cluster_admin import Plan, etcd_arguments, hosts_of, made_files, refuse_existing, register
     from .cluster_members import certificates_in, protect, register_all
@@ -252,7 +252,7 @@ def init(
 
 def size_of(flag: str, text: str, least: int = 1) -> int:
     """Return the bytes that a flag asks for. Raises MountError."""
-    from ..backend.sizes import human_bytes, parse_size
+    from ..backend.model.sizes import human_bytes, parse_size
 
     try:
         size = parse_size(text)

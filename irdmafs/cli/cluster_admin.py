@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from ..backend.cluster.config import ClusterConfig
 from ..backend.cluster.config_sections import ETCD_PORT
-from ..backend.cluster.config_values import ConfigError, split_host_port
-from ..backend.cluster.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
 from ..backend.kv import Conflict, Delete, Put
+from ..backend.model.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
+from ..backend.model.values import ConfigError, split_host_port
 from ..backend.trust.authority import REVOKED_FILE, issue, list_revoked, make_ca
 from ..backend.trust.security import Role
 
 if TYPE_CHECKING:
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 __all__ = [
     "Plan",

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..backend.cluster.config_values import ConfigError
+from ..backend.cluster.etcd_rights import Range, own_ranges, shared_ranges
 from ..backend.cluster.lease import MOUNT, NODE
-from ..backend.cluster.records import (
+from ..backend.etcd.auth import ROOT
+from ..backend.etcd.calls import REPAIR
+from ..backend.etcd.leases import LEASE_BITS
+from ..backend.kv import Conflict, NoSpace, Put
+from ..backend.model.records import (
     CertificateRecord,
     MountRecord,
     NodeAddress,
@@ -21,15 +25,11 @@ from ..backend.cluster.records import (
     decode,
     encode,
 )
-from ..backend.etcd.auth import ROOT
-from ..backend.kv import Conflict, NoSpace, Put
-from ..backend.kv.etcd_calls import REPAIR
-from ..backend.kv.etcd_leases import LEASE_BITS
-from ..backend.trust.rights import Range, own_ranges, shared_ranges
+from ..backend.model.values import ConfigError
 from ..backend.trust.security import Identity, Role, expiry_of, identity_in
 
 if TYPE_CHECKING:
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 __all__ = [
     "Member",

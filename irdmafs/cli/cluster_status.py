@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ..backend.sizes import human_bytes
+from ..backend.model.sizes import human_bytes
 from .status import human_duration, print_table, printable
 
 __all__ = ["Progress", "print_cluster", "print_moves"]

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..backend.sizes import human_bytes
+from ..backend.model.sizes import human_bytes
 from ..mount import background, mounting, stores
-from ..mount.config import (
+from ..mount.users import holders_of, users_of
+from ..mount_options import (
     MountConfig,
     MountError,
     MountFlags,
     parse_mount_options,
 )
-from ..mount.users import holders_of, users_of
 from . import status
 from .cluster import config_option, load, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags

@@ -1,4 +1,4 @@
-"""Flags of commands, made of the settings that are declared as fields (backend/options.py)."""
+"""Flags of commands, made of the settings that are declared as fields (backend/model/options.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ..backend.cluster.config_sections import SECTIONS
-from ..backend.cluster.config_values import Seconds, Size
-from ..backend.options import Declared, declared
+from ..backend.model.options import Declared, declared
+from ..backend.model.values import Seconds, Size
 
 Command = Callable[..., Any]
 

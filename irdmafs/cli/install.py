@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from ..mount.config import MountError
 from ..mount.mounting import FSTYPE, user_name
+from ..mount_options import MountError
 from .cluster import say
 
 __all__ = ["install", "uninstall"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..mount.config import MountError
+from ..mount_options import MountError
 from .cluster import (
     cluster,
     config_option,

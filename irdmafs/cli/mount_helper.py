@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from ..mount import mounting
-from ..mount.config import MountError, is_for_mount_tools
+from ..mount_options import MountError, is_for_mount_tools
 from .cluster import say
 from .command import main, mount
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..backend.sizes import human_bytes
-from ..mount.config import MountError
+from ..backend.model.sizes import human_bytes
+from ..mount_options import MountError
 from . import status
 from .cluster import config_option, find_node, load, read_state, say, with_etcd
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
     from ..backend.cluster.overview import Cluster
     from ..backend.cluster.removal import Lost
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 __all__ = ["admit", "drain", "remove", "scrub"]
 
@@ -102,10 +102,10 @@ def drain(
 def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
-    NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
-    address. What is wrong is mended from other nodes; `irdmafs cluster status` says how far it is. How
-    fast it reads, and how often without being told, say scrub_rate and scrub_period in [node] of the
-    cluster's file.
+    NODE is a name that `irdmafs cluster status` shows: its id (or the first digits of it), host or address.
+    The node replaces wrong copies from other nodes; `irdmafs cluster status` shows how far it is. In the
+    cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it does
+    this by itself.
     """
     from ..backend.cluster.inquiry import begin_scrub
 

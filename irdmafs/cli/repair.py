@@ -9,7 +9,7 @@ import click
 from .cluster import config_option, load, say, with_etcd
 
 if TYPE_CHECKING:
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 
 @click.command("repair-etcd")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..mount.config import MountError
+from ..mount_options import MountError
 from .cluster import config_option, load, say, with_etcd
 
 if TYPE_CHECKING:
-    from ..backend.cluster.records import Epoch, Report
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
+    from ..backend.model.records import Epoch, Report
 
 
 @click.command("accept-restore")

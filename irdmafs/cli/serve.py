@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from ..mount.config import MountError
 from ..mount.stores import refuse_other_purpose
+from ..mount_options import MountError
 from .cluster import config_option, load, one_line_errors, say
 from .flags import overrides, section_flags
 

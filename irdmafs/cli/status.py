@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..backend.sizes import human_bytes
+from ..backend.model.sizes import human_bytes
 from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
 from ..mount.stores import LeftoverStore, cluster_of, default_store_path
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ..mount.config import MountError
+from ..mount_options import MountError
 
 # The mount under a reducer has ended.
 _UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
@@ -170,7 +170,7 @@ def run(
     code is that of the first worker that failed.
     """
     from ..train.directory import TrainDirectory
-    from ..train.together import reducers_here, run_together
+    from ..train.launcher import launch, reducers_here
 
     if reducers != "auto" and not reducers.isdecimal():
         raise MountError(f"--reducers is auto or a number, not {reducers!r}")
@@ -185,7 +185,7 @@ def run(
         if wanted.elsewhere:
             hosts, what = ", ".join(wanted.elsewhere), shlex.quote(directory)
             _say(f"for fewer bytes on links, on {hosts}, too: irdmafs train reduce {what}")
-        code = run_together(found, command, workers=workers, reducers=count, say=_say)
+        code = launch(found, command, workers=workers, reducers=count, say=_say)
     ctx.exit(code)
 
 
@@ -214,7 +214,7 @@ def end(directory: str) -> None:
     """Stop training in DIR: its models become files again, of the newest version."""
     from ..train import end as end_training
     from ..train.directory import TrainDirectory
-    from ..train.locks import is_locked
+    from ..train.liveness import is_locked
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..mount import mounting
-from ..mount.config import MountError
+from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
     config_option,
@@ -28,7 +28,7 @@ from .cluster import (
 )
 
 if TYPE_CHECKING:
-    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.etcd.engine import EtcdEngine
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def rebalance(
 
     async def dry(engine: EtcdEngine) -> dict[str, Any]:
         from ..backend.cluster.inquiry import read_group_bytes
-        from ..backend.cluster.policy import Candidate
+        from ..backend.model.policy import Candidate
 
         found = await read_state(config, engine)
         settings = found.members.settings

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 
 import trio
 
-from ..backend.cluster.records import ContentId
+from ..backend.model.records import ContentId
 from ..backend.namespace import ROOT_INO, Inode, Namespace
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable

@@ -5,9 +5,9 @@ import errno
 import os
 from collections.abc import Callable
 
-from ..backend.cluster.records import NO_CONTENT
+from ..backend.files.sparse import segments
+from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode, fail
-from ..backend.store.sparse import segments
 from ..inline import detach
 from .content import Content, State
 from .host import Host

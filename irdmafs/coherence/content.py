@@ -11,7 +11,7 @@ from typing import Final
 
 import trio
 
-from ..backend.cluster.records import NO_CONTENT
+from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode
 
 __all__ = ["Content", "Stamp", "State"]

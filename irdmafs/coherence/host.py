@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..backend.cluster.records import ContentId
+from ..backend.model.records import ContentId
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode
 from ..backend.store.api import Store
-from .changes import Changes
 from .content import Content, State
+from .dirty import Changes
 from .kernel_cache import KernelCache
 from .nodes import Node, NodeEvents, NodeTable
 from .table import ContentTable

@@ -5,8 +5,8 @@ import os
 
 import trio
 
+from ..backend.files.extents import copy_contents
 from ..backend.namespace import Inode
-from ..backend.store.extents import copy_contents
 from ..inline import detach
 from .content import Content, Stamp
 from .host import Host

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import trio
 
-from ..backend.cluster.records import ContentId
+from ..backend.model.records import ContentId
 from .nodes import Node
 
 Name = tuple[int, bytes]  # number of a directory, which is its node id, too, and a name in it

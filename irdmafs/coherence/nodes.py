@@ -133,10 +133,12 @@ class NodeTable:
     def directory(self, node_id: int) -> Inode:
         """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM
         for a private view of it, and ESTALE."""
-        inode = self.inode_of(node_id)
-        if node_id != inode.ino:
+        node = self.by_id.get(node_id)
+        if node is None:
+            raise fail(errno.ESTALE)
+        if node_id != node.ino:
             raise fail(errno.EPERM)
-        return inode
+        return self._inode(node_id)
 
     def private_view(self, directory: Inode) -> Node:
         """Return the node of the private view of a directory, another one than its own."""

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import trio
 
-from ..backend.cluster.records import ContentId
+from ..backend.files.extents import copy_contents
+from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, NewVersion, Outdated, fail
-from ..backend.store.extents import copy_contents
 from ..callers.processes import Processes
 from ..inline import detach
 from .content import Content, State
@@ -411,7 +411,8 @@ class Publisher:
             self._table.supersede(before)
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
-        """Copy the content to an extent of its own. Return that, and its stat."""
+        """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for
+        bytes that were reserved and not written (posix_fallocate); the stat counts them."""
         extent, fd = self._store.allocate(self._inodes[content.ino])
         try:
             with self._store.extents.opened(content.extent) as source:
@@ -419,7 +420,8 @@ class Publisher:
                     copy_contents(source, fd)
                 else:
                     await trio.to_thread.run_sync(copy_contents, source, fd)
-            return extent, os.fstat(fd)
+                blocks = os.fstat(source).st_blocks
+            return extent, os.stat_result(os.fstat(fd), {"st_blocks": blocks})
         except BaseException:
             self._store.extents.free(extent)
             raise

@@ -26,7 +26,7 @@ class Routes:
         self._redirects = Redirects()
         # Checked by each open, which then needs no call.
         self.promises = self._redirects.promises
-        # In a cluster a thread is led to the file that its open was refused (freshness.py).
+        # In a cluster a thread is led to the file that its open was refused (trail.py).
         self._may_move = host.store.freshness is None
 
     # -- lookups ---------------------------------------------------------------------------------

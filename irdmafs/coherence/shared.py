@@ -1,6 +1,6 @@
 """Coherence in a cluster, where other hosts change the namespace, too.
 
-A lookup is answered from the replica, and checked when the file is opened (see freshness). The kernel may
+A lookup is answered from the replica, and checked when the file is opened (see trail). The kernel may
 believe what lies in a directory that the mount follows: others who change something there wait until it
 has been made to forget (see beliefs).
 """
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from ..backend.namespace import ROOT_INO, Inode, Namespace, fail
+from ..backend.namespace import ROOT_INO, Inode, fail
 from ..backend.store.api import Freshness, Store
 from ..inline import detach
 from .beliefs import Beliefs
 from .cache import Cache
-from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
 from .kernel_locks import KernelLocks, Moves
 from .kernel_names import KernelNames
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
+from .trail import LookupTrails, Retry, TrailStep
 
 __all__ = ["Shared"]
 
@@ -40,13 +40,11 @@ class Shared(Coherence):
         return self._kernel.can_forget
 
     def __init__(self, store: Store, freshness: Freshness, cache: Cache, beliefs: Beliefs) -> None:
+        super().__init__(store.namespace, cache)
         self._store = store
         self._freshness = freshness
-        self._namespace = store.namespace
         self._inodes = store.namespace.inodes
-        self._cache = cache
         self._kernel = cache.kernel
-        self._nodes = cache.nodes
         self._beliefs = beliefs
         self._trails = LookupTrails(store.namespace)
         self.kernel_locks = KernelLocks()
@@ -63,7 +61,7 @@ class Shared(Coherence):
         else:
             # A file with names in several directories is believed if all of them are.
             valid_s = min(
-                map(self._freshness.believable_s, self._namespace.parents_of(inode.ino)),
+                map(self._freshness.believable_s, self.namespace.parents_of(inode.ino)),
                 default=0.0,
             )
         # The kernel checks modes at each step of a path, and at its end before an open.
@@ -72,7 +70,7 @@ class Shared(Coherence):
             self._believe_attributes(answer, inode, valid_s)
 
     def _believe_attributes(self, answer: Answer, inode: Inode, valid_s: float) -> None:
-        if inode.ino in self._namespace.damaged:
+        if inode.ino in self.namespace.damaged:
             return  # it has none: whoever asks for them gets an error
         answer.attr_timeout = valid_s
         self._beliefs.attributes(inode.ino, valid_s)
@@ -115,7 +113,7 @@ class Shared(Coherence):
         if not valid_s or not self._kernel.can_forget:
             return
         # Others may have changed it again while they were waited for.
-        if self._namespace.leads_to(parent, name, inode.ino):
+        if self.namespace.leads_to(parent, name, inode.ino):
             answer.entry_timeout = valid_s
             self._beliefs.name(parent, name, inode.ino, valid_s)
 
@@ -124,7 +122,7 @@ class Shared(Coherence):
 
     def listing(self, directory: int) -> Listing:
         valid_s = self._freshness.believable_s(directory)
-        return _Listing(self, self._namespace, self._cache, self._beliefs, directory, valid_s)
+        return _Listing(self, self._beliefs, self._cache, directory, valid_s)
 
     # -- what lookups and opens come to ------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class Shared(Coherence):
         led = self._led(parent, name, pid)
         if led is not None:
             return led
-        inode = self._namespace.lookup(parent, name)
+        inode = self.namespace.lookup(parent, name)
         if inode is not None:
             if inode.is_dir and not self._may_tell(parent, inode, pid):
                 return None  # find_fresh waits
@@ -146,7 +144,7 @@ class Shared(Coherence):
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         await self.freshen(parent)
-        inode = self._namespace.lookup(parent.ino, name)
+        inode = self.namespace.lookup(parent.ino, name)
         if inode is not None and inode.is_dir:
             inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
@@ -175,7 +173,7 @@ class Shared(Coherence):
             return directory
         await detach()
         await self._moves.wait_to_tell(self._nodes.by_id[directory.ino], parent, pid)
-        return self._namespace.lookup(parent, name)
+        return self.namespace.lookup(parent, name)
 
     def _is_over(self, retry: Retry, pid: int) -> bool:
         """Return whether a thread looks up the name of an open for another call by now."""
@@ -197,7 +195,7 @@ class Shared(Coherence):
         led = self._led(parent, name, pid)
         if led is not None:
             return led
-        inode = self._namespace.lookup(parent, name)
+        inode = self.namespace.lookup(parent, name)
         if inode is not None and inode.is_file:
             self._trails.note(pid, parent, name, inode, private=True)
             self._cache.references.announce(pid, inode.ino, uid)
@@ -310,8 +308,10 @@ class Shared(Coherence):
         """Return the inode when the content written in place here is not older than its version. With
         `content`, the version is on this host, and a newer one is fetched, too."""
         while True:
-            await self._cache.in_place.refresh(inode.ino)
-            now = self._namespace.inode(inode.ino)
+            now = self.namespace.inode(inode.ino)
+            if self._cache.in_place.is_behind(now):
+                await self._cache.in_place.refresh(inode.ino)
+                now = self.namespace.inode(inode.ino)
             if now.version == inode.version:
                 return now
             inode = await self._bring(now) if content else now
@@ -329,7 +329,7 @@ class Shared(Coherence):
         inode = self._inodes.get(ino)
         if inode is not None and inode.is_dir:
             self._kernel_names.found(new, inode)
-        self._nodes.renamed(ino, old, new)
+        super().renamed(ino, old, new)
 
     def count(self) -> dict[str, int]:
         return self._beliefs.count()
@@ -339,19 +339,11 @@ class _Listing(Listing):
     """`valid_s`: for how many seconds the directory's entries may be believed."""
 
     def __init__(
-        self,
-        shared: Shared,
-        namespace: Namespace,
-        cache: Cache,
-        beliefs: Beliefs,
-        directory: int,
-        valid_s: float,
+        self, shared: Shared, beliefs: Beliefs, cache: Cache, directory: int, valid_s: float
     ) -> None:
+        super().__init__(shared.namespace, cache, directory)
         self._shared = shared
-        self._cache = cache
-        self._namespace = namespace
         self._beliefs = beliefs
-        self._directory = directory
         self._valid_s = valid_s
         self._soon = time.monotonic() + valid_s / 2
 
@@ -361,11 +353,7 @@ class _Listing(Listing):
         )
 
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
-        if (
-            self._valid_s
-            and self._cache.routes.names_are_stable(inode.ino)
-            and self._namespace.leads_to(self._directory, name, inode.ino)
-        ):
+        if self._valid_s and self._may_be_believed(name, inode):
             self._shared.believe_entry(answer, (self._directory, name), node, inode, self._valid_s)
 
 

@@ -4,7 +4,7 @@ import itertools
 import os
 from contextlib import suppress
 
-from ..backend.cluster.records import ContentId
+from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
 from .content import Content, Stamp, State

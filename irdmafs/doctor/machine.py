@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backend.sizes import human_bytes, memory_limit
+from ..backend.model.sizes import human_bytes, memory_limit
 from ..backend.transport.verbs.rdma import Choice
 from ..fuse import passthrough, wakeups
 from ..fuse.connection import Connection, ProtocolError
 from ..mount import mounting
-from ..mount.config import MountError, MountOptions
 from ..mount.stores import SHM_ROOT, mount_tmpfs
+from ..mount_options import MountError, MountOptions
 from .check import Check, Verdict
 from .rdma import check_memlock, check_rdma
 
@@ -87,8 +87,8 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
         packages,
     )
     sessions = []
-    # Both sessions need pyfuse3, whose types the operations use. With rdma = "require" no session starts
-    # without RDMA.
+    # Without pyfuse3, a requirement of irdmafs, the installation is broken. With rdma = "require" no
+    # session starts without RDMA.
     if packages.verdict != "fail" and all(check.verdict != "fail" for check in rdma):
         if through.verdict == "ok":
             sessions.append("kernel")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import trio
 
 from ..backend.cluster.config import ClusterConfig
-from ..backend.cluster.config_values import ConfigError
+from ..backend.model.values import ConfigError
 from ..backend.trust.security import Credentials, CredentialsError, Role, identity_in
 from .check import Check
 

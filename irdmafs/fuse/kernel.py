@@ -141,10 +141,10 @@ class KernelSession(Session):
     def _without_request(self, error: OSError) -> bool:
         """Do what was put off, as there is no request. Return whether to look for one at once."""
         if error.errno == errno.EAGAIN:
-            work = self.deferred.released or self.deferred.forgotten
-            if work:
-                self.deferred.settle()
-            return bool(work)
+            if not (self.deferred.released or self.deferred.forgotten):
+                return False
+            self.deferred.settle()
+            return True
         if error.errno in (errno.EINTR, errno.ENOENT):
             return True
         if error.errno != errno.ENODEV:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import trio
 
-from ..backend.cluster.records import ContentId
-from ..backend.store.extents import ExtentStore
+from ..backend.files.extents import ExtentStore
+from ..backend.model.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.atimes import Atimes

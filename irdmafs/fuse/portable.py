@@ -16,7 +16,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from ..backend.cluster.records import ContentId
+from ..backend.model.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.calls import Attributes, Caller, OpenInfo, Space

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..backend.namespace import fail
 from ..posix.calls import Attributes, Space
-from ..posix.locks import Lock
+from ..posix.lock_tables import Lock
 from . import wire
 
 _NS: Final = 1_000_000_000

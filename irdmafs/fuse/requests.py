@@ -7,14 +7,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
-from ..backend.clock import now_ns
+from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, fail
 from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import detach
 from ..posix.calls import Attributes, OpenInfo
 from ..posix.filesystem import Filesystem
-from ..posix.locks import Lock
+from ..posix.lock_tables import Lock
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY
 from . import wire
@@ -241,7 +241,7 @@ class Requests:
     def _lookup(self, asked: Request) -> Result:
         name, _ = decode_name(self._buffer, BODY, asked.length)
         found = self._lookups.find(asked.nodeid, name, asked.pid)
-        return self._lookups.lookup(asked.nodeid, name, asked) if found is None else found
+        return self._lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
 
     def _forget(self, asked: Request) -> NoPayload:
         (lookups,) = wire.FORGET_IN.unpack_from(self._buffer, BODY)
@@ -459,8 +459,8 @@ class Requests:
 
     def _readdir(self, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for next_id, ino, name, mode in self._directories.names(fh, offset):
-            record = wire.dirent(ino, next_id, name, mode)
+        for entry in self._directories.names(fh, offset, size // wire.DIRENT.size):
+            record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:
                 break

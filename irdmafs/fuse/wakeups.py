@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 
-from ..mount.config import WakeupSetting
+from ..mount_options import WakeupSetting
 
 log = logging.getLogger(__name__)
 

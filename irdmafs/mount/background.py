@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from ..backend.process import MANAGER_VARIABLE, has_terminal
-from .config import MountConfig, MountError
+from ..mount_options import MountConfig, MountError
 
 # The default log is in the store, where its bytes are memory.
 _LOG_LIMIT_BYTES = 1 << 20

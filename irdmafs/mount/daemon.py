@@ -10,8 +10,9 @@ from itertools import islice
 import trio
 
 from .._version import __version__
-from ..backend.cluster.config_values import ConfigError
+from ..backend.files.storedir import StoreInUse
 from ..backend.kv import Damaged
+from ..backend.model.values import ConfigError
 from ..backend.process import (
     calm_the_collector,
     has_terminal,
@@ -20,9 +21,7 @@ from ..backend.process import (
 )
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
-from ..backend.store.storedir import StoreInUse
 from ..callers.processes import Processes
-from ..coherence.alone import Alone
 from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
@@ -37,13 +36,13 @@ from ..fuse.session import Session
 from ..fuse.submounts import Submounts
 from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
+from ..mount_options import MountConfig, MountError
 from ..posix.atimes import Atimes
 from ..posix.census import Census
 from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
-from .config import MountConfig, MountError
 from .status import Cluster, SessionKind, Status
 
 log = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ class _Assembly:
             store.freshness.listeners.append(beliefs)
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
-            coherence = Alone(store.namespace, cache)
+            coherence = Coherence(store.namespace, cache)
         census = Census(store.namespace, cache, coherence, locking)
         status = Status(self._config, store, self._cluster, kind, self._counts, census)
         block = Superblock(store, cache, coherence, self._atimes, options)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .config import MountError, MountOptions, parse_mount_options
+from ..mount_options import MountError, MountOptions, parse_mount_options
 
 FSTYPE = "fuse.irdmafs"
 STATUS_XATTR = "user.irdmafs.status"

@@ -11,9 +11,9 @@ from .._version import __version__
 from ..backend.store.api import Store
 from ..fuse.counts import Counts
 from ..fuse.wakeups import FastWakeups
+from ..mount_options import MountConfig
 from ..posix import quotas
 from ..posix.census import Census
-from .config import MountConfig
 
 _LOW_SPACE_SHARE = 0.05
 

@@ -6,8 +6,8 @@ import fcntl
 import os
 import time
 
+from ..mount_options import MountError
 from . import mounting
-from .config import MountError
 
 LOCK_FILE = "lock"
 MOUNTPOINT_FILE = "mountpoint"

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ..backend.sizes import human_bytes, memory_limit
-from .config import MountError
+from ..backend.model.sizes import human_bytes, memory_limit
+from ..mount_options import MountError
 from .mounting import (
     FSTYPE,
     MS_NODEV,

@@ -7,7 +7,7 @@ from ..backend.namespace import ROOT_INO, Inode
 from ..coherence.cache import Cache
 from ..coherence.nodes import Node
 from ..coherence.protocol import Coherence
-from ..mount.config import MountOptions
+from ..mount_options import MountOptions
 from .atimes import Atimes
 from .calls import Attributes
 from .privileges import SET_IDS, privileges_of

@@ -13,12 +13,12 @@ import struct
 import time
 from typing import Any, Final, NamedTuple
 
-from ..backend.clock import now_ns
-from ..backend.cluster.records import ContentId
+from ..backend.files.extents import ExtentStore
+from ..backend.model.clock import now_ns
+from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
-from ..backend.store.extents import ExtentStore
 from ..coherence.nodes import Node
-from ..mount.config import MountOptions
+from ..mount_options import MountOptions
 
 # Files whose last read is remembered; of more, the first ones seem not to have been read.
 _KNOWN_MAX: Final = 1 << 16
@@ -52,7 +52,8 @@ class Atimes:
     def passes(self, node: Node, extent: ContentId, atime_ns: int) -> None:
         """Note that reads of a node are about to pass through to an extent, last read at `atime_ns`."""
         if not self._noatime:
-            _limit(self._passed)
+            if len(self._passed) >= _KNOWN_MAX:
+                _drop_first(self._passed)
             self._passed.setdefault(node.ino, {})[node] = _Passed(extent, atime_ns)
 
     def opened(self, ino: int) -> None:
@@ -88,8 +89,12 @@ class Atimes:
             or time.time_ns() - atime_ns > _DAY_NS  # the clock of files takes far longer
         )
         if counts:
-            _limit(self._read)
-            self._read[inode.ino] = now_ns()
+            self._note(inode.ino, now_ns())
+
+    def _note(self, ino: int, atime_ns: int) -> None:
+        if len(self._read) >= _KNOWN_MAX:
+            _drop_first(self._read)
+        self._read[ino] = atime_ns
 
     def of(self, inode: Inode) -> int:
         """Return an inode's access time in ns."""
@@ -120,11 +125,9 @@ class Atimes:
             except OSError:
                 continue
             if found != passed.atime_ns:
-                _limit(self._read)
-                self._read[ino] = found
+                self._note(ino, found)
                 nodes[node] = passed._replace(atime_ns=found)
 
 
-def _limit(known: dict[int, Any]) -> None:
-    if len(known) >= _KNOWN_MAX:
-        del known[next(iter(known))]
+def _drop_first(known: dict[int, Any]) -> None:
+    del known[next(iter(known))]

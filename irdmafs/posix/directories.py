@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..backend.namespace import fail
 from ..coherence.nodes import Handle
@@ -96,14 +96,19 @@ class Directories:
                 return
             node.lookups += 1
 
-    def names(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
-        """Yield a listing without attributes: (next id, ino, name, mode)."""
-        entries = self._listing(self._directory_handle(fh), start_id)
+    def names(self, fh: int, start_id: int, most: int) -> list[tuple[int, int, bytes, int]]:
+        """Return at most so many names without attributes: number of the inode, id of the name after it,
+        name, mode."""
+        entries, inodes = self._listing(self._directory_handle(fh), start_id), self._inodes
+        found = []
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
-            inode = self._inodes.get(ino)
+            inode = inodes.get(ino)
             if inode is not None:
-                yield index + 1, ino, name, inode.mode
+                found.append((ino, index + 1, name, inode.mode))
+                if len(found) == most:
+                    break
+        return found
 
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)

@@ -13,8 +13,8 @@ from ..coherence.content import Content
 from ..coherence.nodes import Handle
 from ..inline import detach
 from .calls import OFFSET_MAX
+from .lock_tables import Lock
 from .locking import Locking
-from .locks import Lock
 from .metadata import Metadata
 from .privileges import SET_IDS, Closer, privileges_of
 from .superblock import Superblock
@@ -206,7 +206,9 @@ class OpenFiles:
     async def close(self, fh: int, pid: int, owner: int) -> None:
         """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
         next owner of such a lock sees what was written under it, also if the process is being killed."""
-        handle, locking = self._handle(fh), self._locking
+        handle, locking = self._nodes.handles[fh], self._locking
+        if handle.is_directory:
+            raise fail(errno.EBADF)
         if not (locking.may_lose or locking.closes_matter):
             await self._flush(handle, pid)
             return

@@ -17,12 +17,12 @@ from typing import Protocol
 
 import trio
 
-from ..backend.cluster.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
+from ..backend.model.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
 from ..callers.processes import ids_of
 from ..coherence.kernel_cache import KernelCache
 from ..inline import detach
-from ..mount.config import LockScope
-from .locks import LAST_BYTE, FlockTable, Lock, LockTable
+from ..mount_options import LockScope
+from .lock_tables import LAST_BYTE, FlockTable, Lock, LockTable
 
 __all__ = ["Contents", "Locking"]
 

@@ -28,7 +28,7 @@ class Lookups:
         self._since = since
 
     def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
-        """Return the answer to a lookup by a thread; None: the namespace has to be fresh first."""
+        """Return the answer to a lookup by a thread; None: use `lookup_fresh`."""
         if name == b".":
             return self._found_by_handle(parent_inode)
         parent = self._nodes.inode_of(parent_inode)
@@ -50,8 +50,10 @@ class Lookups:
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
         found = self.find(parent_inode, name, ctx.pid)
-        if found is not None:
-            return found
+        return found or await self.lookup_fresh(parent_inode, name, ctx)
+
+    async def lookup_fresh(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        """Return the answer to a lookup for which `find` has none."""
         parent = self._nodes.inode_of(parent_inode)
         if parent_inode != parent.ino:
             return self._found_privately(parent, name, ctx)

@@ -74,29 +74,22 @@ class Names:
         parent = directory.ino
         if directory.xattrs:
             self._since.refuse(directory, name)
-        found = self._namespace.lookup(parent, name)
-        in_use = found is not None and self._nodes.has_nodes(found.ino)
         with self._coherence.changing(ctx.pid, (parent, name)):
-            inode = await self._namespace.unlink(parent, name, in_use=in_use)
-        self._unnamed(inode, in_use)
+            inode = await self._namespace.unlink(parent, name)
+        self._unnamed(inode)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.directory(parent_inode).ino
-        found = self._namespace.lookup(parent, name)
-        # A process whose working directory it is still sends requests about it.
-        in_use = found is not None and any(self._nodes.of(found.ino))
         with self._coherence.changing(ctx.pid, (parent, name)):
             await self._namespace.rmdir(
-                parent, name, in_use=in_use, known=self._coherence.known_directories((parent, name))
+                parent, name, known=self._coherence.known_directories((parent, name))
             )
 
-    def _unnamed(self, inode: Inode, in_use: bool) -> None:
+    def _unnamed(self, inode: Inode) -> None:
         """Tell the kernel and the store that an inode lost a name."""
-        if inode.nlink:
+        if inode.nlink or self._nodes.has_siblings(inode.ino):
             self._answers.refresh_other_nodes(None, inode.ino)
-        elif in_use:
-            self._answers.refresh_several(inode.ino)
-        else:
+        elif not self._nodes.has_nodes(inode.ino):
             self._cache.host.unnamed(inode)
             self._store.retire(inode.extent)
 
@@ -120,23 +113,21 @@ class Names:
             await self._cache.publisher.publish_now(moved.ino)
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
-        replaced = self._namespace.lookup(new, name_new)
-        in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
+        exchanged = self._namespace.lookup(new, name_new) if flags & RENAME_EXCHANGE else None
         names = (old, name_old), (new, name_new)
         with self._coherence.changing(ctx.pid, *names):
             unnamed = await self._namespace.rename(
-                old, name_old, new, name_new, flags, in_use=in_use, owner=(ctx.uid, ctx.gid),
+                old, name_old, new, name_new, flags, owner=(ctx.uid, ctx.gid),
                 known=self._coherence.known_directories(*names),
             )  # fmt: skip
-        if replaced is not None and flags & RENAME_EXCHANGE:
-            self._coherence.renamed(replaced.ino, (new, name_new), (old, name_old))
+        if exchanged is not None:
+            self._coherence.renamed(exchanged.ino, (new, name_new), (old, name_old))
+            self._answers.refresh_several(exchanged.ino)
         if moved is not None:
             self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
             self._answers.refresh_several(moved.ino)
         if unnamed is not None:
-            self._unnamed(unnamed, in_use)
-        elif replaced is not None:
-            self._answers.refresh_several(replaced.ino)
+            self._unnamed(unnamed)
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
         found = self._nodes.inode_of(inode)

@@ -67,11 +67,8 @@ class Opens:
         directory = self._nodes.directory(parent_inode)
         if directory.xattrs:
             self._since.refuse(directory, name)
-        found = self._namespace.lookup(directory.ino, name)
-        tries = 0
-        while found is None:
-            tries += 1
-            writing = flags & os.O_ACCMODE != os.O_RDONLY
+        writing = flags & os.O_ACCMODE != os.O_RDONLY
+        for _ in range(_CREATES_MAX):
             # A file nobody writes is published as it is: empty. Else the name is made durable
             # together with the first version; a crash before that leaves neither.
             try:
@@ -81,20 +78,25 @@ class Opens:
                     layout=self._store.layout(directory.ino, name),
                     seen=not self._cache.isolation.below(directory.ino),
                 )  # fmt: skip
-            except FileExistsError:
-                # Another host was first. It may be making the file now: two that open it share it.
-                if flags & os.O_EXCL or tries == _CREATES_MAX:
-                    raise
-                await self._namespace.show(directory.ino, name)
-                found = self._namespace.lookup(directory.ino, name)
-            else:
                 return self._created(inode, flags, ctx, (directory.ino, name))
-        if flags & os.O_EXCL:
-            raise fail(errno.EEXIST)
+            except FileExistsError:
+                if flags & os.O_EXCL:
+                    raise
+            # Another host may be making the file: two that open it share it.
+            await self._namespace.show(directory.ino, name)
+            found = self._namespace.lookup(directory.ino, name)
+            if found is not None:
+                return await self._open_found(found, flags, ctx, (directory.ino, name))
+        raise fail(errno.EEXIST)
+
+    async def _open_found(
+        self, found: Inode, flags: int, ctx: Caller, name: Name
+    ) -> tuple[OpenInfo, Attributes]:
+        """Open the file that a name led to by the time that it was to be created."""
         refuse_other_than_file(self._namespace.inode(found.ino))
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
-        handle.name = (directory.ino, name)
+        handle.name = name
         handle.node.lookups += 1
         answer = self._answers.attributes(handle.node, found)
         self._coherence.changed(answer, handle.node)

@@ -1,6 +1,9 @@
 """The extended attributes user.irdmafs.…: which exist, and who may set which to what.
 
-Some are kept with an inode; others report or do something when they are read or set.
+Some are kept with an inode, and some report. The rest are requests of programs in the form of attributes,
+for want of typed ones that end with their caller: `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads
+into memory whose descriptors the mount takes from the caller, `keeps_no_pages` announces an open,
+`prefetch_now` begins a prefetch, and setting `discard` gives a written content up.
 """
 
 import errno
@@ -29,10 +32,10 @@ CHANGES: Final = PREFIX + b"changes"
 # All that is below a directory (listing.py); followed as CHANGES is, once its counter is not N.
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
+# The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
 PREFETCH: Final = PREFIX + b"prefetch"
 # Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
 KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
-# Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
 PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 READ_INTO: Final = PREFIX + b"read_into"
@@ -44,11 +47,14 @@ VERSIONS: Final = PREFIX + b"versions"
 QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
 QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
-_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
+_TELLING = {
+    *(CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH),
+    *(QUOTA_USED_BYTES, QUOTA_USED_INODES),
+}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
-_SETTABLE = {DISCARD, PREFETCH, *_KEPT}
+_SETTABLE = {DISCARD, *_KEPT}
 _REFUSALS_MAX: Final = 4
 _TOLD_FOR_S: Final = 600
 _SHOWN_BYTES: Final = 64

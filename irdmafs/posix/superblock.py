@@ -3,7 +3,7 @@
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.protocol import Coherence
-from ..mount.config import MountOptions
+from ..mount_options import MountOptions
 from .answers import Answers
 from .atimes import Atimes
 

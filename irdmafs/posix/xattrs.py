@@ -61,9 +61,6 @@ class Xattrs:
     ) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
-        if name == own_xattrs.PREFETCH:
-            self._store.prefetch(found.ino)
-            return
         if name.startswith(own_xattrs.PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
                 if name == own_xattrs.DISCARD:
@@ -83,8 +80,10 @@ class Xattrs:
             node.told |= privileges_of(self._nodes.inode_of(inode))
 
     def _refuse_unknown_xattr(self, name: bytes) -> None:
-        """Raise OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
-        program takes an ACL for checked that nobody checks."""
+        """Raise OSError EINVAL for a namespace without a name, and EOPNOTSUPP for an unknown namespace.
+
+        A mount that does not check ACLs refuses them, too, so that no program relies on one.
+        """
         if name in _XATTR_NAMESPACES:
             raise fail(errno.EINVAL)
         if name.startswith(_XATTR_NAMESPACES) or (name in acl.NAMES and self._acls):

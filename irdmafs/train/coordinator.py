@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from . import pushes, refusals
+from .checkpoint import add_kept_files, assemble
 from .config import TrainConfig
 from .directory import (
     COMPLAINT,
@@ -37,12 +38,11 @@ from .directory import (
 from .errors import Refused
 from .folders import Seen, seen
 from .layout import ModelLayout
-from .locks import WatchedLock, is_locked
+from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .staging import without_worker
 from .status import StatusFile, progress_of
 from .trees import Folder, Trees
-from .whole import add_kept_files, assemble
 
 __all__ = ["Coordinator"]
 

@@ -17,7 +17,7 @@ from .layout import ModelLayout, Shard
 from .pushes import values_of
 from .staging import Staging
 
-__all__ = ["OpenPush"]
+__all__ = ["OpenPush", "Publish"]
 
 
 class Publish(Protocol):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ..client import FormatError
 from . import refusals
-from .ahead import Foreseen, Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
@@ -35,6 +34,7 @@ from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import PartFolders, Reduction
 from .shard_files import ShardFile
+from .speculation import Foreseen, Staged
 from .trees import Folder, look
 
 __all__ = ["Part"]

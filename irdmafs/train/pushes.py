@@ -20,12 +20,13 @@ from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory
 from .errors import Refused
+from .folders import is_published
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
-from .locks import is_locked
+from .liveness import is_locked
 from .plan import Push
 from .scales import blocks_of
 from .shard_files import ShardFile, read_header
-from .trees import Folder, look
+from .trees import Folder
 
 __all__ = [
     "STEP",
@@ -178,9 +179,7 @@ def inspect(
         return None
     path = train.push / name
     try:
-        if folder is None and stat.S_ISDIR(_check_kind(path).st_mode):
-            folder = look(path)
-        if folder is not None:
+        if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
             return _inspect_shards(layout, name, path, folder)
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
@@ -194,18 +193,21 @@ def inspect(
         ) from None
 
 
-def _inspect_shards(layout: ModelLayout, name: str, path: Path, folder: Folder) -> Push | None:
+def _inspect_shards(
+    layout: ModelLayout, name: str, path: Path, folder: Folder | None
+) -> Push | None:
     push = push_in_shards(name)
     if push is None:
         raise Refused(
             errno.EINVAL,
             f"{name!r} is not the name of a push in shards, which is {_NAME_OF_DIRECTORY}",
         )
-    if folder.files.keys() >= {*layout.shard_names}:
+    if folder is not None and folder.files.keys() >= {*layout.shard_names}:
         return push
-    for shard in layout.shard_names:
-        _check_kind(path / shard)
-    return None
+    are_there = (
+        is_published(file, _check_kind(file)) for file in map(path.joinpath, layout.shard_names)
+    )
+    return push if all(are_there) else None
 
 
 def _check_kind(path: Path) -> os.stat_result:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from .ahead import Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
 from .directory import COORDINATOR, LOOK_S, TrainDirectory, params_of
 from .errors import TrainError
-from .locks import Lock
+from .liveness import Lock
 from .part import Part
-from .places import is_here
+from .placement import is_here
 from .plan import Plan, is_foreseen
+from .speculation import Staged
 from .trees import Folder, Trees
 
 __all__ = ["Reducer"]
@@ -160,7 +160,7 @@ class Reducer:
     def _look(self, below: Folder) -> _Found:
         """Return what there is, as long as next/ has the same names."""
         names = below.folders.keys()
-        if self._found is None or below.counter is None or self._found[0] != names:
+        if self._found is None or self._found[0] != names:
             config = self.train.config()
             newest = self.train.newest_plan()
             found = _Found(config, newest, self.train.making(newest.version + 1, names))
@@ -174,8 +174,7 @@ class Reducer:
         if counters == self._coordinated and now_s < self._coordinated_s + LOOK_S:
             return False
         did = coordinator.step(*found)
-        # None: without irdmafs there are no counters.
-        self._coordinated = () if did or None in counters else counters
+        self._coordinated = () if did else counters
         self._coordinated_s = now_s
         if did:
             self._trees.look_again(self.train.next)

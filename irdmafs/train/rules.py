@@ -79,6 +79,15 @@ def _move_towards(target: F32, goal: F32, rate: float) -> None:
     np.add(target, way, out=target)
 
 
+def _with_decay(grad: F32, decay: float, param: F32) -> F32:
+    """Return grad + decay * param, which is grad itself without a decay."""
+    if not decay:
+        return grad
+    decayed = scratch.floats[1, : len(grad)]
+    np.multiply(param, np.float32(decay), out=decayed)
+    return np.add(grad, decayed, out=decayed)
+
+
 def _check_range(name: str, value: float, below: float = math.inf) -> None:
     if not 0 <= value < below:
         upper = "" if below == math.inf else f", below {below:g}"
@@ -135,10 +144,7 @@ class Sgd(Rule):
         return ("momentum",) if self.momentum else ()
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
-        if self.weight_decay:
-            decayed = scratch.floats[1, : len(grad)]
-            np.multiply(param, np.float32(self.weight_decay), out=decayed)
-            grad = np.add(grad, decayed, out=decayed)
+        grad = _with_decay(grad, self.weight_decay, param)
         if not self.momentum:
             _add_scaled(param, -lr, grad)
             return
@@ -187,11 +193,7 @@ class Adam(Rule):
 
     def _decay(self, lr: float, grad: F32, param: F32) -> F32:
         """Apply the weight decay, and return the gradient to go on with."""
-        if not self.weight_decay:
-            return grad
-        decayed = scratch.floats[1, : len(grad)]
-        np.multiply(param, np.float32(self.weight_decay), out=decayed)
-        return np.add(grad, decayed, out=decayed)
+        return _with_decay(grad, self.weight_decay, param)
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         average, squares = state["exp_avg"], state["exp_avg_sq"]

@@ -12,17 +12,17 @@ import msgspec
 
 from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
+from .checkpoint import add_kept_files, assemble, files_of_index, keep_files, shown
 from .config import TrainConfig
 from .directory import FOLDERS, PLAN, TrainDirectory, make_part, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
-from .places import shard_names
+from .placement import shard_names
 from .plan import first_plan
 from .reduction import first_state
 from .rules import Rule, make_rule
 from .shard_files import ShardFile
 from .status import how_to_reduce
-from .whole import add_kept_files, assemble, files_of_index, keep_files, shown
 
 __all__ = ["begin", "end"]
 

@@ -13,7 +13,7 @@ from . import refusals
 from .config import TrainConfig
 from .directory import COORDINATOR, TrainDirectory, read_small, replace
 from .errors import TrainError
-from .locks import is_locked
+from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name
 from .refusals import Refusal

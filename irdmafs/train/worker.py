@@ -19,14 +19,14 @@ import msgspec
 from ..client._dtypes import Value
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
-from .early import Early
 from .errors import Refused, TrainError
 from .folders import Directories, Past, seen
 from .layout import Shard
-from .locks import Lock, is_locked
-from .open_push import OpenPush
-from .places import is_here
+from .liveness import Lock, is_locked
+from .open_push import OpenPush, Publish
+from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
+from .prefetch import Prefetch
 from .pushes import STEP, check_scales, check_turn, inspect, name_in_shards, values_of
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
 from .staging import Staging
@@ -50,8 +50,11 @@ class Worker:
         """Raises TrainError, also if a worker of that name is taking part, and OSError."""
         self.train = TrainDirectory(directory, keeps_open=True)
         with self.train.naming():
-            self.config = self.train.config()
-            self.layout = self.train.layout()
+            self._begin(name)
+
+    def _begin(self, name: str | None) -> None:
+        self.config = self.train.config()
+        self.layout = self.train.layout()
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
         self.name = name or f"{host}-{os.getpid()}"
         if not is_worker_name(self.name):
@@ -60,25 +63,21 @@ class Worker:
             )
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
-            path = self.train.shown(str(self.train.config_path))
-            raise TrainError(f"{self.name!r} is not one of the workers of {path}")
+            raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
         self._shards = self.layout.shards()
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
-        with self.train.naming():
-            self._in_turns = self._turns()
+        self._in_turns = self._turns()
         # Files of versions that were pulled.
         self._past = Past()
         self._directories = Directories()
-        self._early: Early | None = None
-        self._early_out: Mapping[str, Any] | None = None
+        self._prefetch: Prefetch | None = None
         # The last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
-        with self.train.naming():
-            self._take_part()
+        self._take_part()
 
     def _turns(self) -> Sequence[Shard]:
         """Return the shards in the order in which they are pushed: one of each part in turn, so that some
@@ -152,7 +151,7 @@ class Worker:
 
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
-        self._end_early()
+        self._end_prefetch()
         if self._lock.is_held:
             self._staging.remove()
             remove(self.train.workers / self.name)
@@ -195,7 +194,8 @@ class Worker:
             factors = {name: float(factor) for name, factor in scales.items()}
             check_scales(factors)
             more["scales"] = msgspec.json.encode(factors).decode()
-        push = self._open_push(weight, lr, more, out)
+        self._keep_part()
+        push = self._open_push(weight, lr, more, out, self._publish)
         push.put_all(values)
         return push.finish(weight, lr=lr)
 
@@ -203,7 +203,7 @@ class Worker:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, {}, None)
+        return self._open_push(self._weight, self._lr, {}, None, self._publish_later)
 
     def _open_push(
         self,
@@ -211,22 +211,25 @@ class Worker:
         lr: float | None,
         more: Mapping[str, str],
         out: Mapping[str, Any] | None,
+        publish: Publish,
     ) -> OpenPush:
         expected = self._next_push(weight, lr)
         name = name_in_shards(expected)
         noting = partial(self._watch.noting, name)
         with noting():
             finite = self.train.config().nonfinite == "refuse"
-        self._begin_early(out)
+        self._begin_prefetch(out)
         more = {STEP: str(expected.step), **more}
         return OpenPush(
             self.layout, self._in_turns, self._staging, name, more,
-            finite=finite, publish=self._publish, noting=noting,
+            finite=finite, publish=publish, noting=noting,
         )  # fmt: skip
 
-    def _next_push(self, weight: float, lr: float | None) -> Push:
+    def _keep_part(self) -> None:
         if not self._lock.is_held:
             self._take_part_again()
+
+    def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
         return Push(self.name, self.step + 1, "", self._weight, self.version, self._lr)
 
@@ -244,6 +247,11 @@ class Worker:
         if self._pushed != pushed:
             self._lock.close()
             raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
+
+    def _publish_later(self, written: Path, weight: float, lr: float | None) -> int:
+        """Publish a push that was begun long ago: the lock may be lost since."""
+        self._keep_part()
+        return self._publish(written, weight, lr)
 
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
@@ -288,7 +296,7 @@ class Worker:
                 self._push(gradients, weight, None, None, out)
             return self.pull(out, timeout_s=timeout_s)
         finally:
-            self._end_early()
+            self._end_prefetch()
 
     def _may_go_on(self, plan: Plan) -> bool:
         members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
@@ -334,33 +342,22 @@ class Worker:
 
     # -- the parameters ----------------------------------------------------------------------------
 
-    def _begin_early(self, out: Mapping[str, Any] | None) -> None:
+    def _begin_prefetch(self, out: Mapping[str, Any] | None) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
-        self._end_early()
+        self._end_prefetch()
         if len(self._shards) == 1 or not is_foreseen(self.config):
             return
         self._check_out(out)
-
-        def copy(shard: Shard, file: ShardFile) -> None:
-            assert out is not None
-            copy_shard(lambda _: file, out, shard)
-
-        self._early_out = out
         before = self.version if self.version >= 0 else self.train.newest()
-        self._early = Early(
-            self.train,
-            self.layout,
-            before + 1,
-            self._directories,
-            self._past,
-            None if out is None else copy,
-            shown=out is None and self._shows,
+        shown = out is None and self._shows
+        self._prefetch = Prefetch(
+            self.train, self.layout, before + 1, self._directories, self._past, out, shown=shown
         )
 
-    def _end_early(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
-            early.close()
+    def _end_prefetch(self) -> None:
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.close()
 
     def _check_out(self, out: Mapping[str, Any] | None) -> None:
         shapes = self.layout.shapes
@@ -376,9 +373,12 @@ class Worker:
         values: dict[str, Value] = {}
         while True:
             try:
-                early = self._early_shards(plan)
-                copied = early if out is not None and self._early_out is out else {}
-                open_shard = partial(self._open_shard, plan.version, early, out is None)
+                fetched: Mapping[str, ShardFile] = {}
+                prefetch, self._prefetch = self._prefetch, None
+                if prefetch is not None:
+                    fetched = prefetch.take(plan.version)
+                copied = fetched if prefetch is not None and prefetch.out is out else {}
+                open_shard = partial(self._open_shard, plan.version, fetched, out is None)
                 if out is None:
                     values = gather(self.layout, open_shard)
                 else:
@@ -396,21 +396,12 @@ class Worker:
             return {name: value.shown for name, value in values.items()}
         return dict(out)
 
-    def _early_shards(self, plan: Plan) -> dict[str, ShardFile]:
-        """Return the shards of a version that are here already. Raises FileNotFoundError if the version is
-        gone, and OSError."""
-        early, self._early = self._early, None
-        if early is None:
-            return {}
-        found = early.take(self.train.version(plan.version))
-        return found if early.version == plan.version else {}
-
     def _open_shard(
-        self, version: int, early: Mapping[str, ShardFile], shown: bool, shard: Shard
+        self, version: int, fetched: Mapping[str, ShardFile], shown: bool, shard: Shard
     ) -> ShardFile:
-        fetched = early.get(shard.name)
-        if fetched is not None and (fetched.shown or not shown):
-            return fetched
+        found = fetched.get(shard.name)
+        if found is not None and (found.shown or not shown):
+            return found
         path = params_of(self.train.version(version), shard)
         status = seen(path.stat())
         file = ShardFile(path, version=version, shown=shown)

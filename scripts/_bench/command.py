@@ -15,7 +15,7 @@ import click
 from harness.network import CommandFailed, Unavailable
 from rich.console import Console
 
-from irdmafs.mount.config import MountError, parse_size
+from irdmafs.mount_options import MountError, parse_size
 
 from .files import WrongData
 from .tables import Rates

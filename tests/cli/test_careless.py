@@ -21,8 +21,9 @@ from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.placement import pool_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.kv import Event
+from irdmafs.backend.model.placement import pool_of
+from irdmafs.backend.model.records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     NodeAddress,
@@ -32,7 +33,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     policy_key,
 )
-from irdmafs.backend.kv import Event
 from irdmafs.cli.command import main
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

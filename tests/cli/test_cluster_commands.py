@@ -21,7 +21,10 @@ from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.etcd.admin import roles_hold
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Delete, Event, Put
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     GroupConfig,
     MountRecord,
@@ -33,9 +36,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     policy_key,
 )
-from irdmafs.backend.kv import Delete, Event, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_admin import roles_hold
 
 GIB = 1 << 30
 REPLICAS = 2

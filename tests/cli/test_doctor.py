@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import irdmafs
 
-from irdmafs.backend.sizes import human_bytes
+from irdmafs.backend.model.sizes import human_bytes
 from irdmafs.cli import status
 from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting

@@ -13,10 +13,10 @@ from harness.mountpoint import irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.admin import roles_hold
 from irdmafs.backend.etcd.client import ALARM
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import NoSpace, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_admin import roles_hold
 
 QUOTA_BYTES = 16 << 20
 

@@ -17,7 +17,7 @@ from test_commands import one_line
 from irdmafs.__main__ import _interrupts_end_silently
 from irdmafs.cli import status
 from irdmafs.mount import mounting, stores
-from irdmafs.mount.config import MountError, MountOptions
+from irdmafs.mount_options import MountError, MountOptions
 
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all")
 # May read every file, as the interpreter may be installed below a private home directory.

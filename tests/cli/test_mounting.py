@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from irdmafs.backend.sizes import memory_limit
+from irdmafs.backend.model.sizes import memory_limit
 from irdmafs.mount import mounting, stores
-from irdmafs.mount.config import MountError, MountOptions, parse_mount_options, parse_size
 from irdmafs.mount.users import users_of
+from irdmafs.mount_options import MountError, MountOptions, parse_mount_options, parse_size
 
 needs_root = pytest.mark.skipif(not mounting.can_mount(), reason="mounting needs CAP_SYS_ADMIN")
 needs_fuse = pytest.mark.skipif(

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import SECTIONS
-from irdmafs.backend.cluster.config_values import Seconds, Size
-from irdmafs.backend.options import Option, declared
+from irdmafs.backend.model.options import Option, declared
+from irdmafs.backend.model.values import Seconds, Size
 from irdmafs.cli.command import mount
 from irdmafs.cli.flags import flag_name, flags_of, overrides, section_flags
 from irdmafs.cli.serve import serve
-from irdmafs.mount.config import Switch, mount_options
+from irdmafs.mount_options import Switch, mount_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
@@ -123,9 +123,9 @@ def tables() -> Iterator[str]:
         rows = []
         for setting in declared(owner):
             commands = ", ".join(f"`{name}`" for name in setting.option.commands)
-            flag = f"`{flag_name(section, setting.name)}` of {commands}" if commands else "-"
-            rows.append((f"`{setting.name}`", flag, setting.shown_default, setting.option.help))
-        yield table((f"key of `[{section}]`", "flag", "default", "meaning"), rows)
+            flag = f", `{flag_name(section, setting.name)}` of {commands}" if commands else ""
+            rows.append((f"`{setting.name}`{flag}", setting.shown_default, setting.option.help))
+        yield table((f"key of `[{section}]`, flag", "default", "meaning"), rows)
 
 
 def mount_flags() -> Iterator[tuple[str, ...]]:

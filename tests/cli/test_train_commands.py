@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.locks import is_locked
+from irdmafs.train.liveness import is_locked
 
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 

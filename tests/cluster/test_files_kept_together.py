@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness.clusters import MIB, Cluster, Plan
 
-from irdmafs.train.places import is_here, shard_names
+from irdmafs.train.placement import is_here, shard_names
 
 PLACEMENT, NODES = "user.irdmafs.placement", "user.irdmafs.nodes"
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,22 +17,23 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.faults import Faults
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.records import NEXT_INO_KEY
 from irdmafs.backend.cluster.replica import Consumer
 from irdmafs.backend.kv import Delete, Event, KeyValue, Put
+from irdmafs.backend.kv.faults import Faults
+from irdmafs.backend.model.records import NEXT_INO_KEY
 from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.namespace.inode import ROOT_INO, inode_key
 from irdmafs.backend.store.remote.lock_entries import LockEntries
 from irdmafs.backend.trust.certificates import Certificates
 
 RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "500"))
-_BATCH = 25
+_BATCH = 60
 
 
 @pytest.mark.long
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(records(OF_MOUNTS + OF_OTHERS), min_size=1, max_size=8), max_size=6))
 def test_no_record_is_an_error_of_those_who_follow_it(
     changes: list[list[tuple[bytes, bytes]]],
@@ -76,11 +78,21 @@ def contents(directory: Path) -> dict[str, object]:
     return found
 
 
-def shows(directory: Path, wanted: dict[str, object]) -> bool:
+def differences(directory: Path, wanted: dict[str, object]) -> list[str]:
+    """What is not as it was; the contents of files are told by their length."""
     try:
-        return contents(directory) == wanted
-    except OSError:
-        return False
+        found = contents(directory)
+    except OSError as error:
+        return [str(error)]
+    paths = (path for path in found | wanted if found.get(path) != wanted.get(path))
+    return [f"{path}: {found.get(path)!r:.80} was {wanted.get(path)!r:.80}" for path in paths]
+
+
+def wait_until_as_before(directory: Path, wanted: dict[str, object]) -> None:
+    """Raises AssertionError, which tells what is not."""
+    with suppress(AssertionError):
+        eventually(lambda: not differences(directory, wanted), "it is as before")
+    assert differences(directory, wanted) == []
 
 
 def follows(mount: ClusterMount, revision: int) -> bool:
@@ -165,7 +177,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
             max_examples=20, deadline=None, database=None,
             suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         )  # fmt: skip
-        @given(st.lists(records(OF_MOUNTS, victims), min_size=5, max_size=_BATCH))
+        @given(st.lists(records(OF_MOUNTS, victims), min_size=20, max_size=_BATCH))
         def harm(batch: list[tuple[bytes, bytes]]) -> None:
             chosen = {
                 key: value
@@ -204,7 +216,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         revision = trio.run(put, mended)
         for mount in cluster.mounts:
             eventually(functools.partial(follows, mount, revision), "it follows", 60)
-            eventually(functools.partial(shows, mount.path / "victims", before), "it is as before")
+            wait_until_as_before(mount.path / "victims", before)
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)
         assert all(part.alive for part in cluster.parts())

@@ -31,7 +31,11 @@ from irdmafs.backend.cluster.membership import (
     now_s,
     seen_key,
 )
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import EtcdLeases
+from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     GroupConfig,
     MountRecord,
@@ -43,10 +47,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     targets_key,
 )
-from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_leases import EtcdLeases
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.placement import (
+from irdmafs.backend.model.placement import (
     BUCKETS,
     Candidate,
     Placement,
@@ -24,8 +24,8 @@ from irdmafs.backend.cluster.placement import (
     retargeted,
     seed_of,
 )
-from irdmafs.backend.cluster.policy import POLICIES_MAX, Policy, parse_policy, policy_id
-from irdmafs.backend.cluster.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
+from irdmafs.backend.model.policy import POLICIES_MAX, Policy, parse_policy, policy_id
+from irdmafs.backend.model.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
 
 FILES = 10_000
 REPLICAS = 2

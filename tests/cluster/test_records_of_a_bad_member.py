@@ -13,9 +13,10 @@ from harness.clusters import Cluster, Plan
 from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.policy import policy_of_rule
-from irdmafs.backend.cluster.records import ContentId, Layout
 from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.faults import Faults
+from irdmafs.backend.model.policy import policy_of_rule
+from irdmafs.backend.model.records import ContentId, Layout, MountRecord
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
@@ -49,6 +50,15 @@ def senseless(ino: int, values: dict[str, Any], extent: int = 5 << 24 | 1) -> by
 def test_a_value_that_no_inode_has_is_damage(values: dict[str, Any]) -> None:
     with pytest.raises(msgspec.DecodeError):
         Inode.decode(7, senseless(7, values), 1)
+
+
+@pytest.mark.parametrize("field", [b"\xa2\xff\xff", b"\x91" * 5000], ids=["not UTF-8", "deep"])
+def test_a_record_that_cannot_be_decoded_is_damage(field: bytes) -> None:
+    faults = Faults()
+    assert faults.sound(b"m" + bytes(8), b"\xdc\x00\x08" + field * 8, MountRecord) is None
+    # The session that has written an inode is looked for in what is left of it.
+    faults.add(inode_key(7), "it is damaged", field)
+    assert "2 records" in faults.warnings()[0]
 
 
 def test_a_rule_that_is_not_understood_admits_no_node() -> None:

@@ -18,7 +18,7 @@ from harness.models.replication_state import (
     Rules,
 )
 
-from irdmafs.backend.cluster.groups import (
+from irdmafs.backend.model.groups import (
     degraded,
     demoted,
     dropped,
@@ -32,7 +32,7 @@ from irdmafs.backend.cluster.groups import (
     with_joining,
     without,
 )
-from irdmafs.backend.cluster.records import GroupConfig
+from irdmafs.backend.model.records import GroupConfig
 
 # Visited completely, as part of the first of the large ones.
 PARTS = {

@@ -10,7 +10,8 @@ import pytest
 from harness.clusters import Cluster, Plan
 
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.kv import Event
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     NodeAddress,
     NodeRecord,
@@ -18,7 +19,6 @@ from irdmafs.backend.cluster.records import (
     encode,
     key_of,
 )
-from irdmafs.backend.kv import Event
 from irdmafs.backend.store.remote.space import Space
 
 MiB = 1 << 20
@@ -44,6 +44,15 @@ def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path])
     before = free_bytes(here)
     (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
     assert free_bytes(here) < before
+
+
+def test_what_was_removed_again_is_not_counted(pair: list[Path]) -> None:
+    here, _ = pair
+    before = free_bytes(here)
+    for _ in range(4):
+        (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+        (here / "file").unlink()
+    assert free_bytes(here) > before - 8 * MiB
 
 
 def test_only_nodes_that_take_new_files_count() -> None:
@@ -100,3 +109,10 @@ def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
             assert caught.value.errno == errno.ENOSPC
             (here / "removed").unlink()
             os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+
+
+def test_reserved_room_stays_counted_when_the_file_is_closed(pair: list[Path]) -> None:
+    with (pair[0] / "reserved").open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, MiB)
+    for directory in pair:
+        assert (directory / "reserved").stat().st_blocks * 512 == MiB

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.model.records import ContentId, GroupConfig, Layout
 from irdmafs.backend.namespace import NewVersion
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, Target, Unreachable
@@ -59,6 +59,7 @@ def test_a_node_that_says_no_is_heard_although_another_cannot_be_reached() -> No
         members=SimpleNamespace(nodes={AWAY, HERE}),
         here=0,
         small_bytes=1000,
+        verify=False,
         timeout_s=0.0,
     )
     transfer = Transfer(cluster, NewVersion(2, ContentId(5), 7, 1, 0, layout=Layout(1)), fd)

@@ -8,7 +8,7 @@ import pytest
 from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
 from harness.patterns import pattern
 
-from irdmafs.backend.cluster.records import STRIPES_MAX
+from irdmafs.backend.model.records import STRIPES_MAX
 
 STORE_BYTES = 192 * MIB
 

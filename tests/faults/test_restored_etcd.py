@@ -18,8 +18,8 @@ import trio
 from harness.clusters import Cluster, Plan, StoreNode, run_irdmafs
 from harness.etcd_server import EtcdServer
 
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Put, WentBack
-from irdmafs.backend.kv.etcd import EtcdEngine
 
 WITHIN_S = 60.0
 SIZE = 200_000  # more than what is kept in etcd itself

@@ -1,10 +1,10 @@
 """The node's end."""
 
-import contextlib
 import errno
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import trio
@@ -76,7 +76,7 @@ class _Ferryman(Connection):
             raise OSError(errno.EINVAL, "the extent is not as long as was said")
         incoming = await begin(service, extent, target, length)
         if incoming is not None:
-            with contextlib.closing(incoming):
+            with closing(incoming):
                 os.pwrite(incoming.fd, data, 0)
                 await service.seal(extent, incoming)
         if target.chain:

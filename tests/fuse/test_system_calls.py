@@ -46,7 +46,7 @@ STATS = ("newfstatat", "fstat", "statx")
 
 
 def stats(calls: Counter[str]) -> int:
-    """Leaves out those of the clock (irdmafs.backend.clock), each of which follows a utimensat."""
+    """Leaves out those of the clock (irdmafs.backend.model.clock), each of which follows a utimensat."""
     return sum(calls[kind] for kind in STATS) - calls["utimensat"]
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -22,14 +23,14 @@ from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.clock import now_ns
+from irdmafs.backend.model.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
-from irdmafs.coherence.alone import Alone
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
+from irdmafs.coherence.protocol import Coherence
 from irdmafs.fuse import passthrough, wire
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
@@ -39,7 +40,7 @@ from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wakeups import FastWakeups
 from irdmafs.fuse.wire import Malformed, Opcode, Request
-from irdmafs.mount.config import MountOptions
+from irdmafs.mount_options import MountOptions
 from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.filesystem import Filesystem
 from irdmafs.posix.locking import Locking
@@ -54,6 +55,12 @@ O_LARGEFILE = 0o100000  # of every open by a name
 READ_IN = WRITE_IN = struct.Struct("<QQIIQII")
 LSEEK_IN = struct.Struct("<QQII")
 COPY_FILE_RANGE_IN = struct.Struct("<QQQQQQQ")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_open() -> None:
+    """Files that earlier tests left to the garbage collector would be closed while others are counted."""
+    gc.collect()
 
 
 # -- the formats -------------------------------------------------------------------------------------
@@ -198,7 +205,7 @@ class Served:
             store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
         )
         self.nodes = self.cache.nodes
-        coherence = Alone(store.namespace, self.cache)
+        coherence = Coherence(store.namespace, self.cache)
         locking = Locking(
             "local", None, self.cache.publisher, self.notices, store.namespace.describe
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from irdmafs.backend.cluster.placement import replicas_of
-from irdmafs.backend.cluster.records import GroupConfig, NodeAddress, decode
+from irdmafs.backend.model.placement import replicas_of
+from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
 
 from .daemons import Daemon
 from .etcd import Etcd

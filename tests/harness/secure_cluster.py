@@ -12,7 +12,7 @@ import trio
 from harness import forks
 from harness.etcd_server import EtcdServer
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.trust.security import Role
 
 

@@ -12,10 +12,10 @@ import trio
 from harness.etcd_server import EtcdServer
 from harness.models.invariants import check, walk
 from harness.models.namespace import DIRECTORY, FILE
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Event
-from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
@@ -194,14 +194,14 @@ class Worker:
             case 3:
                 return "link", n.link(self.file(), parent, name)
             case 4:
-                return "unlink", n.unlink(parent, name, in_use=False)
+                return "unlink", n.unlink(parent, name)
             case 5:
-                return "rmdir", n.rmdir(parent, name, in_use=False)
+                return "rmdir", n.rmdir(parent, name)
             case 6 | 7:
-                return "rename", n.rename(parent, name, to, new, 0, in_use=False)
+                return "rename", n.rename(parent, name, to, new, 0)
             case 8:
                 flags = self.random.choice([RENAME_EXCHANGE, RENAME_NOREPLACE])
-                return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
+                return "exchange", n.rename(parent, name, to, new, flags)
             case _:
                 return "publish", n.publish(
                     NewVersion(self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1)

@@ -16,10 +16,13 @@ import trio
 
 from harness.etcd_server import EtcdServer
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.groups import has_still
 from irdmafs.backend.cluster.membership import MOUNT, NODE, Members, Session, admit
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
+from irdmafs.backend.model.groups import has_still
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     ContentId,
     GroupConfig,
@@ -33,9 +36,6 @@ from irdmafs.backend.cluster.records import (
     group_key,
     key_of,
 )
-from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog

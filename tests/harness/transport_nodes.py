@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
-from irdmafs.backend.cluster.records import NodeAddress, session_of
-from irdmafs.backend.store.sparse import segments
+from irdmafs.backend.files.sparse import segments
+from irdmafs.backend.model.records import NodeAddress, session_of
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.mover import Mover, Serving
 from irdmafs.backend.transport.movers import all_movers

@@ -22,9 +22,9 @@ from harness.etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new
 
 from irdmafs.backend.etcd import client
 from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LeaseEnded
 from irdmafs.backend.kv import Change, Compacted, Compare, Conflict, Delete, Event, NoSpace, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_leases import LeaseEnded
 
 END = b"\xff"
 

@@ -30,8 +30,8 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
 
 from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
@@ -148,8 +148,8 @@ def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_chang
             await replica.start(nursery)
             mirror = Mirror(namespace)
             namespace.held = lambda ino: ino == gone.ino
-            gone = await other.unlink(ROOT_INO, b"goes", in_use=False)
-            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0, in_use=False)
+            gone = await other.unlink(ROOT_INO, b"goes")
+            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
             await other.create(place.ino, b"comes", FILE, 0, 0)
             await other.set_attributes(place.ino, mtime_ns=5)
             await trio.to_thread.run_sync(compacted_etcd.compact)
@@ -196,7 +196,7 @@ def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
             await here.create(ROOT_INO, b"other", FILE, 0, 0)
             await expect_all_equal(etcd, etcd_prefix, [here, there])
             names = [name for name, _ in here.children(ROOT_INO)]
-            assert names == [b"file", b"dangling", b"other"]
+            assert names == [b"dangling", b"file", b"other"]
             with pytest.raises(OSError, match="damaged"):
                 here.inode(2**40)
             await here.engine.transact((), [Delete(key) for key in nonsense])

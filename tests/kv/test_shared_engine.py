@@ -8,6 +8,7 @@ import pytest
 import trio
 from harness.etcd_server import etcd, new_prefix  # noqa: F401
 
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import (
     Change,
     Compare,
@@ -20,7 +21,6 @@ from irdmafs.backend.kv import (
     Put,
     SharedEngine,
 )
-from irdmafs.backend.kv.etcd import EtcdEngine
 
 END = b"\xff"
 Open = Callable[[], SharedEngine]

@@ -10,12 +10,13 @@ import trio
 from harness.etcd_server import EtcdServer, etcd, etcd_prefix
 from harness.models.invariants import check, recount, walk
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK, load_own
+from harness.open_inodes import while_open
 from harness.shared_namespaces import Lagging, error_of, host, hosts, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
@@ -85,13 +86,14 @@ async def do(namespace: Namespace, step: Step) -> None:
         case "link":
             await namespace.link(file, parent, step.name)
         case "unlink":
-            await namespace.unlink(parent, step.name, in_use=step.blocks > 20)
+            removing = namespace.unlink(parent, step.name)
+            await while_open(namespace, removing, is_open=step.blocks > 20)
         case "rmdir":
-            await namespace.rmdir(parent, step.name, in_use=False)
+            await namespace.rmdir(parent, step.name)
         case "rename" | "exchange":
             flags = RENAME_EXCHANGE if step.kind == "exchange" else 0
             target = b"b" if step.blocks % 2 else step.name
-            await namespace.rename(other, step.name, parent, target, flags, in_use=False)
+            await namespace.rename(other, step.name, parent, target, flags)
         case "publish":
             await namespace.publish(
                 NewVersion(file, ContentId(step.blocks), step.blocks * BLOCK, step.blocks, 1)
@@ -240,9 +242,9 @@ def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_pre
             for _ in range(20):
                 await make(here, place.ino, b"file")
                 assert await error_of(make(there, place.ino, b"file 2")) == "EDQUOT"
-                await here.unlink(place.ino, b"file", in_use=False)
+                await here.unlink(place.ino, b"file")
                 await make(there, place.ino, b"file 2")
-                await there.unlink(place.ino, b"file 2", in_use=False)
+                await there.unlink(place.ino, b"file 2")
 
     run(test)
 
@@ -298,9 +300,9 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
             == "EDQUOT"
         )
         await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
-        await namespace.unlink(places[0].ino, b"file", in_use=False)
+        await namespace.unlink(places[0].ino, b"file")
         assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
-        await namespace.unlink(places[0].ino, b"again", in_use=False)
+        await namespace.unlink(places[0].ino, b"again")
         assert used(namespace, places[0].ino) == (0, 0)
         assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
         check(namespace)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.records import NEXT_INO_KEY, ContentId, Layout
 from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.model.records import NEXT_INO_KEY, ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.tree import Tree
@@ -123,6 +123,33 @@ def test_an_inode_of_no_links_stays_while_names_lead_to_it() -> None:
     assert tree.lookup(ROOT_INO, b"a") is not None
     tree.apply(2, [Event(2, name[0], None)])
     assert tree.lookup(ROOT_INO, b"a") is None
+
+
+def test_a_refused_name_counts_when_its_reason_has_gone() -> None:
+    tree = loaded(map(directory, (ROOT_INO, 2, 3)))
+    second, other = name_key(ROOT_INO, b"b"), name_key(4, b"c")
+
+    def change(revision: int, *records: tuple[bytes, bytes | None]) -> None:
+        tree.apply(revision, [Event(revision, key, value) for key, value in records])
+        check(tree)
+
+    number = (2).to_bytes(8, "big")
+    change(
+        2, (name_key(ROOT_INO, b"a"), number), (name_key(ROOT_INO, b"d"), (3).to_bytes(8, "big"))
+    )
+    change(
+        3,
+        (second, number),
+        (other, (5).to_bytes(8, "big")),
+        (inode_key(5), Inode(5, 0o100644, 0, 0, 5).encode()),
+    )
+    assert tree.lookup(ROOT_INO, b"b") is None
+    change(4, (name_key(ROOT_INO, b"a"), None), (name_key(3, b"a"), number))
+    assert tree.path_of(2) == b"/d/a" and tree.lookup(ROOT_INO, b"b") is None
+    change(5, (name_key(3, b"a"), None))
+    assert tree.path_of(2) == b"/b"
+    change(6, directory(4), (name_key(ROOT_INO, b"e"), (4).to_bytes(8, "big")))
+    assert tree.names_of(5) == [(4, b"c")]
 
 
 @given(st.lists(records(), max_size=20))

@@ -7,6 +7,7 @@ import pytest
 import trio
 from harness.etcd_server import EtcdServer, etcd, etcd_prefix
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.open_inodes import while_open
 from harness.shared_namespaces import (
     HostNamespace,
     Lagging,
@@ -22,9 +23,9 @@ from harness.shared_namespaces import (
     run,
 )
 
-from irdmafs.backend.cluster.records import ContentId, Layout
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
+from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
 
 __all__ = ["etcd", "etcd_prefix"]
@@ -63,10 +64,10 @@ def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix: bytes
             await here.set_xattr(file.ino, b"user.b", b"2")
             await there.remove_xattr(file.ino, b"user.a")
             await here.set_attributes(file.ino, mode=0o4600, uid=9)
-            await there.rename(place.ino, b"file", ROOT_INO, b"moved", 0, in_use=False)
-            await here.unlink(ROOT_INO, b"second", in_use=False)
-            await there.unlink(place.ino, b"link", in_use=False)
-            await here.rmdir(ROOT_INO, b"place", in_use=False)
+            await there.rename(place.ino, b"file", ROOT_INO, b"moved", 0)
+            await here.unlink(ROOT_INO, b"second")
+            await there.unlink(place.ino, b"link")
+            await here.rmdir(ROOT_INO, b"place")
             await there.hub.barrier()
             inode = found(there, ROOT_INO, b"moved")
             assert (inode.ino, inode.mode, inode.uid) == (file.ino, FILE | 0o4600, 9)
@@ -90,14 +91,14 @@ def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
                 file = await here.create(ROOT_INO, name, FILE, 0, 0)
                 await there.link(file.ino, ROOT_INO, other)
                 assert await error_of(here.create(ROOT_INO, other, FILE, 0, 0)) == "EEXIST"
-                await here.unlink(ROOT_INO, name, in_use=False)
+                await here.unlink(ROOT_INO, name)
                 await there.create(ROOT_INO, name, DIRECTORY, 0, 0)
-                await here.rmdir(ROOT_INO, name, in_use=False)
-                assert await error_of(there.rmdir(ROOT_INO, name, in_use=False)) == "ENOENT"
-                await here.rename(ROOT_INO, other, ROOT_INO, name, RENAME_NOREPLACE, in_use=False)
+                await here.rmdir(ROOT_INO, name)
+                assert await error_of(there.rmdir(ROOT_INO, name)) == "ENOENT"
+                await here.rename(ROOT_INO, other, ROOT_INO, name, RENAME_NOREPLACE)
                 await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
                 await here.remove_xattr(file.ino, b"user.a")
-                await there.unlink(ROOT_INO, name, in_use=False)
+                await there.unlink(ROOT_INO, name)
                 assert await error_of(here.set_attributes(file.ino, mode=0)) == "ESTALE"
 
     run(test)
@@ -137,7 +138,7 @@ def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_they_happ
             await there.set_attributes(place.ino, mode=0o700)
             await here.hub.barrier()
             assert here.inode(place.ino).mtime_ns == 5
-            await here.unlink(place.ino, b"a", in_use=False)
+            await here.unlink(place.ino, b"a")
             assert here.inode(place.ino).mtime_ns > place.mtime_ns
             await expect_all_equal(etcd, etcd_prefix, [here, there])
 
@@ -195,7 +196,7 @@ def test_a_file_that_another_host_removes_stays_for_who_holds_it(
         async with hosts(etcd, etcd_prefix, 2) as (here, there):
             file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
             here.held = lambda ino: ino == file.ino
-            await there.unlink(ROOT_INO, b"file", in_use=False)
+            await there.unlink(ROOT_INO, b"file")
             await here.hub.barrier()
             orphan = here.inode(file.ino)
             assert (orphan.nlink, orphan.revision) == (0, 0)
@@ -223,7 +224,7 @@ def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
             async def remove(directories: tuple[int, ...], revision: int) -> None:
                 here.after_commit = None
                 await there.hub.barrier()
-                await there.unlink(ROOT_INO, b"file", in_use=False)
+                await there.unlink(ROOT_INO, b"file")
                 await here.hub.barrier()
 
             here.after_commit = remove
@@ -247,15 +248,16 @@ def test_what_its_own_host_removes_stays_if_in_use(
                 inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
                 gone: Inode | None
                 if kind == "unlink":
-                    gone = await namespace.unlink(ROOT_INO, b"name", in_use=in_use)
+                    removing = namespace.unlink(ROOT_INO, b"name")
+                    gone = await while_open(namespace, removing, is_open=in_use)
                 elif kind == "rmdir":
-                    gone = await namespace.rmdir(ROOT_INO, b"name", in_use=in_use)
+                    removing = namespace.rmdir(ROOT_INO, b"name")
+                    gone = await while_open(namespace, removing, is_open=in_use)
                 else:
                     await namespace.create(ROOT_INO, b"other", mode, 0, 0)
-                    gone = await namespace.rename(
-                        ROOT_INO, b"other", ROOT_INO, b"name", 0, in_use=in_use
-                    )
-                    await namespace.unlink(ROOT_INO, b"name", in_use=False)
+                    replacing = namespace.rename(ROOT_INO, b"other", ROOT_INO, b"name", 0)
+                    gone = await while_open(namespace, replacing, is_open=in_use)
+                    await namespace.unlink(ROOT_INO, b"name")
                 assert gone is not None and (gone.ino, gone.nlink) == (inode.ino, 0)
                 assert (inode.ino in namespace.inodes) == in_use
                 if kind == "rmdir" and in_use:
@@ -298,7 +300,7 @@ def test_a_removed_file_that_two_hosts_hold_gets_names_again(
             file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
             for namespace in (here, there):
                 namespace.held = lambda ino: ino == file.ino
-            await there.unlink(ROOT_INO, b"file", in_use=True)
+            await while_open(there, there.unlink(ROOT_INO, b"file"))
             await here.hub.barrier()
             ends = await all_at_once(
                 here.link(file.ino, ROOT_INO, b"a"), there.link(file.ino, ROOT_INO, b"b")
@@ -430,9 +432,9 @@ def test_a_directory_is_removed_or_filled_but_never_both(
                 for namespace in (second, third):
                     await namespace.hub.barrier()
                 ends = await all_at_once(
-                    first.rmdir(ROOT_INO, name, in_use=False),
+                    first.rmdir(ROOT_INO, name),
                     second.create(place.ino, b"a", FILE, 0, 0),
-                    third.rename(ROOT_INO, b"file-" + name, place.ino, b"b", 0, in_use=False),
+                    third.rename(ROOT_INO, b"file-" + name, place.ino, b"b", 0),
                 )
                 if ends[0] == "ok":
                     assert set(ends[1:]) <= {"ENOENT", "ESTALE"}
@@ -462,9 +464,9 @@ def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
                 for namespace in (second, third):
                     await namespace.hub.barrier()
                 ends = await all_at_once(
-                    first.rename(top.ino, b"a", c.ino, b"a", 0, in_use=False),
-                    second.rename(top.ino, b"b", d.ino, b"b", 0, in_use=False),
-                    third.rename(top.ino, b"e", d.ino, b"e", 0, in_use=False),
+                    first.rename(top.ino, b"a", c.ino, b"a", 0),
+                    second.rename(top.ino, b"b", d.ino, b"b", 0),
+                    third.rename(top.ino, b"e", d.ino, b"e", 0),
                 )
                 assert sorted(ends[:2]) == ["EINVAL", "ok"] and ends[2] == "ok"
                 await expect_all_equal(etcd, etcd_prefix, [first, second, third])
@@ -484,12 +486,12 @@ def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be_compa
             await namespace.create(ROOT_INO, b"moved", DIRECTORY, 0, 0)
             await namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             move = namespace.rename
-            assert await error_of(
-                move(ROOT_INO, b"moved", path[-1], b"moved", 0, in_use=False)
-            ) == ("ENAMETOOLONG")
-            await move(ROOT_INO, b"moved", path[100], b"moved", 0, in_use=False)
-            await move(path[100], b"moved", path[100], b"again", 0, in_use=False)
-            await move(ROOT_INO, b"file", path[-1], b"file", 0, in_use=False)
+            assert await error_of(move(ROOT_INO, b"moved", path[-1], b"moved", 0)) == (
+                "ENAMETOOLONG"
+            )
+            await move(ROOT_INO, b"moved", path[100], b"moved", 0)
+            await move(path[100], b"moved", path[100], b"again", 0)
+            await move(ROOT_INO, b"file", path[-1], b"file", 0)
             assert namespace.path_of(path[100]) == b"/d" * 100
             await expect_all_equal(etcd, etcd_prefix, [namespace])
 
@@ -510,7 +512,7 @@ def test_link_counts_are_right_after_links_and_unlinks_at_once(
                     name = b"%s-%d" % (host_name, number)
                     await namespace.link(file.ino, ROOT_INO, name)
                     if number % 2:
-                        await namespace.unlink(ROOT_INO, name, in_use=False)
+                        await namespace.unlink(ROOT_INO, name)
 
             async with trio.open_nursery() as nursery:
                 for number, namespace in enumerate(namespaces):

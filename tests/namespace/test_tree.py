@@ -4,6 +4,7 @@ import errno
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from harness.models.namespace import (
     load_own,
     tree,
 )
+from harness.open_inodes import while_open
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule
 
-from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -194,7 +196,7 @@ def test_dot_and_dotdot_lead_to_the_directory_and_its_parent(namespace: Namespac
     for name, found in ((b".", inner.ino), (b"..", outer.ino)):
         inode = namespace.lookup(inner.ino, name)
         assert inode is not None and inode.ino == found
-    run(namespace.rename(outer.ino, b"inner", ROOT_INO, b"moved", 0, in_use=False))
+    run(namespace.rename(outer.ino, b"inner", ROOT_INO, b"moved", 0))
     inode = namespace.lookup(inner.ino, b"..")
     assert inode is not None and inode.ino == ROOT_INO
 
@@ -205,11 +207,11 @@ def test_dotdot_of_a_removed_directory_in_a_removed_directory_is_stale(
     outer = make(namespace, ROOT_INO, b"outer", DIRECTORY)
     inner = make(namespace, outer.ino, b"inner", DIRECTORY)
     make(namespace, ROOT_INO, b"other", DIRECTORY)
-    run(namespace.rmdir(outer.ino, b"inner", in_use=True))
-    run(namespace.rmdir(ROOT_INO, b"outer", in_use=False))
+    run(while_open(namespace, namespace.rmdir(outer.ino, b"inner")))
+    run(namespace.rmdir(ROOT_INO, b"outer"))
     assert error_of(lambda: namespace.lookup(inner.ino, b"..")) == "ESTALE"
     move = lambda: run(  # noqa: E731
-        namespace.rename(ROOT_INO, b"other", inner.ino, b"x", 0, in_use=False)
+        namespace.rename(ROOT_INO, b"other", inner.ino, b"x", 0)
     )
     assert error_of(move) == "ENOENT"
 
@@ -222,7 +224,7 @@ def test_names_of_255_bytes_are_kept_and_longer_ones_refused(namespace: Namespac
         lambda: namespace.lookup(ROOT_INO, longer),
         lambda: make(namespace, ROOT_INO, longer, FILE),
         lambda: run(namespace.link(inode.ino, ROOT_INO, longer)),
-        lambda: run(namespace.rename(ROOT_INO, longest, ROOT_INO, longer, 0, in_use=False)),
+        lambda: run(namespace.rename(ROOT_INO, longest, ROOT_INO, longer, 0)),
     ):
         assert error_of(call) == "ENAMETOOLONG"
 
@@ -235,9 +237,7 @@ def test_a_directory_cannot_be_moved_below_itself_nor_exchanged_with_what_holds_
     before = tree(namespace)
 
     def rename(parent: int, name: bytes, to: int, new_name: bytes, flags: int) -> str:
-        return error_of(
-            lambda: run(namespace.rename(parent, name, to, new_name, flags, in_use=False))
-        )
+        return error_of(lambda: run(namespace.rename(parent, name, to, new_name, flags)))
 
     assert rename(ROOT_INO, b"outer", inner.ino, b"x", 0) == "EINVAL"
     assert rename(ROOT_INO, b"outer", outer.ino, b"inner", RENAME_EXCHANGE) == "EINVAL"
@@ -252,7 +252,7 @@ def test_dot_and_dotdot_are_never_replaced(namespace: Namespace, dots: bytes, fl
     moved = make(namespace, ROOT_INO, b"moved", DIRECTORY)
     empty = make(namespace, ROOT_INO, b"empty", DIRECTORY)
     move = lambda: run(  # noqa: E731
-        namespace.rename(ROOT_INO, b"moved", empty.ino, dots, flags, in_use=False)
+        namespace.rename(ROOT_INO, b"moved", empty.ino, dots, flags)
     )
     assert error_of(move) == "EBUSY"
     assert {ino for _, ino in namespace.children(ROOT_INO)} == {moved.ino, empty.ino}
@@ -302,12 +302,12 @@ def test_changes_in_a_directory_move_its_times(namespace: Namespace) -> None:
 
     moves_times(lambda: namespace.create(place.ino, b"new", FILE, 0, 0))
     moves_times(lambda: namespace.link(file.ino, place.ino, b"linked"))
-    moves_times(lambda: namespace.rename(place.ino, b"new", place.ino, b"n", 0, in_use=False))
-    moves_times(lambda: namespace.rename(place.ino, b"n", ROOT_INO, b"n", 0, in_use=False))
-    moves_times(lambda: namespace.rename(ROOT_INO, b"n", place.ino, b"n", 0, in_use=False))
-    moves_times(lambda: namespace.unlink(place.ino, b"linked", in_use=False))
+    moves_times(lambda: namespace.rename(place.ino, b"new", place.ino, b"n", 0))
+    moves_times(lambda: namespace.rename(place.ino, b"n", ROOT_INO, b"n", 0))
+    moves_times(lambda: namespace.rename(ROOT_INO, b"n", place.ino, b"n", 0))
+    moves_times(lambda: namespace.unlink(place.ino, b"linked"))
     moves_times(lambda: namespace.create(place.ino, b"below", DIRECTORY, 0, 0))
-    moves_times(lambda: namespace.rmdir(place.ino, b"below", in_use=False))
+    moves_times(lambda: namespace.rmdir(place.ino, b"below"))
 
 
 def test_xattrs_of_one_inode_have_a_limit_together(namespace: Namespace) -> None:
@@ -337,6 +337,36 @@ def test_a_file_without_a_name_leaves_nothing_unless_it_is_linked(
     assert found is not None and (found.mode, found.extent) == (FILE | 0o640, 9)
 
 
+def test_a_change_takes_one_commit_and_few_records(records: Map, namespace: Namespace) -> None:
+    """A new file that nobody has closed yet waits for the commit of its first version."""
+    counted: Counter[str] = Counter()
+    calls = {name: getattr(records, name) for name in ("get", "put", "delete", "commit")}
+
+    def count(name: str, *args: Any) -> Any:
+        counted[name] += 1
+        return calls[name](*args)
+
+    def costs(doing: Coroutine[Any, Any, object]) -> Counter[str]:
+        counted.clear()
+        run(doing)
+        return +counted
+
+    make(namespace, ROOT_INO, b"before", FILE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            patch.setattr(records, name, partial(count, name))
+        made = namespace.create(ROOT_INO, b"file", FILE, 0, 0, durable=False)
+        assert costs(made) == {"get": 2, "put": 3}
+        file = namespace.lookup(ROOT_INO, b"file")
+        assert file is not None
+        version = namespace.publish(NewVersion(file.ino, ContentId(1), 1, 1, 1))
+        assert costs(version) == {"put": 1, "commit": 1}
+        moved = namespace.rename(ROOT_INO, b"file", ROOT_INO, b"moved", 0)
+        assert costs(moved) == {"get": 4, "put": 3, "delete": 1, "commit": 1}
+        gone = namespace.unlink(ROOT_INO, b"moved")
+        assert costs(gone) == {"get": 2, "put": 1, "delete": 2, "commit": 1}
+
+
 # -- what a crash or damage leaves -------------------------------------------------------------------
 
 
@@ -344,9 +374,9 @@ def test_what_had_no_name_at_a_crash_is_gone_after_it(records: Map, namespace: N
     for name, mode in ((b"file", FILE), (b"link", SYMLINK), (b"directory", DIRECTORY)):
         make(namespace, ROOT_INO, name, mode)
         if mode == DIRECTORY:
-            run(namespace.rmdir(ROOT_INO, name, in_use=True))
+            run(while_open(namespace, namespace.rmdir(ROOT_INO, name)))
         else:
-            run(namespace.unlink(ROOT_INO, name, in_use=True))
+            run(while_open(namespace, namespace.unlink(ROOT_INO, name)))
     assert len(namespace.inodes) == 4
     assert set(reloaded(records).inodes) == {ROOT_INO}
     root = bytes(7) + b"\1"
@@ -412,7 +442,7 @@ def test_a_full_store_still_lets_names_go(namespace: Namespace, records: Map) ->
         current = "shrink"
         run(namespace.publish(NewVersion(file.ino, ContentId(2), 10, 8, 1)))
         current = "unlink"
-        run(namespace.unlink(ROOT_INO, b"file", in_use=True))
+        run(while_open(namespace, namespace.unlink(ROOT_INO, b"file")))
         current = "rmdir"
-        run(namespace.rmdir(ROOT_INO, b"directory", in_use=False))
+        run(namespace.rmdir(ROOT_INO, b"directory"))
     assert [name for name, urgent in asked.items() if urgent] == ["shrink", "unlink", "rmdir"]

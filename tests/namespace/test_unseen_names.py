@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 from harness.etcd_server import EtcdServer, etcd, etcd_prefix
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.open_inodes import while_open
 from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host, run
 
-from irdmafs.backend.cluster.records import ContentId, MountRecord
+from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
@@ -60,7 +61,7 @@ def test_the_maker_can_change_what_nobody_else_sees(etcd: EtcdServer, etcd_prefi
             await here.set_xattr(file.ino, b"user.a", b"1")
             assert await sees(here)
             assert not await sees(there)
-            await here.unlink(ROOT_INO, b"file", in_use=False)
+            await here.unlink(ROOT_INO, b"file")
             assert await error_of(made(there)) == "ok"
 
     run(test)
@@ -121,9 +122,7 @@ def test_its_name_is_free_only_if_its_mount_has_ended(
                 await made(here, name)
             place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
             await made(here, parent=place.ino)
-            exchanged = there.rename(
-                ROOT_INO, b"place", ROOT_INO, b"create", RENAME_EXCHANGE, in_use=False
-            )
+            exchanged = there.rename(ROOT_INO, b"place", ROOT_INO, b"create", RENAME_EXCHANGE)
             assert await error_of(exchanged) == "ENOENT"
             other = await made(there, b"other")
             await there.show(ROOT_INO, b"other")
@@ -131,10 +130,8 @@ def test_its_name_is_free_only_if_its_mount_has_ended(
                 made(there, b"create"),
                 there.create(ROOT_INO, b"mkdir", DIRECTORY, 0, 0),
                 there.link(other.ino, ROOT_INO, b"link"),
-                there.rename(
-                    ROOT_INO, b"other", ROOT_INO, b"rename", RENAME_NOREPLACE, in_use=False
-                ),
-                there.rmdir(ROOT_INO, b"place", in_use=False),
+                there.rename(ROOT_INO, b"other", ROOT_INO, b"rename", RENAME_NOREPLACE),
+                there.rmdir(ROOT_INO, b"place"),
             )
             assert ends == (["ok"] * 5 if ended else [*["EEXIST"] * 4, "ENOTEMPTY"])
             for name in names:
@@ -154,7 +151,7 @@ def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
             there.ended |= {HERE}
             await there.remove_abandoned(ROOT_INO + 1)
             assert await sees(here, b"lost")
-            await here.unlink(ROOT_INO, b"removed", in_use=True)
+            await while_open(here, here.unlink(ROOT_INO, b"removed"))
             await there.hub.barrier()
             await there.remove_abandoned()
             assert not await sees(here, b"lost")
@@ -184,7 +181,7 @@ def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
             file = await made(here)
             await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
             assert await sees(there)
-            await there.unlink(ROOT_INO, b"file", in_use=False)
+            await there.unlink(ROOT_INO, b"file")
             assert not await sees(here)
             aside = make_aside(here, file.ino, "host", lambda parent, name: NO_LAYOUT)
             assert await error_of(aside) == "ESTALE"

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import (
     ContentId,
     GroupConfig,
     Layout,
@@ -21,7 +22,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     pin_key,
 )
-from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node import catalog as catalog_module
 from irdmafs.backend.node.catalog import Catalog

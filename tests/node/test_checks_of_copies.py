@@ -13,10 +13,12 @@ import trio
 import trio.testing
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.groups import without
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.files.digest import digest_of_bytes, fold
+from irdmafs.backend.kv import KeyValue
+from irdmafs.backend.model.groups import without
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import (
     ContentId,
     GroupConfig,
     Layout,
@@ -25,13 +27,11 @@ from irdmafs.backend.cluster.records import (
     group_key,
     key_of,
 )
-from irdmafs.backend.kv import KeyValue
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks, Verdict
 from irdmafs.backend.node.files import Files, Incoming
 from irdmafs.backend.node.handover import Handover
-from irdmafs.backend.store.digest import digest_of_bytes, fold
 from irdmafs.backend.transport import Extent
 
 CONTENT = 1000 << 24 | 1

@@ -8,8 +8,8 @@ from harness.etcd_server import EtcdServer
 
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import ALARM
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.node.etcd_room import EtcdWatch
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.node.etcd_space import EtcdWatch
 
 
 def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
@@ -35,5 +35,5 @@ def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
             await watch.look()
             assert caplog.messages[1:] == ["etcd has room, and no alarm"]
 
-    with caplog.at_level(logging.INFO, "irdmafs.backend.node.etcd_room"), EtcdServer() as server:
+    with caplog.at_level(logging.INFO, "irdmafs.backend.node.etcd_space"), EtcdServer() as server:
         trio.run(main, server)

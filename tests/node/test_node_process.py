@@ -27,8 +27,11 @@ from harness.etcd_server import EtcdServer, etcd
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import (
     SETTINGS_KEY,
     ContentId,
     Layout,
@@ -41,9 +44,6 @@ from irdmafs.backend.cluster.records import (
     key_of,
     pin_key,
 )
-from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv import Conflict, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
@@ -459,7 +459,7 @@ def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place
         pin = pin_key(pinned, writer.session.lease)
         await writer.engine.transact((), [Put(pin, b"", writer.session.lease)])
         for name in (b"deleted", b"pinned"):
-            await writer.namespace.unlink(ROOT_INO, name, in_use=False)
+            await writer.namespace.unlink(ROOT_INO, name)
         given_up, unpublished = writer.content(), writer.content()
         await writer.put(given_up, b"given up", layout)
         await writer.put(unpublished, b"not yet", layout)
@@ -486,11 +486,11 @@ def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
         assert inode is not None
         await writer.namespace.set_attributes(inode.ino, mode=0o600)
         await writer.namespace.link(inode.ino, ROOT_INO, b"b")
-        await writer.namespace.rename(ROOT_INO, b"a", ROOT_INO, b"c", 0, in_use=False)
-        await writer.namespace.unlink(ROOT_INO, b"c", in_use=False)
+        await writer.namespace.rename(ROOT_INO, b"a", ROOT_INO, b"c", 0)
+        await writer.namespace.unlink(ROOT_INO, b"c")
         await writer.publish(b"last", b"so that the node has seen the rest")
         assert Extent(content, 0) in node.extents()
-        await writer.namespace.unlink(ROOT_INO, b"b", in_use=False)
+        await writer.namespace.unlink(ROOT_INO, b"b")
         await writer.until(lambda: Extent(content, 0) not in node.extents())
 
     run(place, test)
@@ -589,7 +589,7 @@ def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
         await writer.until(lambda: not path.stat().st_mode & stat.S_IWUSR)
         before = node.id
         node.kill9()
-        await writer.namespace.unlink(ROOT_INO, b"deleted", in_use=False)
+        await writer.namespace.unlink(ROOT_INO, b"deleted")
         (node.store / "incoming/_1").write_bytes(b"half of an extent")
         await trio.to_thread.run_sync(node.start)
         assert node.id == before

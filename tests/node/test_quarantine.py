@@ -9,7 +9,7 @@ from test_catalog import BUCKETS, World, one_stripe, world
 from test_store_node import contents_of, keep, memory, small_tmpfs
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.records import key_of
+from irdmafs.backend.model.records import key_of
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.transport import Extent

@@ -15,7 +15,7 @@ from harness.secure_cluster import in_trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.records import pin_key
+from irdmafs.backend.cluster.etcd_rights import own_ranges
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import (
@@ -37,15 +37,15 @@ from irdmafs.backend.etcd.client import (
     Message,
     Method,
 )
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import Event, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_leases import LEASE_BITS
+from irdmafs.backend.model.records import pin_key
 from irdmafs.backend.node import readers as limits
 from irdmafs.backend.node.feed import Feed
 from irdmafs.backend.node.readers import PAGE_KEYS, Kept, Readers, checked
 from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from irdmafs.backend.transport.rights import Peer
-from irdmafs.backend.trust.rights import own_ranges
 
 OWNER, OTHER = 0xABCDEF, 0xABCDF0
 LEASE, FOREIGN = OWNER << LEASE_BITS | 7, OTHER << LEASE_BITS | 7

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from irdmafs.posix.locks import LAST_BYTE, LOCKS_OF_USER_MAX, FlockTable, Lock, LockTable
+from irdmafs.posix.lock_tables import LAST_BYTE, LOCKS_OF_USER_MAX, FlockTable, Lock, LockTable
 
 INO = 7
 
@@ -157,7 +157,7 @@ def test_a_flock_covers_the_whole_file_whatever_range_is_given() -> None:
 
 def test_a_user_has_a_limited_number_of_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LOCKS_OF_USER_MAX > 1000
-    monkeypatch.setattr("irdmafs.posix.locks.LOCKS_OF_USER_MAX", 3)
+    monkeypatch.setattr("irdmafs.posix.lock_tables.LOCKS_OF_USER_MAX", 3)
     table = LockTable()
     for byte, ino, owner in ((0, INO, 1), (2, INO, 2), (4, INO + 1, 1)):
         table.acquire(ino, owner, write(byte, byte))

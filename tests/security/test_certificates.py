@@ -19,7 +19,7 @@ import trio
 
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.config_values import ConfigError
+from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.node.figures import NodeFigures
 from irdmafs.backend.observe import logs
 from irdmafs.backend.observe.metrics import Collector, serve_metrics

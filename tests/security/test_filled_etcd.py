@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from harness.secure_cluster import SecureCluster, in_trio
 
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import NoSpace, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_leases import LEASE_BITS
 
 QUOTA_BYTES = 24 << 20
 VALUE_BYTES = 500_000

@@ -7,8 +7,8 @@ from harness.mountpoint import eventually
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.membership import followed_key, seen_key
-from irdmafs.backend.cluster.records import MountRecord
 from irdmafs.backend.kv import Put
+from irdmafs.backend.model.records import MountRecord
 from irdmafs.backend.namespace import ROOT_INO
 
 COMPLAINT = "has acknowledged nothing"

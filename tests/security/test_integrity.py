@@ -12,9 +12,9 @@ import trio
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.striped import damage, folder, new_content
 
-from irdmafs.backend.cluster.records import ContentId, GroupConfig, Layout
+from irdmafs.backend.files.digest import BLOCK_BYTES, digest_of_bytes
+from irdmafs.backend.model.records import ContentId, GroupConfig, Layout
 from irdmafs.backend.namespace import NewVersion
-from irdmafs.backend.store.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.store.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, FileRange, Landed, Target
 from irdmafs.cli.status import report
@@ -170,10 +170,11 @@ def test_what_was_written_on_while_it_was_sent_is_not_checked(
         group=lambda layout, stripe: 1,
         here=0,
         small_bytes=1000,
+        verify=True,
         timeout_s=1.0,
     )
     version = NewVersion(2, ContentId(5), len(content), 1, 0, mapped=mapped, layout=Layout(1))
-    transfer = Transfer(cluster, version, fd, verify=True)
+    transfer = Transfer(cluster, version, fd)
     trio.run(transfer.complete)
     os.close(fd)
     assert transfer.digests == (b"" if change else digest_of_bytes(content))

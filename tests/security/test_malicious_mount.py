@@ -15,10 +15,10 @@ from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.cluster.placement import group_of
-from irdmafs.backend.cluster.records import MountRecord
 from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.model.placement import group_of
+from irdmafs.backend.model.records import MountRecord
 from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers

@@ -13,18 +13,8 @@ from harness.secure_cluster import in_trio
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import ClusterSection
-from irdmafs.backend.cluster.config_values import ConfigError
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.membership import followed_key, seen_key
-from irdmafs.backend.cluster.records import (
-    NEXT_INO_KEY,
-    SETTINGS_KEY,
-    MountRecord,
-    certificate_key,
-    group_key,
-    key_of,
-    pin_key,
-)
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import (
     ALARM,
@@ -36,6 +26,16 @@ from irdmafs.backend.etcd.client import (
     Unsent,
 )
 from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.model.records import (
+    NEXT_INO_KEY,
+    SETTINGS_KEY,
+    MountRecord,
+    certificate_key,
+    group_key,
+    key_of,
+    pin_key,
+)
+from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.trust import authority
 from irdmafs.backend.trust.security import Credentials
 

@@ -11,8 +11,8 @@ from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.records import MountRecord, decode, pin_key
 from irdmafs.backend.kv import Put
+from irdmafs.backend.model.records import MountRecord, decode, pin_key
 from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.security import Credentials, identity_in
 

@@ -9,10 +9,14 @@ import pytest
 import trio
 from harness.secure_cluster import SecureCluster, in_trio
 
+from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.lock_claims import guard_key
 from irdmafs.backend.cluster.membership import followed_key, seen_key
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.errors import RpcError
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.model.lock_claims import guard_key
+from irdmafs.backend.model.records import (
     NEXT_INO_KEY,
     SETTINGS_KEY,
     MountRecord,
@@ -24,12 +28,8 @@ from irdmafs.backend.cluster.records import (
     pool_key,
     targets_key,
 )
-from irdmafs.backend.etcd.errors import RpcError
-from irdmafs.backend.kv import Delete, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, ROOT_INO, inode_key, name_key
 from irdmafs.backend.trust.authority import issue, make_ca
-from irdmafs.backend.trust.rights import own_ranges, shared_ranges
 from irdmafs.backend.trust.security import Role
 
 NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}

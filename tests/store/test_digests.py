@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from irdmafs.backend.cluster.records import Layout
+from irdmafs.backend.files import digest
+from irdmafs.backend.files.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
+from irdmafs.backend.model.records import Layout
 from irdmafs.backend.namespace.inode import Inode
-from irdmafs.backend.store import digest
-from irdmafs.backend.store.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
 
 FILE = 0o100644
 

@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import trio
 from harness.models.invariants import check
+from harness.open_inodes import while_open
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
+from irdmafs.backend.files import storedir
+from irdmafs.backend.files.extents import ExtentStore, copy_contents
+from irdmafs.backend.files.storedir import StoreInUse
 from irdmafs.backend.kv import Damaged, NoSpace
+from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store import embedded as node
-from irdmafs.backend.store import storedir
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
-from irdmafs.backend.store.extents import ExtentStore, copy_contents
-from irdmafs.backend.store.storedir import StoreInUse
 from irdmafs.inline import run
 
 FILE = stat.S_IFREG | 0o644
@@ -186,7 +187,7 @@ def test_a_copy_has_the_same_bytes_and_the_same_holes(
 
 
 def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("irdmafs.backend.store.extents._COPY_CHUNK_BYTES", 1000)
+    monkeypatch.setattr("irdmafs.backend.files.extents._COPY_CHUNK_BYTES", 1000)
     source, target = make_file("tmpfs"), make_file("tmpfs")
     content = write_segments(source, [(True, 10_500), (False, 9000), (True, 2500)])
     copy_contents(source, target)
@@ -326,7 +327,7 @@ def test_publishing_to_a_full_store_keeps_the_present_version(
 def test_a_forgotten_inode_takes_its_content_with_it(tmp_path: Path, in_memory: None) -> None:
     with Store(tmp_path) as store:
         inode = make_file_of(store, b"file", b"one")
-        nameless = run(store.namespace.unlink(ROOT_INO, b"file", in_use=True))
+        nameless = run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"file")))
         assert content_of(store, inode.extent) == b"one"
         run(store.forget(nameless))
         run(store.forget(nameless))
@@ -421,7 +422,7 @@ def test_starting_frees_working_retired_and_unnamed_extents(
         store.pin(old.extent)
         new = make_version(store, old.ino, b"new")
         unlinked = make_file_of(store, b"unlinked", b"unlinked")
-        run(store.namespace.unlink(ROOT_INO, b"unlinked", in_use=True))
+        run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"unlinked")))
         working = write(store.extents, b"half of it")
         assert set(store.extents) == {
             kept.extent, old.extent, new.extent, unlinked.extent, working
@@ -574,7 +575,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if file not in self.current:
             return
         _, _, extent = self.current.pop(file)
-        inode = run(self.store.namespace.unlink(ROOT_INO, b"%d" % file, in_use=held))
+        namespace = self.store.namespace
+        removing = namespace.unlink(ROOT_INO, b"%d" % file)
+        inode = run(while_open(namespace, removing, is_open=held))
         if held:
             run(self.store.forget(inode))
         else:

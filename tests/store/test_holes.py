@@ -8,9 +8,9 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.store import sparse
-from irdmafs.backend.store.digest import BLOCK_BYTES, digest_at_rest, digest_of, digest_of_bytes
-from irdmafs.backend.store.sparse import allocated_bytes, empty, is_sparse, segments
+from irdmafs.backend.files import sparse
+from irdmafs.backend.files.digest import BLOCK_BYTES, digest_at_rest, digest_of, digest_of_bytes
+from irdmafs.backend.files.sparse import allocated_bytes, empty, is_sparse, segments
 
 PAGE = mmap.PAGESIZE
 

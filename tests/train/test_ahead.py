@@ -26,13 +26,13 @@ from harness.training_runs import (
 from numpy.typing import NDArray
 
 from irdmafs.train import Reducer, Worker
-from irdmafs.train.ahead import Staged
 from irdmafs.train.folders import Directory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
 from irdmafs.train.pushes import STEP, values_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
+from irdmafs.train.speculation import Staged
 from irdmafs.train.trees import Trees
 
 SHARDS = 3
@@ -328,7 +328,7 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
 
 def fetched(worker: Worker) -> bool:
     """Return whether all shards of the version that is being made are here."""
-    fetches = list(worker._early._fetches.values()) if worker._early is not None else []
+    fetches = list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
     return len(fetches) == SHARDS and all(one.file.done() for one in fetches)
 
 
@@ -340,8 +340,8 @@ def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> Non
 
 def files_ahead(worker: Worker) -> list[ShardFile]:
     """Return the files that a worker has fetched ahead."""
-    assert worker._early is not None
-    return [one.file.result() for one in worker._early._fetches.values()]
+    assert worker._prefetch is not None
+    return [one.file.result() for one in worker._prefetch._fetches.values()]
 
 
 def lies_in(files: Sequence[ShardFile], array: NDArray[Any]) -> bool:

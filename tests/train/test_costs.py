@@ -20,7 +20,7 @@ from harness.training_runs import (
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.locks import Lock
+from irdmafs.train.liveness import Lock
 
 
 def figures(mount: ClusterMount) -> dict[str, Any]:
@@ -83,7 +83,9 @@ def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(hosts: 
             push.put(name, value)
 
         def is_here() -> bool:
-            fetches = list(worker._early._fetches.values()) if worker._early is not None else []
+            fetches = (
+                list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
+            )
             return len(fetches) == 3 and all(one.file.done() for one in fetches)
 
         reduce_until(reducer, is_here, "the shards are here")

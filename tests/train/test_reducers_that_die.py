@@ -12,7 +12,7 @@ from harness.training_runs import newest, ones, reduce_until, start
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.locks import is_locked
+from irdmafs.train.liveness import is_locked
 
 Record = Callable[[str, object], None]
 LEASE_S = 2

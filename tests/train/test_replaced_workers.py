@@ -8,7 +8,7 @@ from harness.training_runs import newest, ones, parameters, reduce, reduce_until
 
 from irdmafs.train import Reducer, Refused, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
-from irdmafs.train.locks import Lock
+from irdmafs.train.liveness import Lock
 
 
 def everywhere(folder: Path, value: float) -> bool:

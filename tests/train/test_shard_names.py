@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from irdmafs.train.places import choose, is_here, shard_names
+from irdmafs.train.placement import choose, is_here, shard_names
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 7])

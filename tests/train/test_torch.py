@@ -177,11 +177,11 @@ def test_two_workers_train_as_one_process_with_both_batches(
     assert_close(first, train_alone(model, alone(model.parameters()), clip_norm=clip_norm))
 
 
-def test_training_on_a_device_is_training_on_the_host(tmp_path: Path, device: str) -> None:
+def test_training_on_a_device_is_training_on_the_host(place: Path, device: str) -> None:
     config = TrainConfig(rule="adamw", lr=0.05, workers=2)
-    begin_training(tmp_path / "run", make_model(), config, shards=2)
+    begin_training(place / "run", make_model(), config, shards=2)
     found, _ = train(
-        tmp_path / "run",
+        place / "run",
         lambda: make_model(device=device),
         lambda step, worker: batch(step, worker, device=device),
         overlap=True,
@@ -193,11 +193,11 @@ def test_training_on_a_device_is_training_on_the_host(tmp_path: Path, device: st
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 4])
-def test_overlap_gives_the_same_bits(tmp_path: Path, shards: int, dtype: str) -> None:
+def test_overlap_gives_the_same_bits(place: Path, shards: int, dtype: str) -> None:
     found = []
     kind = getattr(torch, dtype)
     for overlap in (False, True):
-        folder = tmp_path / f"overlap-{overlap}"
+        folder = place / f"overlap-{overlap}"
         config = TrainConfig(rule="adamw", lr=0.01, workers=2)
         begin_training(folder, make_model(kind), config, shards)
         found += train(
@@ -210,8 +210,8 @@ def test_overlap_gives_the_same_bits(tmp_path: Path, shards: int, dtype: str) ->
     assert not any(torch.equal(found[0][name], start[name]) for name in start)
 
 
-def test_delayed_training_applies_gradients_of_the_version_before(tmp_path: Path) -> None:
-    folder = begin_training(tmp_path / "run", make_model(), TrainConfig(lr=0.1, workers=2), 2)
+def test_delayed_training_applies_gradients_of_the_version_before(place: Path) -> None:
+    folder = begin_training(place / "run", make_model(), TrainConfig(lr=0.1, workers=2), 2)
     found = train(folder, make_model, delayed=True)
     # A model that is one step behind, and the gradients that were made with it.
     older, newer = make_model(), make_model()
@@ -229,9 +229,9 @@ def test_delayed_training_applies_gradients_of_the_version_before(tmp_path: Path
         assert_close(one, parameters(newer))
 
 
-def test_delayed_step_waits_for_the_version_before(tmp_path: Path) -> None:
+def test_delayed_step_waits_for_the_version_before(place: Path) -> None:
     model = make_model()
-    folder = begin_training(tmp_path / "run", model, TrainConfig(workers=1))
+    folder = begin_training(place / "run", model, TrainConfig(workers=1))
     with ParameterServerOptimizer(
         model.named_parameters(), folder, name="worker", timeout_s=0.2, delayed=True
     ) as optimizer:
@@ -256,9 +256,9 @@ def optimizer_of(folder: Path, model: Any, **options: Any) -> Iterator[Parameter
         yield optimizer
 
 
-def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
+def test_a_shard_is_written_while_backward_goes_on(place: Path) -> None:
     model = make_model()
-    folder = begin_training(tmp_path / "run", model, TrainConfig(workers=1), shards=4)
+    folder = begin_training(place / "run", model, TrainConfig(workers=1), shards=4)
     with optimizer_of(folder, model, overlap=True) as optimizer:
         [staging] = TrainDirectory(folder).staging.glob("worker@*")
         hidden = staging / "worker@1;weight=1.0;base=0"
@@ -285,13 +285,13 @@ def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("change", ["accumulate", "clip", "replace", "drop", "skip"])
 def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step(
-    tmp_path: Path, change: str, shards: int
+    place: Path, change: str, shards: int
 ) -> None:
     found = []
     for overlap in (False, True):
         model = make_model()
         folder = begin_training(
-            tmp_path / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
+            place / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
         )
         with optimizer_of(folder, model, overlap=overlap) as optimizer:
             loss_of(model, *batch(0, 0)).backward()
@@ -311,12 +311,12 @@ def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step
     assert_same(found[1], found[0])
 
 
-def test_learning_rate_scheduler_rules_the_directory(tmp_path: Path) -> None:
+def test_learning_rate_scheduler_rules_the_directory(place: Path) -> None:
     def warm_up(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
 
     model, alone = make_model(), make_model()
-    folder = begin_training(tmp_path / "run", model, TrainConfig(lr=0.1, workers=1))
+    folder = begin_training(place / "run", model, TrainConfig(lr=0.1, workers=1))
     with optimizer_of(folder, model) as optimizer:
         schedule = warm_up(optimizer)
         assert optimizer.param_groups[0]["lr"] == 0
@@ -331,10 +331,10 @@ def test_learning_rate_scheduler_rules_the_directory(tmp_path: Path) -> None:
 
 
 def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_once(
-    tmp_path: Path,
+    place: Path,
 ) -> None:
     model, other = make_model(), make_model()
-    folder = begin_training(tmp_path / "run", model, TrainConfig(lr=0.1, workers=1))
+    folder = begin_training(place / "run", model, TrainConfig(lr=0.1, workers=1))
     model[0].requires_grad_(False)
     before = parameters(model)
     with optimizer_of(folder, model, overlap=True) as optimizer:
@@ -357,9 +357,9 @@ def _backward(model: Any) -> Any:
     return loss.item()
 
 
-def test_parameters_that_the_directory_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_parameters_that_the_directory_does_not_have_are_refused(place: Path) -> None:
     model = make_model()
-    folder = begin_training(tmp_path / "run", model, TrainConfig())
+    folder = begin_training(place / "run", model, TrainConfig())
     with pytest.raises(TrainError, match=r"has no parameter 'other\.weight'"):
         ParameterServerOptimizer(
             torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)}).named_parameters(), folder
@@ -396,12 +396,12 @@ def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path
     assert_close(parameters(model), parameters(alone), rtol=1e-6)
 
 
-def test_diloco_moves_to_the_mean_of_the_workers_every_h_steps(tmp_path: Path) -> None:
+def test_diloco_moves_to_the_mean_of_the_workers_every_h_steps(place: Path) -> None:
     config = TrainConfig(
         rule="diloco", lr=1.0, options={"momentum": 0.0, "nesterov": False}, sync="local:3",
         workers=2,
     )  # fmt: skip
-    folder = begin_training(tmp_path / "run", make_model(), config)
+    folder = begin_training(place / "run", make_model(), config)
     models, alone = ([make_model(), make_model()] for _ in range(2))
     with ExitStack() as stack:
         stack.enter_context(reducing(folder))
@@ -436,10 +436,10 @@ def _step(model: Any, optimizer: Any, step: int, number: int) -> None:
     optimizer.step()
 
 
-def test_diloco_says_what_is_missing(tmp_path: Path) -> None:
+def test_diloco_says_what_is_missing(place: Path) -> None:
     model = make_model()
     folder = begin_training(
-        tmp_path / "run", model, TrainConfig(rule="diloco", lr=0.7, sync="local:5")
+        place / "run", model, TrainConfig(rule="diloco", lr=0.7, sync="local:5")
     )
     with pytest.raises(TrainError, match=r"every=4, where .* has local:5"):
         DiLoCo(_sgd(model), folder, every=4)
@@ -452,11 +452,11 @@ def test_diloco_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_pull_copies_what_shards_cut_into_tensors(
-    tmp_path: Path, dtype: torch.dtype, transposed: bool
+    place: Path, dtype: torch.dtype, transposed: bool
 ) -> None:
     """Tensors of the parameters' type get their bits; those of another type are converted."""
     values = {"w": torch.randn(40, 30).bfloat16(), "b": torch.randn(7).bfloat16()}
-    folder = tmp_path / "run"
+    folder = place / "run"
     folder.mkdir()
     with client.open(folder) as store:
         store.publish_state_dict(values)

@@ -155,12 +155,3 @@ def test_error_is_raised_to_who_looks(folders: list[Path], trees: Trees) -> None
         for _ in range(100):
             trees.wait(LONG_S)
             trees.look(folders[0])
-
-
-def test_other_filesystem_is_walked(tmp_path: Path, trees: Trees) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").write_bytes(b"x")
-    assert by_path(trees.look(tmp_path)) == walked(tmp_path)
-    (tmp_path / "b").mkdir()
-    assert trees.wait(LONG_S)
-    assert by_path(trees.look(tmp_path)) == walked(tmp_path)

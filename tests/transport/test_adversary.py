@@ -24,7 +24,7 @@ from harness.transport_place import MiB, Place, memory, mounted, random_bytes, u
 from test_extents import TIMEOUT_S, in_cluster
 from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
 
-from irdmafs.backend.cluster.records import NodeAddress
+from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import (
     Extent,
     FileRange,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.config_sections import ClusterSection
-from irdmafs.backend.cluster.config_values import ConfigError
+from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.growth import Growth

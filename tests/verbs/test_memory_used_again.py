@@ -14,8 +14,8 @@ from harness.rdma import need_address, ports
 from harness.transport_nodes import Node, serving
 from harness.transport_place import MiB, memory, mounted
 
+from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.node.files import Files, Held, Incoming
-from irdmafs.backend.store.sparse import segments
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import Peer

@@ -16,8 +16,8 @@ from harness.rdma import need_address, ports
 from harness.transport_nodes import serving
 from harness.transport_place import KiB, MiB, memory, mounted, random_bytes
 
-from irdmafs.backend.store import digest as digest_module
-from irdmafs.backend.store.digest import Stripe, digest_of_bytes
+from irdmafs.backend.files import digest as digest_module
+from irdmafs.backend.files.digest import Stripe, digest_of_bytes
 from irdmafs.backend.transport import Extent, FileRange, Memory, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices

@@ -16,7 +16,7 @@ from harness.training_runs import Arrays, start
 
 from irdmafs.backend.cluster.inquiry import ask_nodes
 from irdmafs.backend.cluster.report import report_of
-from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.cli.cluster import load, read_state, with_etcd
 from irdmafs.train import Reducer, Worker
 

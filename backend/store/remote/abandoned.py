@@ -7,16 +7,13 @@ cannot be any more.
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import trio
 
-from ...cluster.lease import Session
-from ...cluster.membership import Members
-from ...cluster.records import ContentId, session_of
-from ...cluster.replica import Replica
-from ...transport.peers import Peers
+from ...model.records import ContentId, session_of
+from .cluster import Cluster
 
 __all__ = ["Abandoned"]
 
@@ -27,37 +24,21 @@ RETRY_S = 5.0
 CONTENTS_MAX = 10_000
 
 
-class SettlingEngine(Protocol):
-    async def settle(self) -> None:
-        """Return when every transaction of this process whose outcome is unknown can be applied no more.
-        Raises OSError."""
-        ...
-
-
 class _GivenUp(NamedTuple):
     nodes: set[int]  # that may have the content
     is_certain: bool
 
 
 class Abandoned:
-    """The abandoned contents of the mount with this session. `named` returns which of the given contents
-    some file has, as far as the replica knows."""
+    """The abandoned contents of a mount's session."""
 
-    def __init__(
-        self,
-        engine: SettlingEngine,
-        replica: Replica,
-        members: Members,
-        peers: Peers,
-        session: Session,
-        named: Callable[[set[ContentId]], set[ContentId]],
-    ) -> None:
-        self._engine = engine
-        self._replica = replica
-        self._members = members
-        self._peers = peers
-        self._session = session
-        self._named = named
+    def __init__(self, cluster: Cluster) -> None:
+        self._engine = cluster.engine
+        self._replica = cluster.replica
+        self._members = cluster.members
+        self._peers = cluster.peers
+        self._session = cluster.session
+        self._inodes = cluster.namespace.inodes
         self._contents: dict[ContentId, _GivenUp] = {}  # the oldest first
         self._news = trio.Event()
 
@@ -93,8 +74,9 @@ class Abandoned:
             return
         await self._engine.settle()
         await self._replica.barrier()
-        for content in self._named(doubtful):
-            del self._contents[content]
+        for inode in self._inodes.values():
+            if inode.extent in doubtful:
+                del self._contents[inode.extent]
         for content in doubtful & self._contents.keys():
             self._contents[content] = self._contents[content]._replace(is_certain=True)
 

@@ -6,40 +6,44 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...cluster.group_configs import Groups
-from ...cluster.membership import Members
-from ...cluster.placement import group_of
-from ...cluster.records import Layout, Settings
-from ...cluster.replica import Replica
+from ...cluster.config_sections import MountSection
+from ...model.placement import group_of
+from ...model.records import Layout, Settings
 from ...transport.peers import Peers
+from .coordination import Coordination
 
 _STRIPES_AT_ONCE = 4
 
 
 class Cluster:
-    """Files up to `small_bytes` travel inside control messages. A transfer fails when a group has had no
-    reachable members for `timeout_s`. `here` is the store node on `host` whose directory this process can
-    open, 0 if there is none."""
+    """The state that a mount shares with its cluster, and the ways to the store nodes; tasks run in
+    `nursery`. Files up to `small_bytes` travel inside control messages. A transfer fails when a group has
+    had no reachable members for `timeout_s`. With `verify`, versions get digests, and bytes are compared
+    with them. `here` is the store node on `host` whose directory this process can open, 0 if there is
+    none."""
 
     def __init__(
         self,
-        replica: Replica,
-        groups: Groups,
-        members: Members,
+        coordination: Coordination,
         peers: Peers,
-        *,
-        host: str,
-        small_bytes: int,
+        mount: MountSection,
+        nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
-        self.replica = replica
-        self.groups = groups
-        self.members = members
+        self.engine = coordination.engine
+        self.session = coordination.session
+        self.replica = coordination.replica
+        self.groups = coordination.groups
+        self.members = members = coordination.members
+        self.namespace = coordination.namespace
+        self.leases = coordination.leases
         self.peers = peers
-        self.small_bytes = small_bytes
+        self.nursery = nursery
+        self.small_bytes = mount.small_file
+        self.verify = mount.verify
         self.timeout_s = timeout_s
         self.here = 0
-        self.host = host
+        self.host = mount.host
         self._find_node_here()
         members.node_changed.append(self._node_changed)
 

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...cluster.records import ContentId
-from ..extents import OPEN_FLAGS, ExtentStore
-from ..storedir import OWN_FILE
+from ...files.extents import OPEN_FLAGS, ExtentStore
+from ...files.storedir import OWN_FILE
+from ...model.records import ContentId
 from .figures import CacheFigures
 from .holds import Holds
 from .places import Borrowed, Incoming, Place

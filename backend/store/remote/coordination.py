@@ -6,20 +6,20 @@ from functools import partial
 import trio
 
 from ...cluster.config import ClusterConfig
-from ...cluster.config_values import ConfigError
-from ...cluster.faults import Faults
 from ...cluster.group_configs import Groups
 from ...cluster.history import History
 from ...cluster.lease import MOUNT, Session
 from ...cluster.membership import Members
-from ...cluster.records import MountRecord, Settings
 from ...cluster.replica import Replica
-from ...kv.etcd import EtcdEngine
+from ...etcd.engine import EtcdEngine
+from ...kv.faults import Faults
+from ...model.records import MountRecord, Settings
+from ...model.values import ConfigError
 from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
-from .changes import Changes
 from .leases import Leases
+from .listeners import Changes
 from .lock_entries import LockEntries
 from .locks import SharedLocks
 

@@ -21,14 +21,14 @@ from typing import TypeVar
 
 import trio
 
-from ...cluster.records import ContentId, Layout
+from ...files.digest import Digests, Stripe, digest_of_bytes
+from ...files.sparse import allocated_bytes, is_sparse
+from ...model.records import ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
-from ..digest import Digests, Stripe, digest_of_bytes
 from ..pins import Pinned
 from ..reading import read_hashed
-from ..sparse import allocated_bytes, is_sparse
 from .cluster import Cluster, for_each_stripe
 from .contents import Contents
 from .figures import FetchFigures
@@ -81,25 +81,16 @@ class _Batch:
 
 
 class Fetcher:
-    """`pins` are the contents that must stay on this host. With `verify`, contents that have digests are
-    checked; `describe` gives an inode's path for messages."""
+    """Fetches contents from store nodes. `pins` are those that must stay on this host."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        pins: Pinned,
-        cluster: Cluster,
-        *,
-        salt: int,
-        verify: bool,
-        describe: Callable[[int], str],
-    ) -> None:
+    def __init__(self, cluster: Cluster, contents: Contents, pins: Pinned) -> None:
         self._contents = contents
         self._pins = pins
         self._cluster = cluster
-        self._salt = salt
-        self._verify = verify
-        self._describe = describe
+        # Mounts read from the members of a group in different orders.
+        self._salt = cluster.session.number
+        self._verify = cluster.verify
+        self._describe = cluster.namespace.describe
         self._running: dict[ContentId, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}

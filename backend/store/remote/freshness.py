@@ -2,16 +2,16 @@
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
-from ...namespace import Inode, Namespace
+from ...namespace import Inode
 from ...unwrap import first_error
-from .changes import Changes
 from .cluster import Cluster
 from .contents import Contents
-from .leases import Leases
+from .listeners import Changes
+from .versions import Versions
 
 __all__ = ["Freshness"]
 
@@ -19,24 +19,17 @@ log = logging.getLogger(__name__)
 
 
 class Freshness:
-    """The freshness of files and directories as a mount sees them. bring(ino) fetches a file's current
-    version."""
+    """The freshness of files and directories as a mount sees them."""
 
     def __init__(
-        self,
-        namespace: Namespace,
-        leases: Leases,
-        changes: Changes,
-        cluster: Cluster,
-        contents: Contents,
-        bring: Callable[[int], Awaitable[Inode]],
+        self, cluster: Cluster, changes: Changes, contents: Contents, versions: Versions
     ) -> None:
-        self._namespace = namespace
-        self._leases = leases
+        self._namespace = cluster.namespace
+        self._leases = leases = cluster.leases
         self._cluster = cluster
         self._replica = cluster.replica
         self._contents = contents
-        self._bring = bring
+        self._versions = versions
         self.listeners = changes.mount_listeners
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
@@ -83,7 +76,7 @@ class Freshness:
 
     async def _bring_quietly(self, ino: int) -> None:
         try:
-            await self._bring(ino)
+            await self._versions.bring(ino)
         except OSError as error:
             if error.errno in (errno.ETIMEDOUT, errno.EIO):
                 raise  # it has been looked for long enough

@@ -2,41 +2,38 @@
 
 import errno
 import os
-from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...cluster.records import ContentId
-from ...namespace import Inode, Namespace, fail
-from ..extents import copy_contents
+from ...files.extents import copy_contents
+from ...model.records import ContentId
+from ...namespace import Inode, fail
+from .cluster import Cluster
 from .contents import Contents
+from .replication import Publisher
+from .versions import Versions
 from .writer import digests_of
 
 __all__ = ["InPlace"]
 
 
 class InPlace:
-    """Takes contents of versions out of a mount's cache to be written. bring(ino) fetches the current
-    version, allocate(inode) makes a working copy."""
+    """Takes contents of versions out of a mount's cache to be written."""
 
     def __init__(
-        self,
-        namespace: Namespace,
-        contents: Contents,
-        bring: Callable[[int], Awaitable[Inode]],
-        allocate: Callable[[Inode], tuple[ContentId, int]],
+        self, cluster: Cluster, contents: Contents, versions: Versions, publisher: Publisher
     ) -> None:
-        self._namespace = namespace
+        self._namespace = cluster.namespace
         self._contents = contents
-        self._bring = bring
-        self._allocate = allocate
+        self._versions = versions
+        self._publisher = publisher
 
     async def begin(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version writable, and return its new number. It is a copy if a store node
         here has the file. Raises OSError (ENOSPC)."""
         if not self._contents.is_lent(extent):
             return await self._take_out(inode, extent)
-        number, fd = self._allocate(inode)
+        number, fd = self._publisher.allocate(inode)
         try:
             with self._contents.opened(extent) as source:
                 await trio.to_thread.run_sync(copy_contents, source, fd)
@@ -53,7 +50,7 @@ class InPlace:
         except FileNotFoundError:
             pass  # it may have been evicted since it was fetched
         if inode.extent == extent:
-            inode = await self._bring(inode.ino)
+            inode = await self._versions.bring(inode.ino)
         if inode.extent != extent:
             raise fail(errno.ESTALE)
         try:

@@ -4,13 +4,12 @@ import errno
 import logging
 from typing import Any
 
-from ...cluster.placement import local_seed, pool_of, seed_of
-from ...cluster.policy import Policy, parse_policy, policy_id
-from ...cluster.records import GroupConfig, Layout, policy_key
+from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...kv import Conflict, Put
-from ...kv.etcd import EtcdEngine
-from ...namespace import ROOT_INO, Inode, Namespace, attributes, fail
-from ..digest import BLOCK_BYTES, PARTS_MAX
+from ...model.placement import local_seed, pool_of, seed_of
+from ...model.policy import Policy, parse_policy, policy_id
+from ...model.records import GroupConfig, Layout, policy_key
+from ...namespace import ROOT_INO, Inode, attributes, fail
 from .cluster import Cluster
 
 __all__ = ["Layouts"]
@@ -27,11 +26,11 @@ log = logging.getLogger(__name__)
 class Layouts:
     """The layouts of a mount's files, by their names and by the attributes of the directories above."""
 
-    def __init__(self, namespace: Namespace, cluster: Cluster, engine: EtcdEngine) -> None:
-        self._namespace = namespace
+    def __init__(self, cluster: Cluster) -> None:
+        self._namespace = cluster.namespace
         self._cluster = cluster
         self._members = cluster.members
-        self._engine = engine
+        self._engine = cluster.engine
 
     def of_name(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""

@@ -23,8 +23,8 @@ import trio
 from ...cluster.lease import now_s
 from ...cluster.membership import Members, Session, followed_key, seen_key
 from ...cluster.replica import Replica
+from ...etcd.engine import EtcdEngine
 from ...kv import Delete, Put
-from ...kv.etcd import EtcdEngine
 from ...namespace import ROOT_INO, Inode, Tree
 from ...namespace.attributes import FOLLOW
 from .promise import Followers, Sureness

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ...cluster.faults import Faults
-from ...cluster.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
 from ...kv import Event, KeyValue
+from ...kv.faults import Faults
+from ...model.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
 
 __all__ = ["LockEntries"]
 

@@ -1,8 +1,8 @@
 """Locks across the hosts of a cluster: what this mount may grant to its processes.
 
-docs/locks.md has the protocol, tests/model_locks.py its model. A host that is alone with an inode is the
-`sole` one and grants locks at local speed. When another host records that it wants or holds something, the
-sole host reduces its claim to what its processes really hold; from then on every growth is a transaction.
+cluster/lock_claims.py has the protocol. A host that is alone with an inode is the `sole` one and grants
+locks at local speed. When another host records that it wants or holds something, the sole host reduces its
+claim to what its processes really hold; from then on every growth is a transaction.
 """
 
 import errno
@@ -13,7 +13,12 @@ from collections.abc import Awaitable, Iterator, Sequence
 
 import trio
 
-from ...cluster.lock_claims import (
+from ...cluster.membership import Members, Session
+from ...cluster.replica import Replica
+from ...etcd.engine import EtcdEngine
+from ...etcd.leases import LeaseEnded
+from ...kv import Compare, Conflict, Delete, Put
+from ...model.lock_claims import (
     NOTHING,
     Claim,
     Entry,
@@ -24,12 +29,7 @@ from ...cluster.lock_claims import (
     is_covered,
     merged,
 )
-from ...cluster.membership import Members, Session
-from ...cluster.records import encode
-from ...cluster.replica import Replica
-from ...kv import Compare, Conflict, Delete, Put
-from ...kv.etcd import EtcdEngine
-from ...kv.etcd_leases import LeaseEnded
+from ...model.records import encode
 from .lock_entries import LockEntries
 
 __all__ = ["SharedLocks"]

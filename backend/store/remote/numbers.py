@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Callable
 
-from ...cluster.records import CONTENT_NUMBER_BITS, ContentId
+from ...model.records import CONTENT_NUMBER_BITS, ContentId
 from ...namespace import fail
 
 _NUMBERS = 1 << CONTENT_NUMBER_BITS

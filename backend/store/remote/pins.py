@@ -3,15 +3,11 @@
 import errno
 import logging
 
-import trio
-
-from ...cluster.lease import Session
-from ...cluster.records import ContentId, pin_key
-from ...cluster.replica import Replica
 from ...kv import Delete, Put
-from ...kv.etcd import EtcdEngine
-from ...namespace import Inode, Namespace, fail
+from ...model.records import ContentId, pin_key
+from ...namespace import Inode, fail
 from ..pins import Pinned
+from .cluster import Cluster
 from .contents import Contents
 
 __all__ = ["ContentPins"]
@@ -23,22 +19,14 @@ class ContentPins(Pinned):
     """The pins of one mount. A content that is read from its store nodes is pinned there, too, by a key in
     etcd that ends with the session."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        engine: EtcdEngine,
-        session: Session,
-        replica: Replica,
-        namespace: Namespace,
-        nursery: trio.Nursery,
-    ) -> None:
+    def __init__(self, cluster: Cluster, contents: Contents) -> None:
         super().__init__()
         self._contents = contents
-        self._engine = engine
-        self._session = session
-        self._replica = replica
-        self._inodes = namespace.inodes
-        self._nursery = nursery
+        self._engine = cluster.engine
+        self._session = cluster.session
+        self._replica = cluster.replica
+        self._inodes = cluster.namespace.inodes
+        self._nursery = cluster.nursery
         self._on_nodes: set[ContentId] = set()
 
     def pin(self, extent: ContentId) -> None:

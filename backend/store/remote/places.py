@@ -10,7 +10,7 @@ import errno
 import os
 from dataclasses import dataclass
 
-from ...cluster.records import ContentId
+from ...model.records import ContentId
 
 __all__ = ["Borrowed", "Incoming", "Place"]
 

@@ -1,12 +1,14 @@
 """Fetching files before they are opened, and the progress of that."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import trio
 
-from ...namespace import Inode, Namespace
+from ...namespace import Inode
+from .cluster import Cluster
+from .versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +34,14 @@ class Progress:
 
 
 class Prefetcher:
-    """Fetches files in tasks of `nursery`; `bring` fetches the current version of an inode. New versions in
-    directories for which is_followed(directory) is true are fetched when they are published."""
+    """Fetches files before they are opened. New versions in directories that are followed for good are
+    fetched when they are published."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        nursery: trio.Nursery,
-        bring: Callable[[int], Awaitable[Inode]],
-        is_followed: Callable[[int], bool],
-    ) -> None:
-        self._namespace = namespace
-        self._nursery = nursery
-        self._bring = bring
-        self._is_followed = is_followed
+    def __init__(self, cluster: Cluster, versions: Versions) -> None:
+        self._namespace = cluster.namespace
+        self._nursery = cluster.nursery
+        self._leases = cluster.leases
+        self._versions = versions
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._progress: dict[int, Progress] = {}
         self.fetched_bytes = 0
@@ -71,7 +67,7 @@ class Prefetcher:
         """Fetch a version that was published, if its directory is followed."""
         if new is None or old is None or new.version == old.version or not new.extent:
             return
-        if any(map(self._is_followed, self._namespace.parents_of(new.ino))):
+        if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
             self._nursery.start_soon(self._fetch, new.ino, Progress())
 
     def _below(self, ino: int) -> Iterator[Inode]:
@@ -94,7 +90,7 @@ class Prefetcher:
     async def _fetch(self, ino: int, progress: Progress) -> None:
         async with self._limit:
             try:
-                inode = await self._bring(ino)
+                inode = await self._versions.bring(ino, ahead=True)
             except OSError as error:
                 where = self._namespace.describe(ino)
                 log.info("%s: it could not be fetched ahead: %s", where, error)

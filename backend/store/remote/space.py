@@ -6,6 +6,8 @@ from collections import deque
 from typing import Final
 
 from ...cluster.membership import Members
+from ...files.sparse import allocated_bytes
+from ...namespace import Inode
 from .contents import Contents
 
 __all__ = ["Space"]
@@ -36,6 +38,12 @@ class Space:
         self._forget_old()
         self._untold.append((time.monotonic(), size))
         self._untold_bytes += size
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """Take back what was counted for a file when its last name is gone."""
+        if old is not None and old.nlink and not (new is not None and new.nlink):
+            counted = max(0, self._untold_bytes)
+            self.published(-min(counted, allocated_bytes(old.size, old.blocks)))
 
     def _forget_old(self) -> None:
         while self._untold and self._untold[0][0] < time.monotonic() - _TOLD_WITHIN_S:

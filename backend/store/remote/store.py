@@ -4,15 +4,15 @@ import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
-from functools import partial
 from typing import Any
 
 import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members
-from ...cluster.records import SIZE_MAX, ContentId, MountRecord
 from ...cluster.settings import read_settings
+from ...files.storedir import lock_directory
+from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
 from ...transport.movers import all_movers
@@ -21,8 +21,6 @@ from ...transport.session_keys import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
-from ..storedir import lock_directory
-from .abandoned import Abandoned
 from .cluster import Cluster
 from .contents import Contents
 from .coordination import Coordination
@@ -35,7 +33,7 @@ from .lent import Lender
 from .numbers import ContentNumbers
 from .pins import ContentPins
 from .prefetch import Prefetcher
-from .publishing import Publisher
+from .replication import Publisher
 from .space import Space
 from .versions import Versions
 
@@ -147,47 +145,30 @@ class RemoteStore:
         nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
-        mount = config.mount
-        engine, replica, session = coordination.engine, coordination.replica, coordination.session
-        namespace, members = coordination.namespace, coordination.members
-        leases = coordination.leases
         self._config = config
         self._coordination = coordination
         self._rdma = rdma
         self.peers = peers
-        self.members = members
-        self.namespace = namespace
+        self.members = coordination.members
+        self.namespace = coordination.namespace
         self.extents = contents
         self.locks = coordination.locks
-        self._cluster = cluster = Cluster(
-            replica, coordination.groups, members, peers,
-            host=mount.host, small_bytes=mount.small_file, timeout_s=timeout_s,
-        )  # fmt: skip
-        self._space = space = Space(members, contents)
-        self._pins = pins = ContentPins(contents, engine, session, replica, namespace, nursery)
-        self._fetcher = Fetcher(
-            contents, pins, cluster, salt=session.number, verify=mount.verify,
-            describe=namespace.describe,
-        )  # fmt: skip
+        self._cluster = cluster = Cluster(coordination, peers, config.mount, nursery, timeout_s)
+        space = Space(cluster.members, contents)
+        pins = ContentPins(cluster, contents)
+        self._fetcher = Fetcher(cluster, contents, pins)
         self._lender = Lender(nursery, rdma.forget)
-        self._versions = versions = Versions(
-            namespace, replica, contents, pins, self._fetcher, self._lender, timeout_s
-        )
-        layouts = Layouts(namespace, cluster, engine)
-        abandoned = Abandoned(engine, replica, members, peers, session, self._named)
+        self._versions = versions = Versions(cluster, contents, pins, self._fetcher, self._lender)
+        layouts = Layouts(cluster)
         self._publisher = publisher = Publisher(
-            namespace, session, cluster, contents, pins, layouts, abandoned, space,
-            coordination.locks.check_publishing, rdma.forget, verify=mount.verify,
-        )  # fmt: skip
-        in_place = InPlace(namespace, contents, versions.bring, publisher.allocate)
-        self.freshness = Freshness(
-            namespace, leases, coordination.changes, cluster, contents, versions.bring
+            cluster, contents, pins, layouts, space, self.locks.check_publishing, rdma.forget
         )
-        self._prefetcher = prefetcher = Prefetcher(
-            namespace, nursery, partial(versions.bring, ahead=True), leases.is_followed_for_good
-        )
-        coordination.changes.inode_listeners += [pins.inode_changed, prefetcher.inode_changed]
-        nursery.start_soon(abandoned.run)
+        in_place = InPlace(cluster, contents, versions, publisher)
+        self.freshness = Freshness(cluster, coordination.changes, contents, versions)
+        self._prefetcher = prefetcher = Prefetcher(cluster, versions)
+        coordination.changes.inode_listeners += [
+            space.inode_changed, pins.inode_changed, prefetcher.inode_changed,
+        ]  # fmt: skip
         nursery.start_soon(layouts.prepare)
 
         self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
@@ -204,9 +185,6 @@ class RemoteStore:
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
-
-    def _named(self, contents: set[ContentId]) -> set[ContentId]:
-        return contents & {inode.extent for inode in self.namespace.inodes.values()}
 
     def hands_over(self, extent: ContentId) -> bool:
         return bool(self.extents.adoptable(extent))

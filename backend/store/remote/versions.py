@@ -7,9 +7,9 @@ from functools import partial
 
 import trio
 
-from ...cluster.records import ContentId
-from ...cluster.replica import Replica
-from ...namespace import Inode, Namespace, fail
+from ...model.records import ContentId
+from ...namespace import Inode, fail
+from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
@@ -25,27 +25,25 @@ _LOOK_AGAIN_S = 0.2
 
 
 class Versions:
-    """Brings current versions to this host, or into memory that programs lend. Waits end with OSError
-    after `timeout_s`."""
+    """Brings current versions to this host, or into memory that programs lend. Waits end with OSError after
+    the mount's time-out."""
 
     def __init__(
         self,
-        namespace: Namespace,
-        replica: Replica,
+        cluster: Cluster,
         contents: Contents,
         pins: ContentPins,
         fetcher: Fetcher,
         lender: Lender,
-        timeout_s: float,
     ) -> None:
-        self._namespace = namespace
-        self._replica = replica
+        self._namespace = cluster.namespace
+        self._replica = cluster.replica
+        self._timeout_s = cluster.timeout_s
         self._contents = contents
         self._pins = pins
         self._fetcher = fetcher
         self._lender = lender
-        self._ahead = ReadAhead(namespace)
-        self._timeout_s = timeout_s
+        self._ahead = ReadAhead(cluster.namespace)
         self.figures = OpenFigures()
 
     async def bring(self, ino: int, *, ahead: bool = False) -> Inode:

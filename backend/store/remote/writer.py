@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...cluster.groups import has_still
-from ...cluster.records import GroupConfig, Layout, group_key
+from ...files.digest import Digests, Stripe, digest_of, fold
 from ...kv import Compare
+from ...model.groups import has_still
+from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
 from ...transport import (
     Distrusted,
@@ -28,7 +29,6 @@ from ...transport import (
 )
 from ...transport.device import Device
 from ...unwrap import first_error
-from ..digest import Digests, Stripe, digest_of, fold
 from .cluster import Cluster, for_each_stripe
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,13 @@ _FULL_S = 5.0
 
 
 class Transfer:
-    """One version on its way, whose layout is decided. `adoptable` names the file in the incoming directory
-    of the store node on this host, which adopts it if it is of one stripe. With `verify` its digests are
-    computed while it is sent. `before`: the inode as it was; if that is the version's base, stripes that
-    have stayed the same are not sent, as nodes have them (Device.share)."""
+    """One version on its way, whose layout is decided.
+
+    `adoptable` names the file in the incoming directory of the store node on this host, which adopts it if
+    it is of one stripe. Digests are computed while it is sent, if the mount verifies. `before`: the inode
+    as it was; if that is the version's base, stripes that have stayed the same are not sent, as nodes have
+    them (Device.share).
+    """
 
     def __init__(
         self,
@@ -50,8 +53,6 @@ class Transfer:
         version: NewVersion,
         fd: int,
         adoptable: str = "",
-        *,
-        verify: bool = False,
         before: Inode | None = None,
     ) -> None:
         assert version.layout is not None
@@ -65,7 +66,7 @@ class Transfer:
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
         # An adopted file is the very file that the program may still have mapped.
-        self._wants_digests = verify and not (version.mapped and self._adoptable)
+        self._wants_digests = cluster.verify and not (version.mapped and self._adoptable)
         self._mapped = version.mapped
         self._base = before if before is not None and _may_share(version, before) else None
         # The stripes that the nodes have as stripes of the base.

@@ -1,4 +1,4 @@
-"""Parameters over TCP: data connections, used by threads, past every Python object.
+"""Data connections: threads read and write parameters on them with plain system calls.
 
 mover           what this process offers and asks for
 way             the caller's end: extents sent and received on several connections at once
@@ -8,7 +8,7 @@ tickets         the right to open them
 data            requests on them (transfers, onward: extents that come in, and go on to the next node)
 messages        messages on control connections, and the rights to them
 wire            the format of data connections
-authentication  codes by which only the two ends that have the key can write
+authentication  codes that only the two ends that have the key can write
 channel         one data connection as a thread uses it
 streams, parts  files sent and received on it, whole or with holes
 threads         threads, and the event loop that waits for them

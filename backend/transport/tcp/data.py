@@ -70,9 +70,11 @@ class Data:
                 self._counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
                 log.info(
                     "%s: %s of extent %x.%x: %s",
-                    peer, header.op.name.lower(), *header.extent,
+                    peer,
+                    header.op.name.lower(),
+                    *header.extent,
                     reply.text or os.strerror(reply.code),
-                )  # fmt: skip
+                )
         return channel.clean
 
     async def _give(self, channel: Channel, header: Header) -> Reply:

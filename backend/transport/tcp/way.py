@@ -9,8 +9,8 @@ from functools import partial
 
 import trio
 
+from ...files.sparse import is_sparse, segments
 from ...observe.logs import current_request
-from ...store.sparse import is_sparse, segments
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..frames import BadMessage
 from ..growth import Growth
@@ -236,8 +236,12 @@ class TcpWay(Way):
         if reply.kind is ReplyKind.OK:
             begin = header.offset - start
             receive_range(
-                channel, fd, offset + begin, header.length, timeout_s,
+                channel,
+                fd,
+                offset + begin,
+                header.length,
+                timeout_s,
                 landed=landed_from(landed, begin),
-            )  # fmt: skip
+            )
         channel.clean = True
         reply.check(header.target.group)

@@ -29,7 +29,7 @@ class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
     SPARSE = 3
-    """A write of which only `length` bytes come, in PARTs of the same `transfer`; the rest are holes."""
+    """A write with holes: only `length` bytes come, in PARTs of the same `transfer`."""
     PART = 4
 
 

@@ -299,8 +299,13 @@ def _device(where: Path) -> Device:
         pci = os.path.basename(os.path.realpath(where / "device"))
     kind = _kind(node_type, driver, ports)
     return Device(
-        name, kind, ports, pci, _number(where / "device" / "numa_node", -1), _obstacle(name, kind, ports)
-    )  # fmt: skip
+        name,
+        kind,
+        ports,
+        pci,
+        _number(where / "device" / "numa_node", -1),
+        _obstacle(name, kind, ports),
+    )
 
 
 def _kind(node_type: str, driver: str, ports: tuple[Port, ...]) -> str:

@@ -130,11 +130,17 @@ class Path:
             with self._control.expecting() as sealed:
                 exposed = await self._ask(
                     lambda number: Reserve(
-                        number, current_request(), extent, target, length,
-                        piece if target.chain else length, sealed.number, self._number,
+                        number,
+                        current_request(),
+                        extent,
+                        target,
+                        length,
+                        piece if target.chain else length,
+                        sealed.number,
+                        self._number,
                     ),
                     target.group,
-                )  # fmt: skip
+                )
                 try:
                     if exposed.wanted and region is not None:
                         await self._write_from(

@@ -113,8 +113,12 @@ class QueuePair:
         library = self._library
         self._sent = Completions(
             # One entry for each work request: even an unsignalled one completes if it fails.
-            library, port.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
-        )  # fmt: skip
+            library,
+            port.context,
+            SENDS + 1,
+            self._take_sent,
+            lambda: bool(self._batches),
+        )
         self._arrivals = self._sent
         self.pd = port.pd
         try:
@@ -165,9 +169,13 @@ class QueuePair:
     def end(self) -> QueueEnd:
         port = self._port
         return QueueEnd(
-            port.gid(self._gid_index), port.lid, int(self._pair.qp_num), self._psn,
-            port.mtu, min(_READS_MAX, port.reads_answered),
-        )  # fmt: skip
+            port.gid(self._gid_index),
+            port.lid,
+            int(self._pair.qp_num),
+            self._psn,
+            port.mtu,
+            min(_READS_MAX, port.reads_answered),
+        )
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
         """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises

@@ -181,8 +181,10 @@ class Rdma:
             self._opened = trio.Event()
             log.info(
                 "parameters move by RDMA through %s port %d (%s)",
-                route.device, route.port, route.gid.kind,
-            )  # fmt: skip
+                route.device,
+                route.port,
+                route.gid.kind,
+            )
         adapter.add_gid(route.gid.number, route.gid.value)
         return adapter, route.gid.number
 

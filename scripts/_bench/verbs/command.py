@@ -20,7 +20,7 @@ from harness.etcd import free_port
 from harness.guest.guest import IN_GUEST
 from harness.roce import find_way
 
-from irdmafs.backend.cluster.placement import replicas_of
+from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.transport.verbs import devices
 
 from ..command import SETTINGS, Size, Sizes, asserting, measuring, only, wide_console

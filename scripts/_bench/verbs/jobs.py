@@ -20,7 +20,7 @@ from harness.cluster import Cluster
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.records import (
+from irdmafs.backend.model.records import (
     CONTENT_NUMBER_BITS,
     MountRecord,
     NodeAddress,

@@ -104,7 +104,7 @@ class Uncertain:
     A map that passes through is one of the extent: it does not keep the description open through which
     it was made. So locks that belong to a description end when the last descriptor is closed, where on a
     tmpfs a map keeps them. From then on the file's locks are not compared. Nor are they when a descriptor
-    for reading is closed: that may drop a process's locks or not (docs/locks.md).
+    for reading is closed: that may drop a process's locks or not (docs/sharing.md).
     Test: test_as_tmpfs_does.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 

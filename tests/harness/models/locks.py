@@ -1,4 +1,4 @@
-"""The protocol of docs/locks.md as a state machine, for explorer.explore.
+"""The protocol of backend/model/lock_claims.py as a state machine, for explorer.explore.
 
 Hosts count in one file under one lock: each takes it, reads the number, adds one, and gives the lock
 back. What is atomic here is atomic there: a transaction in etcd, a host taking in one revision. All else
@@ -16,7 +16,7 @@ from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
 from harness.models.explorer import Broken
-from irdmafs.backend.cluster.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
+from irdmafs.backend.model.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
 
 T = TypeVar("T")
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from harness.models.invariants import check, walk
-from irdmafs.backend.cluster.records import ContentId
+from harness.open_inodes import while_open
 from irdmafs.backend.kv import NoSpace
 from irdmafs.backend.kv.map import Map
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -424,7 +425,9 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         place = self.pick(parent)
         self.choose_host(place, in_use=in_use)
         self.both(
-            lambda: self.namespace.unlink(place.ino, name, in_use=in_use),
+            lambda: while_open(
+                self.namespace, self.namespace.unlink(place.ino, name), is_open=in_use
+            ),
             lambda: self.model.unlink(place, name, in_use),
             full=full,
         )
@@ -434,7 +437,9 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         place = self.pick(parent)
         self.choose_host(place, in_use=in_use)
         self.both(
-            lambda: self.namespace.rmdir(place.ino, name, in_use=in_use),
+            lambda: while_open(
+                self.namespace, self.namespace.rmdir(place.ino, name), is_open=in_use
+            ),
             lambda: self.model.rmdir(place, name, in_use),
             full=full,
         )
@@ -461,8 +466,10 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         source, target = self.pick(parent), self.pick(to)
         self.choose_host(source, target, in_use=in_use)
         self.both(
-            lambda: self.namespace.rename(
-                source.ino, name, target.ino, new_name, flags, in_use=in_use
+            lambda: while_open(
+                self.namespace,
+                self.namespace.rename(source.ino, name, target.ino, new_name, flags),
+                is_open=in_use,
             ),
             lambda: self.model.rename(source, name, target, new_name, flags, in_use),
             full=full,
@@ -566,9 +573,9 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         for call in (
             lambda: self.run(namespace.create(ino, name, FILE, 0, 0)),
             lambda: self.run(namespace.link(ino, ROOT_INO, b"not there")),
-            lambda: self.run(namespace.unlink(ino, name, in_use=False)),
-            lambda: self.run(namespace.rmdir(ino, name, in_use=False)),
-            lambda: self.run(namespace.rename(ino, name, ROOT_INO, name, 0, in_use=False)),
+            lambda: self.run(namespace.unlink(ino, name)),
+            lambda: self.run(namespace.rmdir(ino, name)),
+            lambda: self.run(namespace.rename(ino, name, ROOT_INO, name, 0)),
             lambda: self.run(namespace.set_attributes(ino, mode=0)),
             lambda: self.run(namespace.publish(NewVersion(ino, ContentId(1), 1, 1, 1))),
             lambda: namespace.lookup(ino, name),

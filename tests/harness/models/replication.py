@@ -43,8 +43,8 @@ from harness.models.replication_state import (
     State,
     Writer,
 )
-from irdmafs.backend.cluster import groups
-from irdmafs.backend.cluster.records import GroupConfig
+from irdmafs.backend.model import groups
+from irdmafs.backend.model.records import GroupConfig
 
 Step = tuple[str, State]
 # The log, and the nodes that look at it.

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.at_signal import told_once
-from irdmafs.backend.cluster.records import CONTENT_NUMBER_BITS, ContentId
+from irdmafs.backend.model.records import CONTENT_NUMBER_BITS, ContentId
 from irdmafs.backend.store.remote.numbers import ContentNumbers
 from irdmafs.cli.command import main
 

@@ -28,7 +28,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from irdmafs.backend.cluster.records import GroupConfig, NodeAddress, decode
+from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
 
 if TYPE_CHECKING:
     from harness.clusters import Cluster

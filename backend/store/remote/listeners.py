@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from ...cluster.records import ContentId
 from ...kv import Event, KeyValue
+from ...model.records import ContentId
 from ...namespace import Inode
 from ..api import StoreListener
 

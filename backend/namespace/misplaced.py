@@ -7,7 +7,7 @@ before somebody walks up from a directory and never arrives (docs/security.md, "
 from collections.abc import Iterable, Iterator
 
 from .inode import ROOT_INO
-from .names import Names
+from .lookup import Names
 
 __all__ = ["misplaced"]
 

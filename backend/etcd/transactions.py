@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import PAUSES_S, REVOKE, TXN, RpcError, Uncertain, Unsent, longer
+from ..kv import Compacted, Compare, Conflict, Delete, Put
 from ..pauses import Pauses
-from . import Compacted, Compare, Conflict, Delete, Put
-from .etcd_calls import LAST_KEY, NOT_FOUND, Calls
-from .etcd_leases import OWNER_BYTES, EtcdLeases, LeaseEnded
-from .etcd_messages import compare_of, differing, operation_of, question_of
-from .etcd_past import EtcdPast
-from .etcd_watch import Watches
+from . import etcd_pb2 as pb
+from .calls import LAST_KEY, NOT_FOUND, Calls
+from .client import PAUSES_S, REVOKE, TXN, RpcError, Uncertain, Unsent, longer
+from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
+from .messages import compare_of, differing, operation_of, question_of
+from .past import EtcdPast
+from .watch import Watches
 
 __all__ = ["FENCE_KIND", "TRANSACTION_OPERATIONS", "EtcdTransactions"]
 

@@ -6,8 +6,8 @@ from collections import deque
 
 import trio
 
-from ..kv.etcd import EtcdEngine
-from ..kv.etcd_room import remedy
+from ..etcd.engine import EtcdEngine
+from ..etcd.room import remedy
 from .figures import EtcdFigures
 
 __all__ = ["EtcdWatch"]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ..kv import Event, KeyValue
+from ..model.records import decode, session_of
 from ..observe.complaints import Complaints
-from .records import decode, session_of
+from . import Event, KeyValue
 
 __all__ = ["Fault", "FaultReport", "Faults", "summary"]
 
@@ -133,7 +133,6 @@ def _fault(key: bytes, why: str, value: bytes) -> Fault:
 def _writer(value: bytes) -> int:
     """Return the session whose content an inode names, as far as that can be read; 0: it cannot."""
     try:
-        fields: Any = msgspec.msgpack.decode(value)
-        return max(0, session_of(fields[_EXTENT]))
+        return max(0, session_of(decode(value, list[Any])[_EXTENT]))
     except (msgspec.DecodeError, TypeError, LookupError):
         return 0

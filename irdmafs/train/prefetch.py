@@ -1,24 +1,24 @@
-"""Pulling ahead of the version: shards that reducers have made in ahead/ are fetched while others are still
-being pushed. They are used if the version turns out to have these files."""
+"""Prefetching: shards that reducers have made in ahead/ are fetched while others are still being pushed.
+They are used if the version turns out to have these files."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..client import FormatError
 from .directory import LOOK_S, PARAMS, TrainDirectory, owner_of
 from .folders import Directories, Directory, Past, Seen
 from .layout import ModelLayout, Shard
-from .shard_files import ShardFile
+from .shard_files import ShardFile, copy_shard
 from .trees import GATHER_S, Folder, look
 
-__all__ = ["Early"]
+__all__ = ["Prefetch"]
 
 # Shards that are fetched at once: of each node the next.
 _AT_ONCE = 16
@@ -31,7 +31,7 @@ class _Fetch(NamedTuple):
     file: Future[ShardFile]
 
 
-class Early:
+class Prefetch:
     """Fetches the parameters of a version that is being made, by a thread, until take() or close()."""
 
     def __init__(
@@ -41,33 +41,36 @@ class Early:
         version: int,
         directories: Directories,
         past: Past,
-        use: Callable[[Shard, ShardFile], None] | None,
+        out: Mapping[str, Any] | None,
         *,
         shown: bool,
     ) -> None:
-        """`directories`: of earlier parts; `past`: the files of earlier versions; both are added to. `use`:
-        called in a thread with each shard that is here, of which the version may get another one yet;
-        `shown`: as in ShardFile."""
-        self.version = version
+        """`directories`: of earlier parts; `past`: the files of earlier versions; both are added to. `out`:
+        arrays or tensors that each shard that is here is copied into, of which the version may get another
+        one yet. `shown`: as in ShardFile."""
+        self.out = out
+        self._version = version
         self._train = train
         self._layout = layout
         self._directories = directories
         self._past = past
-        self._use = use
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
         # Parts that were being made when it was looked. None: it was not.
         self._begun: set[str] | None = None
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "early")
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
         self._lock = threading.Lock()
         self._ended = False
-        threading.Thread(target=self._run, name="early", daemon=True).start()
+        threading.Thread(target=self._run, name="prefetch", daemon=True).start()
 
-    def take(self, version: Path) -> dict[str, ShardFile]:
-        """End, and return the shards that a directory of the version has, by name. Raises OSError."""
+    def take(self, version: int) -> dict[str, ShardFile]:
+        """End, and return the shards that a version has, by name. Raises FileNotFoundError if the version
+        is gone, and OSError."""
         self.close()
         found: dict[str, ShardFile] = {}
-        there = look(version)
+        there = look(self._train.version(version))
+        if version != self._version:
+            return found
         for shard in self._layout.shards():
             fetch = self._fetches.get(shard.name)
             if fetch is None or fetch.file.exception() is not None:
@@ -99,7 +102,7 @@ class Early:
 
     def _fetch(self, ahead: Folder) -> None:
         """Begin to fetch what can be fetched now."""
-        number = str(self.version)
+        number = str(self._version)
         made = {
             owner_of(home): (
                 self._train.ahead / home / number / PARAMS,
@@ -135,13 +138,13 @@ class Early:
 
     def _open(self, shard: Shard, directory: Directory, before: Seen) -> ShardFile:
         try:
-            file = ShardFile.within(directory, shard.name, version=self.version, shown=self._shown)
+            file = ShardFile.within(directory, shard.name, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
             self._past.add(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise
-        if self._use is not None:
-            self._use(shard, file)
+        if self.out is not None:
+            copy_shard(lambda _: file, self.out, shard)
         return file

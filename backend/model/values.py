@@ -1,6 +1,6 @@
 """Parse the values of a configuration: sizes, durations, addresses."""
 
-from ..sizes import parse_duration, parse_size
+from .sizes import parse_duration, parse_size
 
 __all__ = ["ConfigError", "Seconds", "Size", "from_text", "split_host_port"]
 

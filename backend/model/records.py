@@ -15,7 +15,7 @@
     "w" + pool (8 BE)                b""                (stays: a mount wants the groups of this pool)
     "p" + lease (8) + content (8)    b""                the mount that pins this content
     "f" + lease (8) + directory ino (8)   b""           the mount that follows the directory
-    "l" + inode (8)                  b""                (stays: guard of its locks, docs/locks.md)
+    "l" + inode (8)                  b""                (stays: guard of its locks, lock_claims.py)
     "L" + lease (8) + inode (8)      lock_claims.Entry  the mount: what its processes have locked
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
     "E"                              Epoch: which history this is
@@ -25,7 +25,7 @@ The namespace's own keys are "d", "i" and "t" (see namespace).
 
 A *session* is the revision at which a mount's "m" key was put: unique, growing, and gone for ever when
 the key is. A session's own keys begin with its lease, and a lease with the number of the certificate that
-etcd was shown, its *owner*: so etcd keeps others from changing them (see rights).
+etcd was shown, its *owner*: so etcd keeps others from changing them (see etcd_rights).
 A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
 are its stripes, (content, stripe index).
 """
@@ -241,7 +241,10 @@ def encode(record: msgspec.Struct) -> bytes:
 
 def decode(value: bytes, kind: type[T]) -> T:
     """Return a record. Raises msgspec.DecodeError (a ValueError) if it is damaged."""
-    record = msgspec.msgpack.decode(value, type=kind)
+    try:
+        record = msgspec.msgpack.decode(value, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
     check = getattr(record, "check", None)
     if check is not None:
         check()

@@ -1,4 +1,4 @@
-"""Reduction ahead of the plan: pushes that are in staging/ still, and the plan that will have them.
+"""Speculative reduction: pushes that are in staging/ still, and the plan that will have them.
 
 What is made from them is used if the plan turns out to be the foreseen one, and each push to have the files
 that were summed. Else it is made again.

@@ -21,7 +21,6 @@ class Commit:
     inodes: Sequence[Inode] = ()  # records to put
     new: Inode | None = None  # did not exist; kept for the caller, though others remove it at once
     gone: Sequence[Inode] = ()  # inodes that lose their record, an empty directory for example
-    keep = False  # inodes that stay as local orphans
     times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
     within: Sequence[int] = ()  # directories that must exist
     fixed: Sequence[Inode] = ()  # inodes that must not have changed

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from .directory import TrainDirectory, params_of
 from .errors import TrainError
-from .places import host_of, is_here
+from .placement import host_of, is_here
 from .status import current, how_to_reduce, is_reduced
 
-__all__ = ["Reducers", "reducers_here", "run_together"]
+__all__ = ["Reducers", "launch", "reducers_here"]
 
 # Processes that are to end are killed after so long, or at a further signal.
 _GRACE_S = 10.0
 # So long reducers go on after workers have ended, if there are pushes for a version.
 _COUNTED_S = 10.0
 # Processes and signals are looked at this often.
-_LOOK_S = 0.1
+_LOOK_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -114,7 +114,7 @@ class _Signals:
                 signal.signal(number, handler)
 
 
-def run_together(
+def launch(
     train: TrainDirectory,
     command: Sequence[str],
     *,

@@ -8,12 +8,12 @@ from weakref import WeakSet
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import PAUSES_S, WATCH, Answers, RpcError, Unsent
+from ..kv import Change, Compacted, Event, KeyValue, WentBack
 from ..pauses import Pauses
-from . import Change, Compacted, Event, KeyValue, WentBack
-from .etcd_calls import LAST_KEY, Calls
-from .etcd_past import EtcdPast
+from . import etcd_pb2 as pb
+from .calls import LAST_KEY, Calls
+from .client import PAUSES_S, WATCH, Answers, RpcError, Unsent
+from .past import EtcdPast
 
 log = logging.getLogger(__name__)
 

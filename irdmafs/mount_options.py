@@ -18,11 +18,11 @@ from typing import (
     get_type_hints,
 )
 
-from ..backend import sizes
-from ..backend.options import Option
+from .backend.model import sizes
+from .backend.model.options import Option
 
 if TYPE_CHECKING:
-    from ..backend.cluster.config import ClusterConfig
+    from .backend.cluster.config import ClusterConfig
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 WakeupSetting = Literal["auto", "on", "off"]

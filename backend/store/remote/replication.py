@@ -8,12 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import trio
 
-from ...cluster.lease import Session
-from ...cluster.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
+from ...files.sparse import allocated_bytes
 from ...kv import Compare, Conflict
-from ...namespace import Inode, Namespace, NewVersion, Outdated, fail
+from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
+from ...namespace import Inode, NewVersion, Outdated, fail
 from ..aside import make_aside
-from ..sparse import allocated_bytes
 from .abandoned import Abandoned
 from .cluster import Cluster
 from .contents import Contents
@@ -35,36 +34,30 @@ class Publisher:
     """Publishes the working copies of one mount.
 
     check_publishing(ino) is called when a version is about to be published in another session than it was
-    begun in. `forget` is called with a descriptor whose file must not stay registered for RDMA. With
-    `verify` versions get digests.
+    begun in. `forget` is called with a descriptor whose file must not stay registered for RDMA.
     """
 
     def __init__(
         self,
-        namespace: Namespace,
-        session: Session,
         cluster: Cluster,
         contents: Contents,
         pins: ContentPins,
         layouts: Layouts,
-        abandoned: Abandoned,
         space: Space,
         check_publishing: Callable[[int], None],
         forget: Callable[[int], None],
-        *,
-        verify: bool,
     ) -> None:
-        self._namespace = namespace
-        self._session = session
+        self._namespace = cluster.namespace
+        self._session = cluster.session
         self._cluster = cluster
         self._contents = contents
         self._pins = pins
         self._layouts = layouts
-        self._abandoned = abandoned
         self._space = space
         self._check_publishing = check_publishing
         self._forget = forget
-        self._verify = verify
+        self._abandoned = Abandoned(cluster)
+        cluster.nursery.start_soon(self._abandoned.run)
         self._unsure: dict[ContentId, None] = {}  # the oldest first
         self.figures = PublishFigures()
 
@@ -86,7 +79,7 @@ class Publisher:
             raise fail(errno.EFBIG)
         before = self._namespace.inode(ino)
         layout = self._layouts.of(before)
-        if version.base is not None and before.version and self._verify:
+        if version.base is not None and before.version and self._cluster.verify:
             layout = self._layouts.of_change(before, size)
         version = version._replace(layout=layout.for_size(size))
         begun_in = self._session.number
@@ -128,10 +121,8 @@ class Publisher:
                 ending.enter_context(self._renumbered(extent))
                 version = version._replace(extent=extent)
             if transfer is None:
-                transfer = Transfer(
-                    self._cluster, version, fd, self._contents.adoptable(extent),
-                    verify=self._verify, before=before,
-                )  # fmt: skip
+                adoptable = self._contents.adoptable(extent)
+                transfer = Transfer(self._cluster, version, fd, adoptable, before)
             self._contents.sent.add(extent)
             try:
                 with self._contents.publishing(extent):

@@ -9,16 +9,16 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import RANGE, TRY_S, Client, DirectClient, RpcError
+from ..kv import Compare, Delete, Event, KeyValue, Put
 from ..trust.renewal import Renewable
-from . import Compare, Delete, Event, KeyValue, Put
-from .etcd_admin import EtcdAdmin
-from .etcd_calls import LAST_KEY, OUT_OF_RANGE, Calls
-from .etcd_leases import EtcdLeases
-from .etcd_past import EtcdPast
-from .etcd_transactions import TRANSACTION_OPERATIONS, EtcdTransactions
-from .etcd_watch import Watch, Watches
+from . import etcd_pb2 as pb
+from .admin import EtcdAdmin
+from .calls import LAST_KEY, OUT_OF_RANGE, Calls
+from .client import RANGE, TRY_S, Client, DirectClient, RpcError
+from .leases import EtcdLeases
+from .past import EtcdPast
+from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
+from .watch import Watch, Watches
 
 __all__ = ["EtcdEngine"]
 

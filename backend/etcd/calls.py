@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import RANGE, TXN, Client, Message, Method, RpcError, Unsent
-from . import NoSpace, WentBack
+from ..kv import NoSpace, WentBack
+from . import etcd_pb2 as pb
+from .client import RANGE, TXN, Client, Message, Method, RpcError, Unsent
 
 __all__ = ["LAST_KEY", "REPAIR", "Answered", "Calls"]
 

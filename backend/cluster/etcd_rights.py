@@ -8,11 +8,11 @@ it. Admins may do everything. docs/security.md has the table with reasons.
 
 from typing import NamedTuple
 
-from ..cluster.policy import POLICIES_MAX
-from ..cluster.records import NEXT_INO_KEY
-from ..kv.etcd_leases import LEASE_BITS, OWNER_BYTES
+from ..etcd.leases import LEASE_BITS, OWNER_BYTES
+from ..model.policy import POLICIES_MAX
+from ..model.records import NEXT_INO_KEY
 from ..namespace.inode import FIRST_VIRTUAL_INO
-from .security import Role
+from ..trust.security import Role
 
 __all__ = ["Range", "own_ranges", "shared_ranges"]
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import (
+from . import etcd_pb2 as pb
+from .calls import OUT_OF_RANGE, REPAIR, Calls
+from .client import (
     ALARM,
     COMPACT,
     DEFRAGMENT,
@@ -24,7 +25,6 @@ from ..etcd.client import (
     Response,
     RpcError,
 )
-from .etcd_calls import OUT_OF_RANGE, REPAIR, Calls
 
 __all__ = ["EtcdRoom", "Room", "remedy"]
 

@@ -5,11 +5,11 @@ import re
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.auth import Auth
-from ..etcd.client import DELETE, RANGE, TXN, RpcError
-from .etcd_calls import PERMISSION_DENIED, Calls
-from .etcd_room import EtcdRoom
+from . import etcd_pb2 as pb
+from .auth import Auth
+from .calls import PERMISSION_DENIED, Calls
+from .client import DELETE, RANGE, TXN, RpcError
+from .room import EtcdRoom
 
 __all__ = ["EtcdAdmin", "roles_hold"]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..etcd import etcd_pb2 as pb
-from . import Compare, Delete, Empty, Exists, Put
+from ..kv import Compare, Delete, Empty, Exists, Put
+from . import etcd_pb2 as pb
 
 
 def compare_of(prefix: bytes, compare: Compare) -> pb.Compare:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import trio
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import GRANT, KEEP_ALIVE, PAUSES_S, RANGE, REVOKE, RpcError, Uncertain, Unsent
 from ..pauses import Pauses
-from .etcd_calls import FAILED_PRECONDITION, NOT_FOUND, Calls
+from . import etcd_pb2 as pb
+from .calls import FAILED_PRECONDITION, NOT_FOUND, Calls
+from .client import GRANT, KEEP_ALIVE, PAUSES_S, RANGE, REVOKE, RpcError, Uncertain, Unsent
 
 __all__ = ["LEASE_BITS", "OWNER_BYTES", "EtcdLeases", "LeaseEnded"]
 

@@ -1,6 +1,34 @@
 """The claims of hosts on the locks of one inode: the records in etcd, and the rules between them.
 
-docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of the records.
+Nothing here knows of etcd: decisions are functions of the records. A locked inode has two kinds of keys.
+The *guard* is empty. The *entry* of a mount is under its lease; only that mount may write it:
+
+- sole: no other host has an entry, and this one grants locks from memory, until the file has not been
+  locked for ten seconds.
+- held: the ranges that processes of the host have locked, or more, never less.
+- wanted: the locks that they ask for. It excludes nobody.
+- asks, answers: some of them will not wait. A host in the way makes `held` exact and puts it with the
+  revision of the asking entry as its answer. Only such an answer refuses a try.
+
+The rules:
+
+1. Growing (more `held`, or `sole`) puts the entry and the guard, and compares the guard's revision
+   and the mount's session. A host grows only if that conflicts with no other entry that it knows.
+   If it missed another's growth it missed the guard of that, and its transaction fails.
+2. Shrinking is a plain put. Before it is sent, the host stops granting those locks.
+3. A sole host that sees another entry grants nothing new, publishes stores through mappings, and
+   puts the locks really held. After a second without others it may become sole again.
+4. Nothing is granted under a growth before this host knows everything published up to its revision,
+   and the file written in place shows it.
+5. No lock for writing is given up before the bytes are published, or the holder was told that they
+   are not.
+6. Nothing is granted when the session is over by the host's own clock, which is before etcd removes
+   its entries. Bytes are published in the session they were written in, or the publish finds that
+   its process lost a lock.
+7. The guard has no lease. Only a host that knows of no other entry deletes it, compared like
+   growing. A guard that is left alone is removed by the mount with the oldest session.
+
+Entries of dead hosts end with their leases, which wakes the hosts that wait; nothing is polled.
 """
 
 from abc import ABC, abstractmethod

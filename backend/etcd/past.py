@@ -6,10 +6,10 @@ linearizable), and, whenever a watch begins again, in the key "s": at the newest
 the known value. If it has not, only harmless calls are made from then on (`doubt`).
 """
 
-from ..etcd import etcd_pb2 as pb
-from ..etcd.client import RANGE, RpcError
-from . import KeyValue, WentBack
-from .etcd_calls import LAST_KEY, OUT_OF_RANGE, Calls
+from ..kv import KeyValue, WentBack
+from . import etcd_pb2 as pb
+from .calls import LAST_KEY, OUT_OF_RANGE, Calls
+from .client import RANGE, RpcError
 
 __all__ = ["EtcdPast"]
 

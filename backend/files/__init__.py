@@ -1,0 +1,1 @@
+"""Files of a store directory: extents, holes, digests, and what is being received."""

@@ -1,0 +1,85 @@
+"""Works in threads: whoever waits for them goes on when all have ended, however they end."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from irdmafs.backend.transport.tcp.threads import in_threads
+
+
+def until(stopped: threading.Event, ended: list[str], name: str) -> Callable[[], str]:
+    """Return a work that ends when it is stopped."""
+
+    def work() -> str:
+        stopped.wait()
+        ended.append(name)
+        return name
+
+    return work
+
+
+def test_results_come_in_the_order_of_the_works() -> None:
+    first_may_end = threading.Event()
+
+    def first() -> int:
+        first_may_end.wait()
+        return 1
+
+    def second() -> int:
+        first_may_end.set()
+        return 2
+
+    assert trio.run(in_threads, [first, second], first_may_end.set, None) == [1, 2]
+
+
+def test_the_first_error_is_raised_when_all_were_stopped() -> None:
+    stopped, ended = threading.Event(), list[str]()
+
+    def fail() -> str:
+        raise OSError("the first one")
+
+    works = [until(stopped, ended, "one"), fail, until(stopped, ended, "other")]
+    with pytest.raises(OSError, match="the first one"):
+        trio.run(in_threads, works, stopped.set, None)
+    assert sorted(ended) == ["one", "other"]
+
+
+@pytest.mark.parametrize("places", [None, 1])
+def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int | None) -> None:
+    stopped, ended = threading.Event(), list[str]()
+
+    async def main() -> None:
+        limit = trio.Semaphore(places) if places is not None else None
+        works = [until(stopped, ended, name) for name in ("one", "other")]
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(in_threads, works, stopped.set, limit)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        assert scope.cancelled_caught
+        # The second one has no place before the first one has ended.
+        assert sorted(ended) == ["one", "other"][: places or 2]
+        assert limit is None or limit.value == places
+
+    trio.run(main)
+
+
+def test_works_wait_for_places() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        with lock:
+            running -= 1
+
+    async def main() -> None:
+        await in_threads([work] * 20, lambda: None, trio.Semaphore(2))
+
+    trio.run(main)
+    assert most <= 2
