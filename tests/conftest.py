@@ -24,6 +24,7 @@ from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from harness.processes import Process
 from harness.tiers import Tier, running, tier_of
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from harness.spread import Spread
@@ -57,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     fork_commands()
+    # How long an example takes depends on what else the machine does.
+    settings.register_profile("irdmafs", deadline=None)
+    settings.load_profile("irdmafs")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
     config.addinivalue_line(
         "markers",
