@@ -40,6 +40,12 @@ class Looks:
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """Return how one of the file's contents looks."""
+        if (
+            content.state is State.REPLACING
+            and content.begun
+            and not (content.opens or content.dirty)
+        ):
+            return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
         if not (content.extent and (content.writers or content.state.writable)):
             base = content.base
             return Shown(base.size, base.blocks, base.mtime_ns, inode.ctime_ns)

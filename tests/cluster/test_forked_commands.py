@@ -52,6 +52,7 @@ def started(own: Mount, host: Host, number: int) -> tuple[dict[str, object], int
     try:
         eventually(lambda: b"mounted (" in own.log.read_bytes(), "it is mounted")
         assert own.pids() == [running.pid]
+        (own.path / "file").touch()  # whatever else the mount opens for a change, is open
         found = state(running.pid)
     finally:
         running.send_signal(number)

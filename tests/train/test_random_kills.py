@@ -86,14 +86,15 @@ def _disturb(
             check(train, processes.records)
 
 
-def _check_lockstep(train: TrainDirectory, records: Records, alone: Path) -> None:
+def _check_lockstep(train: TrainDirectory, records: Records) -> None:
     """Compare all that was pulled, and the last state, with a run that nothing disturbs."""
     last = records.last_step()
     assert last is not None
-    undisturbed = _start(alone / "run", "bsp", train.config())
+    alone = train.path.with_name("alone")
+    undisturbed = _start(alone, "bsp", train.config())
     expected = {0: digest(_model("bsp"))}
-    workers = [Worker(alone / "run", name) for name in WORKERS]
-    with Reducer(alone / "run", threads=1) as reducer:
+    workers = [Worker(alone, name) for name in WORKERS]
+    with Reducer(alone, threads=1) as reducer:
         for step in range(1, last + 1):
             for worker in workers:
                 parameters = worker.pull()
@@ -112,9 +113,9 @@ def _check_lockstep(train: TrainDirectory, records: Records, alone: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-def test_parameters_and_state_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_parameters_and_state_are_those_of_an_undisturbed_run() -> None:
     config = TrainConfig(rule="adamw", lr=0.01, workers=WORKERS, clip_norm=float(SEED % 2))
-    _disturb("bsp", config, lambda train, records: _check_lockstep(train, records, tmp_path))
+    _disturb("bsp", config, _check_lockstep)
 
 
 def _pushes(train: TrainDirectory) -> list[str]:
