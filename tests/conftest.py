@@ -197,13 +197,14 @@ class SharedCluster:
         self._made: Cluster | None = None
 
     def get(self) -> Cluster:
-        if self._made is not None and not all(part.alive for part in self._made.parts()):
-            self.close()
+        if self._made is not None:
+            while len(self._made.mounts) > self._made.plan.mounts:
+                self._made.mounts.pop().close()
+            if not all(part.alive for part in self._made.parts()):
+                self.close()
         if self._made is None:
             with running(Tier.ALL):
                 self._made = Cluster(Plan()).__enter__()
-        while len(self._made.mounts) > self._made.plan.mounts:
-            self._made.mounts.pop().close()
         return self._made
 
     def close(self) -> None:

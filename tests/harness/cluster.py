@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -64,6 +65,7 @@ class Cluster:
         self.plan = plan
         self.nodes: list[StoreNode] = []
         self.mounts: list[ClusterMount] = []
+        self._mount_numbers = itertools.count()
         self.timings_s: dict[str, float] = {}
         sweep()
         self.network: Network = make_network(plan.namespaces)
@@ -162,7 +164,7 @@ class Cluster:
     def _make_mount(
         self, host: Host | None, *arguments: str, certificate: str = ""
     ) -> ClusterMount:
-        name = f"mount{len(self.mounts)}"
+        name = f"mount{next(self._mount_numbers)}"
         if host is None:
             (host,) = self.network.add_hosts([name])
         mount = ClusterMount(name, host, self.directory / name, arguments, self.plan.cache_bytes)
