@@ -1,6 +1,7 @@
 """Commands that tests fork from a process that has imported irdmafs are as real ones."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -45,14 +46,15 @@ def state(pid: int) -> dict[str, object]:
 
 
 def started(own: Mount, host: Host, number: int) -> tuple[dict[str, object], int]:
-    """Mount on a host in the foreground, and end it by a signal. Returns its state and its exit status."""
+    """Mount a new store on a host in the foreground, and end it by a signal. Returns its state and its exit
+    status."""
+    shutil.rmtree(own.store, ignore_errors=True)
     words = [*forks.PREFIX, "mount", str(own.path), "--store", str(own.store), "-f"]
     with own.log.open("wb") as log:
         running = forks.start(words, host.launcher, output=log, errors=log)
     try:
         eventually(lambda: b"mounted (" in own.log.read_bytes(), "it is mounted")
         assert own.pids() == [running.pid]
-        (own.path / "file").touch()  # whatever else the mount opens for a change, is open
         found = state(running.pid)
     finally:
         running.send_signal(number)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.clusters import Cluster, Plan
-from harness.mountpoint import eventually
+from harness.mountpoint import Mount, eventually
 from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
 from harness.storms.training_worker import (
     COUNTERS,
@@ -90,23 +90,25 @@ def _check_lockstep(train: TrainDirectory, records: Records) -> None:
     """Compare all that was pulled, and the last state, with a run that nothing disturbs."""
     last = records.last_step()
     assert last is not None
-    alone = train.path.with_name("alone")
-    undisturbed = _start(alone, "bsp", train.config())
-    expected = {0: digest(_model("bsp"))}
-    workers = [Worker(alone, name) for name in WORKERS]
-    with Reducer(alone, threads=1) as reducer:
-        for step in range(1, last + 1):
+    with Mount("kernel") as own:
+        alone = own.path / RUN
+        undisturbed = _start(alone, "bsp", train.config())
+        expected = {0: digest(_model("bsp"))}
+        workers = [Worker(alone, name) for name in WORKERS]
+        with Reducer(alone, threads=1) as reducer:
+            for step in range(1, last + 1):
+                for worker in workers:
+                    parameters = worker.pull()
+                    worker.push(gradients(worker.name, step, parameters))
+                reduce(reducer)
+                expected[step] = digest(workers[0].pull())
             for worker in workers:
-                parameters = worker.pull()
-                worker.push(gradients(worker.name, step, parameters))
-            reduce(reducer)
-            expected[step] = digest(workers[0].pull())
-        for worker in workers:
-            worker.close()
+                worker.close()
+        wanted = _state(undisturbed, last)
     assert train.newest() == last
     wrong = [pull for pull in records.digests() if pull[2] != expected[pull[1]]]
     assert not wrong, f"{len(wrong)} pulls are not those of an undisturbed run: {wrong[:5]}"
-    found, wanted = _state(train, last), _state(undisturbed, last)
+    found = _state(train, last)
     assert found.keys() == wanted.keys()
     assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
