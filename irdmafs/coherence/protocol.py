@@ -50,9 +50,11 @@ class Listing:
     def _may_be_believed(self, name: bytes, inode: Inode) -> bool:
         """Return whether the name leads to the inode now: names are listed as they were when the listing
         began."""
-        return self._cache.routes.names_are_stable(inode.ino) and self._namespace.leads_to(
-            self._directory, name, inode.ino
-        )
+        if not self._cache.routes.names_are_stable(inode.ino):
+            return False
+        if inode.name == name and inode.parent == self._directory:
+            return True
+        return self._namespace.leads_to(self._directory, name, inode.ino)
 
 
 class Coherence:
