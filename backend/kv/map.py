@@ -54,7 +54,7 @@ _OPEN_MAX: Final = 4096
 _NOTE_SUFFIX: Final = "-closed"
 _READ_BYTES: Final = 1 << 20
 
-# Of a note: how many bytes were in use, their digest, and what was left.
+# A note has the number of bytes that were in use, their digest, and what the process left.
 _encode_note = msgspec.msgpack.Encoder().encode
 _decode_note = msgspec.msgpack.Decoder(tuple[int, bytes, bytes]).decode
 

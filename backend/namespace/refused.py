@@ -35,6 +35,8 @@ class Refused:
 
     def forget(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Forget names whose records have changed."""
+        if not self._waiting:
+            return
         changed = set(names)
         for until, waiting in list(self._waiting.items()):
             left = [one for one in waiting if one[:2] not in changed]

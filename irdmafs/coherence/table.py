@@ -36,7 +36,7 @@ class ContentTable:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.current: dict[int, Content] = {}
-        # Those that replace their files when they are published, the newest one last.
+        # Contents that replace their files when they are published, the newest one last.
         self.private: dict[int, list[Content]] = {}
         # The newest version of each file that was published on this host.
         self.published: dict[int, int] = {}

@@ -130,7 +130,7 @@ class LockTable:
     """
 
     def __init__(self) -> None:
-        # Those with locks or waiters.
+        # Tables of inodes that have locks or waiters.
         self.inodes: dict[int, _Inode] = {}
         # Requests that wait, by owner: several threads of one owner may.
         self._requests: dict[int, list[tuple[int, Lock]]] = {}

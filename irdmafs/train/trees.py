@@ -1,5 +1,4 @@
-"""What is below directories, and waiting for a change of it: one request for each change, however much is
-there.
+"""Read all that is below directories, and wait for its changes, by one request for each change.
 
 The answers are what the mount has been told so far: of two changes that somebody saw one after the other
 they have both, or the first, or none.

@@ -79,7 +79,7 @@ def contents(directory: Path) -> dict[str, object]:
 
 
 def differences(directory: Path, wanted: dict[str, object]) -> list[str]:
-    """What is not as it was; the contents of files are told by their length."""
+    """Return a line for each path that is not as it was; of a file the length counts."""
     try:
         found = contents(directory)
     except OSError as error:

@@ -108,7 +108,7 @@ class MapAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """What is in the file now is what a process that starts after a crash finds."""
+        """A process that starts after a crash finds what is in the file now."""
         copy = self.directory / "copy"
         copy.mkdir()
         shutil.copy(self.directory / "names", copy / "names")
@@ -230,7 +230,7 @@ Step = tuple[int, bytes] | str
 
 
 def steps(trace: str, path: str) -> Iterator[Step]:
-    """What a traced process did to a file."""
+    """The system calls by which a traced process changed a file."""
     own: dict[str, bool] = {}  # by descriptor: is each write synced?
     offsets: dict[str, int] = {}
     for line in trace.splitlines():

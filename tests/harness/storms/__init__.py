@@ -1,1 +1,1 @@
-"""What storms do, harm and check: workers, faults and histories."""
+"""Storms: workers, the faults that disturb them, and the histories by which they are checked."""
