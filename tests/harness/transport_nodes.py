@@ -68,7 +68,8 @@ class ExtentDirectory:
         self.newest_config = 0
         # Keys of sessions, where that counts.
         self.owners: dict[int, bytes] = {}
-        self.limit_bytes = 1 << 40
+        # What is asked for at random takes no more of the memory of the machine.
+        self.limit_bytes = 1 << 30
         self.created = 0
         self.sealed: list[Extent] = []
         self.aborted: list[int] = []
