@@ -185,6 +185,10 @@ class SharedEngine(Engine, Protocol):
         then nothing has changed."""
         ...
 
+    async def settle(self) -> None:
+        """Return when no transaction whose outcome is unknown can be applied any more."""
+        ...
+
     async def get(self, key: bytes) -> KeyValue | None: ...
 
     async def page(self, start: bytes, end: bytes, limit: int) -> list[KeyValue]:
