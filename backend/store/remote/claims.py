@@ -184,6 +184,10 @@ class Claims:
         finally:
             self._taking.discard(directory)
 
+    def count(self) -> int:
+        """Return of how many directories this mount has the claim."""
+        return sum(map(bool, map(self.revision, self._entries.claims)))
+
     # -- claims of others --------------------------------------------------------------------------
 
     def of_others(self, directories: Iterable[int]) -> list[int]:
