@@ -1,9 +1,9 @@
 """The protocol of backend/store/remote/claims.py as a state machine, for explorer.explore.
 
-Hosts make one name in one directory, each at most once, exclusively, and publish the file. What is atomic here
-is atomic there: a transaction in etcd, a host taking in one revision. All else happens in any order: a
-transaction that was sent may be applied at any later time. A host may think its session over at any time, and
-only then etcd may end it, with the host's claim.
+Hosts make one name in one directory, each at most once, exclusively, and publish the file. What is atomic
+here is atomic there: a transaction in etcd, a host taking in one revision. All else happens in any order: a
+transaction that was sent may be applied at any later time. A host may think its session over at any time,
+and only then etcd may end it, with the host's claim.
 
 `Rules` names what the protocol demands; taking one away must lead to a name that two hosts made, or to a
 published file without its name.
@@ -170,9 +170,9 @@ class Model:
             yield self._sent(self._with(state, number, takes_claim=False), number, "claim")
         if claim == number and not host.gives_up:
             yield f"host {number} hears a wish", self._with(state, number, gives_up=True)
-        if host.gives_up and claim == number:
-            if host.made != "kept" or not self.rules.stores_before_it_gives_up:
-                yield self._sent(state, number, "give up")
+        has_stored = host.made != "kept" or not self.rules.stores_before_it_gives_up
+        if host.gives_up and claim == number and has_stored:
+            yield self._sent(state, number, "give up")
 
     def _sent(self, state: State, number: int, kind: str) -> tuple[str, State]:
         known = self._known(state, number)
