@@ -341,7 +341,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
 
 
 def test_a_publish_that_waits_says_so_once() -> None:
-    with OneNodeMount(("--timeout", "2s", "--log-level", "info")) as mount:
+    with OneNodeMount(("--timeout", "1s", "--log-level", "info")) as mount:
         (mount.path / "first").write_bytes(b"has the placement groups made")
         kill_node(mount)
         with pytest.raises(TimeoutError), (mount.path / "file").open("wb", 0) as file:
@@ -371,7 +371,7 @@ def test_what_no_node_has_is_looked_for_once(mounted: OneNodeMount, size: int) -
 
 def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
     """Its writer was told so, and others may have written since."""
-    with OneNodeMount(("--timeout", "4s")) as mount:
+    with OneNodeMount(("--timeout", "2s")) as mount:
         (mount.path / "old").write_bytes(b"first")
         kill_node(mount)
         for name in ("old", "new"):
