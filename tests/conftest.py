@@ -338,9 +338,17 @@ def place(training_mount: Mount, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a training run, which is not there yet. Members of it in this process look often for
-    changes that nobody tells them of: a lock that is free, a file that is not written any more."""
-    for period in ("reducer.LOOK_S", "coordinator.LOOK_S", "worker._LOOK_S", "status._PERIOD_S"):
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have members of trainings in this process look often for changes that nobody tells them of: a lock that
+    is free, a file that is not written any more. They leave no parts to hosts that have none."""
+    for period in (
+        *("reducer.LOOK_S", "reducer._LEAVE_S", "coordinator.LOOK_S", "worker._LOOK_S"),
+        "status._PERIOD_S",
+    ):
         monkeypatch.setattr(f"irdmafs.train.{period}", LOOK_S)
+
+
+@pytest.fixture
+def run(place: Path, looks_often: None) -> Path:
+    """The directory of a training run, which is not there yet, for members that look often."""
     return place / "run"

@@ -23,6 +23,9 @@ from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import Lock
 
 
+pytestmark = pytest.mark.usefixtures("looks_often")
+
+
 def figures(mount: ClusterMount) -> dict[str, Any]:
     found: dict[str, Any] = mount.status()["cluster"]
     return found

@@ -17,6 +17,8 @@ from irdmafs.train.liveness import is_locked
 Record = Callable[[str, object], None]
 LEASE_S = 2
 
+pytestmark = pytest.mark.usefixtures("looks_often")
+
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
