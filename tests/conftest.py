@@ -6,7 +6,9 @@ skipped: a check of the tests themselves against the POSIX behaviour of another 
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,7 +24,8 @@ from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
-from harness.processes import Process
+from harness.processes import NOBODY, Process
+from harness.scenarios import AsOnTmpfs, outcomes
 from harness.tiers import Tier, running, tier_of
 from hypothesis import settings
 
@@ -173,6 +176,40 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
     path = mount.path / re.sub(r"\W+", "_", request.node.name)
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A directory that everybody may write to on an ordinary tmpfs."""
+    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    """A process of a user who owns nothing."""
+    with Process() as one:
+        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
+        yield one
+
+
+@pytest.fixture
+def as_on_tmpfs(
+    folder: Path, tmpfs: Path, process: Callable[[], Process], request: pytest.FixtureRequest
+) -> AsOnTmpfs:
+    """Compares what a scenario comes to on the mount and on a tmpfs."""
+
+    def take(name: str) -> Process:
+        if name in ("root", "nobody") and os.geteuid() != 0:
+            pytest.skip("needs root")
+        return request.getfixturevalue("nobody") if name == "nobody" else process()
+
+    def compare(scenario: str) -> None:
+        assert outcomes(scenario, folder, take) == outcomes(scenario, tmpfs, take)
+
+    return compare
 
 
 @pytest.fixture
@@ -339,8 +376,8 @@ def place(training_mount: Mount, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have members of trainings in this process look often for changes that nobody tells them of: a lock that
-    is free, a file that is not written any more. They leave no parts to hosts that have none."""
+    """Have members of trainings in this process look often for changes that nobody tells them of: a lock
+    that is free, a file that is not written any more. They leave no parts to other hosts for long."""
     for period in (
         *("reducer.LOOK_S", "reducer._LEAVE_S", "coordinator.LOOK_S", "worker._LOOK_S"),
         "status._PERIOD_S",

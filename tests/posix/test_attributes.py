@@ -4,10 +4,8 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,33 +14,15 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import NOBODY, Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-NOBODY = 65534
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
 TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """A directory that everybody may write to on an ordinary tmpfs."""
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def nobody() -> Iterator[Process]:
-    """A process of an unprivileged user."""
-    with Process() as one:
-        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
-        yield one
 
 
 # -- set-user-id and set-group-id ----------------------------------------------------------------

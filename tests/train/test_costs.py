@@ -22,7 +22,6 @@ from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import Lock
 
-
 pytestmark = pytest.mark.usefixtures("looks_often")
 
 

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
 
-
 pytestmark = pytest.mark.usefixtures("looks_often")
 
 
