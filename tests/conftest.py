@@ -199,15 +199,14 @@ def nobody() -> Iterator[Process]:
 def as_on_tmpfs(
     folder: Path, tmpfs: Path, process: Callable[[], Process], request: pytest.FixtureRequest
 ) -> AsOnTmpfs:
-    """Compares what a scenario comes to on the mount and on a tmpfs."""
-
     def take(name: str) -> Process:
         if name in ("root", "nobody") and os.geteuid() != 0:
             pytest.skip("needs root")
         return request.getfixturevalue("nobody") if name == "nobody" else process()
 
-    def compare(scenario: str) -> None:
-        assert outcomes(scenario, folder, take) == outcomes(scenario, tmpfs, take)
+    def compare(scenario: str, begin: str = "") -> None:
+        found, expected = (outcomes(scenario, begin, place, take) for place in (folder, tmpfs))
+        assert found == expected
 
     return compare
 
