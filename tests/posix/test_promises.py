@@ -15,7 +15,7 @@ from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-SIZES = [64 * 1024, 32 * 1024 * 1024]
+SIZES = [64 << 10, 9 << 20]
 TakeProcess = Callable[[], Process]
 
 REPUBLISH = {
