@@ -27,6 +27,7 @@ from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from harness.processes import NOBODY, Process
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.tiers import Tier, running, tier_of
+from harness.training_runs import hurry
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ ROOMS = (
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
-# How often members of a training run look, in tests.
-LOOK_S = 0.05
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -375,13 +374,8 @@ def place(training_mount: Mount, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have members of trainings in this process look often for changes that nobody tells them of: a lock
-    that is free, a file that is not written any more. They leave no parts to other hosts for long."""
-    for period in (
-        *("reducer.LOOK_S", "reducer._LEAVE_S", "coordinator.LOOK_S", "worker._LOOK_S"),
-        "status._PERIOD_S",
-    ):
-        monkeypatch.setattr(f"irdmafs.train.{period}", LOOK_S)
+    """Have members of trainings in this process look often."""
+    hurry(monkeypatch.setattr)
 
 
 @pytest.fixture
