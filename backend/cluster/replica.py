@@ -3,9 +3,6 @@
 Consumers (the namespace, members, groups, a store node's catalog) each keep their part of the keys
 in memory. All of them have applied a transaction before the next one is processed and before `applied`
 includes it; so together they show the cluster as it was at one revision.
-
-The events of this process's own transaction are known with its answer. If that is the very next revision,
-they are applied at once, before the watch yields them.
 """
 
 import errno
@@ -83,8 +80,6 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
-        # While all records are read anew, changes applied meanwhile would be undone by them.
-        self._loading = False
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
         # Barriers in the order of their calls; an answer serves all calls that were made before its
@@ -97,7 +92,6 @@ class Replica:
     async def start(self, nursery: trio.Nursery) -> None:
         """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
         await self._load()
-        self._engine.answer_listeners.append(self._answered_to_us)
         nursery.start_soon(self._follow)
 
     async def wait_applied(self, revision: int) -> None:
@@ -146,22 +140,18 @@ class Replica:
             raise trio.ClosedResourceError("the engine is closed")
 
     async def _load(self) -> None:
-        self._loading = True
-        try:
-            if self._history is not None:
-                await self._history.check()
-            revision, found = await self._engine.snapshot(_START, _END)
-            if revision < self.applied:
-                raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
-            self._faults.forget()
-            records = self._faults.well_formed(found)
-            for consumer in self._consumers:
-                prefixes = consumer.prefixes
-                consumer.load(
-                    [record for record in records if record.key.startswith(prefixes)], revision
-                )
-        finally:
-            self._loading = False
+        if self._history is not None:
+            await self._history.check()
+        revision, found = await self._engine.snapshot(_START, _END)
+        if revision < self.applied:
+            raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
+        self._faults.forget()
+        records = self._faults.well_formed(found)
+        for consumer in self._consumers:
+            prefixes = consumer.prefixes
+            consumer.load(
+                [record for record in records if record.key.startswith(prefixes)], revision
+            )
         self._advance(revision)
 
     async def _follow(self) -> None:
@@ -206,10 +196,6 @@ class Replica:
                     return
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
-
-    def _answered_to_us(self, revision: int, events: Sequence[Event]) -> None:
-        if revision == self.applied + 1 and not self._loading:
-            self._apply(revision, events)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:

@@ -11,7 +11,7 @@ import ssl
 
 import trio
 
-from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError
+from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError, Status
 from .http2 import Http2
 from .stream import Stream
 
@@ -20,7 +20,6 @@ _RECEIVE_BYTES = 256 * 1024
 # etcd closes connections that are pinged more often than every 5 s (--grpc-keepalive-min-time).
 _QUIET_S = 6.0
 _PONG_S = 4.0
-_INTERNAL = 13  # gRPC's status
 _DRAINED = "the server is shutting down"
 
 
@@ -106,7 +105,7 @@ class Connection:
             answer = await stream.receive()
             # The status comes after the message: before it the call may still fail.
             if answer is None or await stream.receive() is not None:
-                raise RpcError(_INTERNAL, "the answer is not one message")
+                raise RpcError(Status.INTERNAL, "the answer is not one message")
             return answer
         finally:
             stream.close()

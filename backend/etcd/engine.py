@@ -9,13 +9,15 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from ..kv import Compare, Delete, Event, KeyValue, Put
+from ..kv import Compare, Delete, KeyValue, Put
 from ..trust.renewal import Renewable
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
-from .calls import LAST_KEY, OUT_OF_RANGE, Calls
-from .client import RANGE, TRY_S, Client, DirectClient, RpcError
+from .calls import LAST_KEY, Calls
+from .client import TRY_S, Client, DirectClient
+from .errors import RpcError, Status
 from .leases import EtcdLeases
+from .methods import RANGE
 from .past import EtcdPast
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
 from .watch import Watch, Watches
@@ -41,8 +43,6 @@ class EtcdEngine:
         endpoints: Sequence[str],
         prefix: bytes,
         *,
-        user: str | None = None,
-        password: str | None = None,
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
@@ -51,9 +51,7 @@ class EtcdEngine:
         reader: bool = False,
         client: Client | None = None,
     ) -> None:
-        client = client or DirectClient(
-            endpoints, user=user, password=password, ca=ca, cert=cert, key=key
-        )
+        client = client or DirectClient(endpoints, ca=ca, cert=cert, key=key)
         calls = self._calls = Calls(client, prefix, timeout_s)
         self.past = EtcdPast(calls)
         self.leases = EtcdLeases(calls, owner)
@@ -63,7 +61,6 @@ class EtcdEngine:
             calls, self.past, self._watches, self.leases, reader=reader
         )
         self.transactions = 0  # asked for, each once
-        self.answer_listeners: list[Callable[[int, Sequence[Event]], None]] = []
 
     async def open(self) -> None:
         """Check that etcd can be used. Raises OSError whose text says what to do."""
@@ -165,16 +162,7 @@ class EtcdEngine:
         if not operations:
             return await self._transactions.compare(compares)
         self.transactions += 1
-        revision, identity = await self._transactions.carry_out(compares, operations)
-        if self.answer_listeners:
-            events = [
-                Event(revision, op.key, op.value if isinstance(op, Put) else None)
-                for op in operations
-            ]
-            events.append(Event(revision, self._transactions.mark, identity))
-            for listener in self.answer_listeners:
-                listener(revision, events)
-        return revision
+        return await self._transactions.carry_out(compares, operations)
 
     async def settle(self) -> None:
         """Return when no transaction whose outcome is unknown can be applied any more."""
@@ -204,7 +192,7 @@ class EtcdEngine:
                         return request.revision, found
                     request.key = prefix + found[-1].key + b"\0"
             except RpcError as error:
-                if error.code != OUT_OF_RANGE:
+                if error.code != Status.OUT_OF_RANGE:
                     raise self._calls.failure(error) from None
                 # The revision of the first page was compacted meanwhile.
         raise OSError(errno.EBUSY, "etcd's history is compacted faster than it can be read")

@@ -8,8 +8,9 @@ the known value. If it has not, only harmless calls are made from then on (`doub
 
 from ..kv import KeyValue, WentBack
 from . import etcd_pb2 as pb
-from .calls import LAST_KEY, OUT_OF_RANGE, Calls
-from .client import RANGE, RpcError
+from .calls import LAST_KEY, Calls
+from .errors import RpcError, Status
+from .methods import RANGE
 
 __all__ = ["EtcdPast"]
 
@@ -35,7 +36,7 @@ class EtcdPast:
         try:
             answer = await calls.ask(RANGE, pb.RangeRequest(key=key, revision=revision), timeout_s)
         except RpcError as error:
-            if error.code != OUT_OF_RANGE:
+            if error.code != Status.OUT_OF_RANGE:
                 raise calls.failure(error) from None
             if "future" in error.text:
                 return False

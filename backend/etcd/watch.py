@@ -12,7 +12,9 @@ from ..kv import Change, Compacted, Event, KeyValue, WentBack
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
-from .client import PAUSES_S, WATCH, Answers, RpcError, Unsent
+from .client import PAUSES_S, Answers, Unsent
+from .errors import RpcError
+from .methods import WATCH
 from .past import EtcdPast
 
 log = logging.getLogger(__name__)

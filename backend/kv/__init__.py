@@ -8,7 +8,7 @@ a key exists, or that a range is empty.
 
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 __all__ = [
@@ -165,10 +165,6 @@ class Past(Protocol):
 
 class SharedEngine(Engine, Protocol):
     """An engine whose keys others change, too. A watch gives all changes, also those of this process."""
-
-    # Called with the events of a transaction of this process as soon as it is known to be applied, before
-    # `transact` returns; the watch yields them again.
-    answer_listeners: list[Callable[[int, Sequence[Event]], None]]
 
     @property
     def past(self) -> Past: ...

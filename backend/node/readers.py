@@ -18,21 +18,10 @@ from google.protobuf.message import DecodeError, Message
 from ..cluster.etcd_rights import own_ranges
 from ..etcd import etcd_pb2 as pb
 from ..etcd.calls import LAST_KEY
-from ..etcd.client import (
-    GRANT,
-    KEEP_ALIVE,
-    RANGE,
-    REVOKE,
-    TRY_S,
-    TXN,
-    WATCH,
-    Client,
-    Method,
-    RpcError,
-    Uncertain,
-    Unsent,
-)
+from ..etcd.client import TRY_S, Client, Uncertain, Unsent
+from ..etcd.errors import RpcError
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
+from ..etcd.methods import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
 from ..kv import Event, KeyValue
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer

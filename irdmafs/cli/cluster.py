@@ -155,8 +155,6 @@ def cluster() -> None:
               "certificate; may be repeated  [default: the hosts of --etcd]")  # fmt: skip
 @click.option("--etcd-plain", is_flag=True, help="Talk to etcd without TLS: everybody who reaches it may "
               "change everything.")  # fmt: skip
-@click.option("--etcd-user", metavar="USER")
-@click.option("--etcd-password-file", metavar="FILE")
 @click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
 @click.option("--etcd-cert", metavar="FILE", help="Our certificate for etcd.")
 @click.option("--etcd-key", metavar="FILE")

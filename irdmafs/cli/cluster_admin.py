@@ -106,8 +106,7 @@ def _config_text(plan: Plan, directory: str) -> str:
         options |= {"etcd_ca": "ca.pem", "etcd_cert": "{role}.pem", "etcd_key": "{role}.key"}
     for key, value in options.items():
         # Flags are relative to the working directory, keys of the file to the file's directory.
-        is_path = key != "etcd_user" and not plan.etcd_hosts
-        values[key] = os.path.abspath(value) if is_path else value
+        values[key] = value if plan.etcd_hosts else os.path.abspath(value)
     if plan.tls:
         values |= {"ca": "ca.pem", "cert": "{role}.pem", "key": "{role}.key"}
     # A JSON string, or array of strings, is also valid TOML.

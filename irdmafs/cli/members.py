@@ -228,7 +228,7 @@ def protect_command(config_path: str | None) -> None:
     async def work(engine: Any) -> None:
         if not engine.admin.secure:
             raise MountError(
-                "etcd knows nobody by a certificate: it is spoken to in clear, or with a password "
+                "etcd knows nobody by a certificate: it is spoken to in clear "
                 "(etcd_ca, etcd_cert, etcd_key in [cluster])"
             )
         await register_all(engine, certificates_in(directory))

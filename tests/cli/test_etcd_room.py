@@ -14,8 +14,8 @@ from harness.mountpoint import irdmafs
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.admin import roles_hold
-from irdmafs.backend.etcd.client import ALARM
 from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.methods import ALARM
 from irdmafs.backend.kv import NoSpace, Put
 
 QUOTA_BYTES = 16 << 20

@@ -332,7 +332,6 @@ ETCD = '[cluster]\netcd = ["127.0.0.1:2379"]\n'
         ("[cluster]\netcd = 'h'", "c.toml: cluster.etcd: 'h' is not a list of texts"),
         ("[cluster]\netcd = ['http://h:1']", "cluster: etcd: write 'h:1' instead of"),
         ("[cluster]\nca = 'x'", "c.toml: cluster: ca, cert and key go together"),
-        ("[cluster]\netcd_user = 'x'", "etcd_user and etcd_password_file go together"),
         ("[cluster]\netcd_key = 'x'", "etcd_cert and etcd_key go together"),
         ("[cluster]", "c.toml names no etcd; set etcd = "),
     ],
@@ -400,24 +399,6 @@ def test_one_file_serves_every_role(load: Callable[..., ClusterConfig], director
     with pytest.raises(ConfigError, match="is the certificate of a node, not of a mount"):
         config.credentials("mount")
     assert load(ETCD).cluster.credentials("node") is None
-
-
-def test_etcds_password_is_kept_from_others(
-    load: Callable[..., ClusterConfig], tmp_path: Path
-) -> None:
-    secret = tmp_path / "password"
-    config = load(ETCD + "etcd_user = 'u'\netcd_password_file = 'password'\n").cluster
-    with pytest.raises(ConfigError, match="cannot read the password file"):
-        config.etcd_password()
-    secret.write_text("hush\n")
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match=f"chmod 600 {secret}"):
-        config.etcd_password()
-    secret.chmod(0o600)
-    assert config.etcd_password() == "hush"
-    secret.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        config.etcd_password()
 
 
 # -- log lines ------------------------------------------------------------------------------------
