@@ -10,7 +10,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..model.records import (
 )
 from ..observe.figures import values_of
 from ..observe.logs import identify
-from ..observe.metrics import Collector, serve_metrics
+from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
 from ..transport.movers import all_movers
@@ -329,7 +329,10 @@ class _Node:
         self._rdma.check(where.advertised)
         with closing(self._peers):
             nursery.start_soon(self._peers.run)
-            async with self._listener, self._metrics():
+            labels = {"node": f"{self._files.node:016x}"}
+            address, port = self._config.node.metrics_address, self._config.node.metrics_port
+            metrics = serve_metrics("node", self._figures, labels, address, port)
+            async with self._listener, metrics:
                 await self._serve(ready)
 
     async def _serve(self, ready: Callable[[str], None]) -> None:
@@ -413,26 +416,6 @@ class _Node:
             await self._session.release()
 
     # -- figures ---------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _metrics(self) -> AsyncIterator[None]:
-        node = self._config.node
-        if node.metrics_port is None:
-            yield
-            return
-        collector = Collector(
-            "node",
-            self._figures,
-            {"node": f"{self._files.node:016x}"},
-            trio.lowlevel.current_trio_token(),
-        )
-        server = serve_metrics(collector, node.metrics_address, node.metrics_port)
-        log.info("metrics are served on %s port %d", node.metrics_address, server.port)
-        try:
-            yield
-        finally:
-            # The server's thread may be waiting for this thread to collect figures.
-            await trio.to_thread.run_sync(server.close)
 
     def _figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
