@@ -39,8 +39,8 @@ async def serve_metrics(
     name: str, figures: Figures, labels: Mapping[str, str], host: str, port: int | None
 ) -> AsyncIterator[int]:
     """Serve metrics `irdmafs_NAME_...` over HTTP, made of the dataclasses that `figures` returns in this
-    event loop, and the process's own (memory, descriptors). Yield the port: 0 chooses a free one, None serves
-    nothing. Raises ConfigError if the address cannot be used."""
+    event loop, and the process's own (memory, descriptors). Yield the port: 0 chooses a free one, None
+    serves nothing. Raises ConfigError if the address cannot be used."""
     if port is None:
         yield 0
         return
