@@ -129,12 +129,12 @@ class Cluster:
         size_bytes, longest_s = 0.0, 0.0
         for node, count in self.joining.items():
             report = self.reports.get(node, {})
-            left = report.get("filling_bytes_left")
+            left = report.get("resync_bytes_left")
             left = float(left) if isinstance(left, int) else count * share
-            seconds = report.get("filling_seconds_left")
+            rate = report.get("resync_bytes_per_s")
             size_bytes += left
             longest_s = max(
-                longest_s, seconds if isinstance(seconds, float | int) else left / self._rate
+                longest_s, left / (rate if isinstance(rate, int) and rate else self._rate)
             )
         return Moving(self.joining.total(), int(size_bytes), longest_s)
 

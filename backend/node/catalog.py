@@ -124,6 +124,10 @@ class Catalog:
             for stripe in named.stripes_in(group, self._buckets):
                 yield Extent(content, stripe), named.length(stripe)
 
+    def has_names(self, group: int) -> bool:
+        """Return whether an inode names an extent of the group."""
+        return group in self._by_group
+
     def pools_in_use(self) -> set[int]:
         """Return the pools (see placement.pool_of) in which an extent is named."""
         return {group >> GROUP_BUCKET_BITS for group in self._by_group}

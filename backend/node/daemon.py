@@ -56,7 +56,6 @@ from .feed import Feed
 from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
-from .inspection import Inspection
 from .mark import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
@@ -258,7 +257,6 @@ class _Node:
             history=history,
         )
         cluster = ClusterState(node, engine, replica, members, groups, session)
-        self._inspection = inspection = Inspection(cluster, catalog)
 
         # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
@@ -279,7 +277,7 @@ class _Node:
         wrong = WrongExtents(catalog)
         throttle = Throttle(section.rebalance_rate)
         copier = Copier(members, catalog, peers.device, throttle, checks, wrong)
-        self._resync = resync = Resync(cluster, catalog, inspection, copier)
+        self._resync = resync = Resync(cluster, catalog, copier)
         self._scrub = scrub = Scrub(
             cluster,
             catalog,
@@ -292,7 +290,7 @@ class _Node:
         handover = Handover(catalog, checks, peers.device, scrub.doubt)
         self._agent = agent = Agent(
             cluster,
-            resync,
+            catalog,
             peers.ping,
             handover,
             rereplicate_after_s=section.rereplicate_after,
@@ -300,9 +298,7 @@ class _Node:
         self._etcd_watch = EtcdWatch(engine)
 
         # Service to other processes.
-        self._service = service = NodeService(
-            cluster, catalog, agent, inspection, scrub, self._status
-        )
+        self._service = service = NodeService(cluster, catalog, agent, resync, scrub, self._status)
         self._listener = listener = Listener(
             service,
             peers,
@@ -377,7 +373,7 @@ class _Node:
             transports=sorted(ports),
         )
         await self._session.update(record)
-        await self._nursery.start(partial(self._session.run, verify=self._inspection.look_over))
+        await self._nursery.start(partial(self._session.run, verify=self._resync.look_over))
 
     def _with_space(self) -> NodeAddress:
         record, space = self._session.record, self._files.space()
@@ -438,7 +434,7 @@ class _Node:
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
             "damaged_records": self._faults.report(),
-            **self._agent.status(),
+            "pools_in_use": sorted(self._catalog.pools_in_use()),
         }
 
     def _own_groups(self) -> dict[str, int]:
