@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
-    "admit_again",
     "etcd_arguments",
     "forget_node",
     "hosts_of",
@@ -203,14 +202,3 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
         await engine.transact([(alive, 0)], [Delete(key)])
     except Conflict:
         raise ConfigError(f"node {node:016x} is up again; drain it first") from None
-
-
-async def admit_again(engine: EtcdEngine, node: int) -> bool:
-    """Undo `forget_node`, and return whether the node had been removed. It registers its weight and labels
-    when it starts again."""
-    key = key_of(b"N", node)
-    try:
-        await engine.transact([(key, 0)], [Put(key, encode(NodeRecord("up", 1.0, {})))])
-    except Conflict:
-        return False
-    return True

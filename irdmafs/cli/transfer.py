@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..mount import mounting
 from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
@@ -21,6 +20,7 @@ from .cluster import (
     find_node,
     json_option,
     load,
+    mount_of,
     print_json,
     read_state,
     say,
@@ -123,9 +123,7 @@ def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
     from .cluster_status import Progress
 
     for path in paths:
-        mount = mounting.containing_mount(path)
-        if mount is None or mount.fstype != mounting.FSTYPE:
-            raise MountError(f"{path} is not on an irdmafs mount")
+        mount_of(path)
         _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_NOW_XATTR))
     if no_wait:
         return

@@ -12,7 +12,6 @@ import trio
 from .._version import __version__
 from ..backend.files.storedir import StoreInUse
 from ..backend.kv import Damaged
-from ..backend.model.values import ConfigError
 from ..backend.process import (
     calm_the_collector,
     has_terminal,
@@ -67,7 +66,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
                 await _Daemon(config, cluster, session, status).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
-    except (ConfigError, Damaged) as error:
+    except Damaged as error:
         raise MountError(str(error)) from error
     except OSError as error:
         # Errors of a cluster name their source themselves.
