@@ -97,8 +97,7 @@ class Cluster:
         """Return the names of a node beside its id."""
         names = set()
         if (at := self.members.nodes.get(node)) is not None:
-            host = f"[{at.address}]" if ":" in at.address else at.address
-            names = {at.address, f"{at.address}:{at.control_port}", f"{host}:{at.control_port}"}
+            names = {at.address, f"{at.address}:{at.control_port}", at.endpoint}
         if (record := self.members.records.get(node)) is not None and "host" in record.labels:
             names.add(record.labels["host"])
             names.add("/".join(record.labels[level] for level in LEVELS if level in record.labels))
@@ -178,14 +177,6 @@ class Cluster:
         reports = [self.own_faults.report(), *(msgspec.convert(one, FaultReport) for one in told)]
         some = {fault.what: fault for report in reports for fault in report.some}
         return max(len(some), *(report.number for report in reports)), [*some.values()]
-
-    def candidates(self) -> list[Candidate]:
-        """Return the nodes that groups should be on now: alive and not draining."""
-        return [
-            Candidate(node, record.weight, record.labels)
-            for node, record in self.members.records.items()
-            if self.state_of(node) == "up"
-        ]
 
     def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
         """Return what the groups' leaders would copy if these were the nodes; `held` are the groups'

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import trio
 
-from ..kv import Compacted, Event, KeyValue, SharedEngine, WentBack
+from ..etcd.engine import EtcdEngine
+from ..kv import Compacted, Event, KeyValue, WentBack
 from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
@@ -57,7 +58,7 @@ class Replica:
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: EtcdEngine,
         consumers: Sequence[Consumer],
         *,
         faults: Faults | None = None,

@@ -5,6 +5,7 @@ import re
 
 import trio
 
+from ..kv import end_of
 from . import etcd_pb2 as pb
 from .auth import Auth
 from .calls import Calls
@@ -50,8 +51,7 @@ class EtcdAdmin:
     async def has_others(self) -> bool:
         """Return whether this etcd has keys of other applications or clusters."""
         prefix = self._calls.prefix
-        after = prefix[:-1] + bytes([prefix[-1] + 1])
-        for start, end in ((b"\0", prefix), (after, b"\0")):
+        for start, end in ((b"\0", prefix), (end_of(prefix), b"\0")):
             request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
             if (await self._calls.call(RANGE, request)).kvs:
                 return True

@@ -16,13 +16,15 @@ __all__ = ["EtcdPast"]
 
 
 class EtcdPast:
-    """The newest transaction that this process knew. A Past."""
+    """Tells whether etcd continues from what this process knew. `known` is the newest transaction that came
+    by a snapshot or a watch: the key "s" as it was then."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self.known: KeyValue | None = None
 
     async def is_continued(self, timeout_s: float | None = None) -> bool:
+        """Return whether etcd continues from `known`, as far as its history goes back."""
         if self.known is None:
             return True
         return await self.has_transaction(self.known.mod_revision, self.known.value, timeout_s)
@@ -30,6 +32,8 @@ class EtcdPast:
     async def has_transaction(
         self, revision: int, last_id: bytes, timeout_s: float | None = None
     ) -> bool:
+        """Return whether the key "s" was put with this value at that revision. True if the history does not
+        go back so far, and there is a later revision. Revision 0 stands for an empty history."""
         if not revision:
             return True
         calls, key = self._calls, self._calls.prefix + LAST_KEY
@@ -45,9 +49,11 @@ class EtcdPast:
         return any((found.mod_revision, found.value) == (revision, last_id) for found in answer.kvs)
 
     def doubt(self, error: WentBack) -> None:
+        """Have every call except `get` and `range` raise this error from now on."""
         self._calls.doubt(error)
 
     def trust(self) -> None:
+        """Accept etcd's state from now on, whatever was known before."""
         self._calls.trust()
 
     async def check(self, timeout_s: float | None = None) -> None:

@@ -9,15 +9,18 @@ anew."""
 import errno
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from ..kv import Compare, Conflict, Empty, Exists, Put, SharedEngine
+from ..kv import Compare, Conflict, Empty, Exists, Put
 from ..model.records import NEXT_INO_KEY
 from .commit import Commit, compares, operations
 from .inode import ROOT_INO, Inode, fail
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..etcd.engine import EtcdEngine
 
 __all__ = ["Hub", "SharedCommitter"]
 
@@ -53,7 +56,7 @@ class SharedCommitter:
     def __init__(
         self,
         tree: Tree,
-        engine: SharedEngine,
+        engine: "EtcdEngine",
         hub: Hub,
         *,
         after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None,

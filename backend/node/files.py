@@ -252,8 +252,8 @@ class Files:
         self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
-        """Do as `seal`, in place of an extent that is here: one that has turned out to be damaged, or in
-        another file. The memory of that goes with the next `reap`."""
+        """Seal as `seal` does, in place of an extent that is here: one that has turned out to be damaged,
+        or the same bytes in another file. The next `reap` gives the memory of the former file back."""
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
         self._put_in_place(incoming, extent)
@@ -377,7 +377,7 @@ class Files:
         self._rdma.drop_orphans()
 
     def reap(self) -> None:
-        """Do as `give_back`, but leave what is mapped for RDMA. For any thread."""
+        """Give back memory as `give_back` does, except files that are mapped for RDMA. For any thread."""
         self.place.forget_ended_mounts()
         self.incoming.reap()
 

@@ -14,7 +14,8 @@ import msgspec
 
 from ..cluster.lease import Removed
 from ..cluster.membership import admit
-from ..kv import Conflict, Damaged, Put, SharedEngine
+from ..etcd.engine import EtcdEngine
+from ..kv import Conflict, Damaged, Put
 from ..model.records import Epoch, NodeRecord, decode, encode, key_of
 from .directory import StoreDirectory
 
@@ -83,7 +84,7 @@ class Identity:
         self.cluster = cluster
         self.save()
 
-    async def register(self, engine: SharedEngine, weight: float, labels: dict[str, str]) -> None:
+    async def register(self, engine: EtcdEngine, weight: float, labels: dict[str, str]) -> None:
         """Register the node with this weight and these labels; a known one keeps its state, up or draining.
         Raises Removed, and OSError."""
         if not self.admitted:
