@@ -159,9 +159,9 @@ class Replica:
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         try:
             while True:
+                before = self.applied
                 try:
-                    async for change in self._engine.watch(_START, _END, self.applied):
-                        pauses.begin_anew()
+                    async for change in self._engine.watch(_START, _END, before):
                         self._apply(change.revision, change.events)
                     return
                 except Compacted as error:
@@ -171,6 +171,8 @@ class Replica:
                         continue
                 except OSError as error:
                     log.warning("the watch broke, reading everything anew: %s", error)
+                if self.applied > before:
+                    pauses.begin_anew()
                 await self._load_again(pauses)
         except trio.ClosedResourceError:
             pass

@@ -68,8 +68,8 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._watch_silence)
-                await self._read()
-                nursery.cancel_scope.cancel()
+                # In a task of its own: only one coroutine is resumed for what comes.
+                nursery.start_soon(self._read, nursery.cancel_scope)
         except* (OSError, ProtocolError, trio.ClosedResourceError) as group:
             error = _first(group)
             reason = _reason(error)
@@ -174,7 +174,8 @@ class Connection:
         if self._tls.selected_alpn_protocol() != "h2":
             raise ProtocolError("it does not speak HTTP/2 over TLS")
 
-    async def _read(self) -> None:
+    async def _read(self, scope: trio.CancelScope) -> None:
+        """Take what comes until the connection is closed, and then cancel `scope`."""
         http2 = self._http2
         while self._reason is None:
             await trio.lowlevel.wait_readable(self._sock)
@@ -195,6 +196,7 @@ class Connection:
             http2.take(data)
             if http2.greeted:
                 self._ready.set()
+        scope.cancel()
 
     def _decrypt(self) -> bytes:
         assert self._tls is not None
