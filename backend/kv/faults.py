@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ..model.records import decode, session_of
-from ..observe.complaints import Complaints
 from . import Event, KeyValue
 
 __all__ = ["Fault", "FaultReport", "Faults", "summary"]
@@ -61,14 +60,13 @@ class Faults:
 
     def __init__(self) -> None:
         self._found: dict[bytes, Fault] = {}  # by the beginning of the key, the rest may be long
-        self._complaints = Complaints(log)
 
     def add(self, key: bytes, why: str, value: bytes = b"") -> None:
         """Note that a record is passed over."""
         fault = _fault(key, why[:_TEXT_MAX], value)
         if len(self._found) < _KEPT_MAX:
             self._found[key[:_TEXT_MAX]] = fault
-        self._complaints.warn("damaged in etcd: %s: %s", fault.what, fault.why)
+        log.warning("damaged in etcd: %s: %s", fault.what, fault.why)
 
     def sound(self, key: bytes, value: bytes | None, kind: type[T]) -> T | None:
         """Return a record, None if there is none or it is damaged."""

@@ -144,6 +144,12 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
     version: Text
     name: Text = ""
 
+    @property
+    def endpoint(self) -> str:
+        """Return the address and control port as HOST:PORT."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.control_port}"
+
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):
     """`name` and `role` are those of the certificate that the mount shows to store nodes, "" without.

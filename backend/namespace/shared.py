@@ -13,15 +13,18 @@ import errno
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from ..kv import Compare, Conflict, Empty, Exists, Put, SharedEngine
+from ..kv import Compare, Conflict, Empty, Exists, Put
 from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
 from .inode import ROOT_INO, Inode, fail
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..etcd.engine import EtcdEngine
 
 __all__ = ["Claims", "Hub", "SharedCommitter"]
 
@@ -84,7 +87,7 @@ class SharedCommitter:
     def __init__(
         self,
         tree: Tree,
-        engine: SharedEngine,
+        engine: "EtcdEngine",
         hub: Hub,
         *,
         claims: Claims | None = None,
