@@ -35,9 +35,8 @@ The mount of a cluster reads into it straight from the store nodes, past the hos
 is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
 of a file on its host; files that several processes read are better read from the cache.
 
-**bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
-otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
-as what they are; ``torch.from_numpy(bits).view(torch.bfloat16)`` makes a tensor of the bits.
+**bfloat16 and 8-bit floats** are arrays of the package ml_dtypes. torch tensors of these types are
+published as what they are.
 """
 
 from __future__ import annotations

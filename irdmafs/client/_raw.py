@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ._dtypes import Layout, Value, dtype_of_name, size_bytes
+from ._dtypes import Array, Layout, dtype_of_name, size_bytes
 from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_xattr, view
 from ._names import DTYPE_XATTR, NPY, SAFETENSORS, SHAPE_XATTR
 
 
-def load(path: str) -> Value | None:
+def load(path: str) -> Array | None:
     """Map the array in a file; None for one without the attributes, or of another container.
 
     Raises FileNotFoundError, other OSErrors, and FormatError.
@@ -22,7 +22,7 @@ def load(path: str) -> Value | None:
         if found is None:
             return None
         data = Mapping(path, fd, size).bytes if size else None
-    return Value(view(path, data, found.dtype, found.shape, 0), found.extension)
+    return view(path, data, found)
 
 
 def layout(path: str, file: str | int, size: int) -> Layout | None:
@@ -32,7 +32,7 @@ def layout(path: str, file: str | int, size: int) -> Layout | None:
         return None
     shape_text = read_xattr(file, SHAPE_XATTR)
     try:
-        dtype, extension = dtype_of_name(dtype_text.decode("ascii"))
+        dtype = dtype_of_name(dtype_text.decode("ascii"))
     except Exception:
         # numpy raises almost anything for text that only looks like a type.
         raise FormatError(path, f"{DTYPE_XATTR} names no type: {dtype_text!r}") from None
@@ -42,7 +42,7 @@ def layout(path: str, file: str | int, size: int) -> Layout | None:
     if size_bytes(dtype, shape) != size:
         defect = f"its attributes announce {size_bytes(dtype, shape)} bytes, {size} are there"
         raise FormatError(path, defect)
-    return Layout(dtype, extension, shape)
+    return Layout(dtype, shape)
 
 
 def _parse_shape(path: str, text: bytes | None) -> tuple[int, ...]:

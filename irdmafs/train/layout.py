@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..client._dtypes import code_of
+from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
 from .scales import SUFFIX
 
@@ -37,6 +37,11 @@ class Parameter(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     file: str
+
+    @property
+    def type(self) -> DType:
+        """Return the type of its elements in numpy."""
+        return dtype_of_code(self.dtype)
 
     @property
     def size(self) -> int:
@@ -180,7 +185,7 @@ class Run(NamedTuple):
 
     at: int
     size: int
-    dtype: str
+    dtype: DType
     offset: int
     scale: float = 1.0
     scaled: Slice | None = None
@@ -195,11 +200,10 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
         count = part.size
         if found is None or not count:
             continue
-        code = code_of(found.dtype, found.extension)
-        assert code in FLOAT_CODES, "the push was checked"
-        offset = found.offset + (0 if cut else part.start * FLOAT_CODES[code])
+        assert code_of(found.dtype) in FLOAT_CODES, "the push was checked"
+        offset = found.offset + (0 if cut else part.start * found.dtype.itemsize)
         scaled = part if part.scales in header.tensors else None
-        run = Run(part.at, count, code, offset, scales.get(part.parameter.name, 1.0), scaled)
+        run = Run(part.at, count, found.dtype, offset, scales.get(part.parameter.name, 1.0), scaled)
         if runs and _follows(runs[-1], run):
             runs[-1] = runs[-1]._replace(size=runs[-1].size + count)
         else:
@@ -211,5 +215,5 @@ def _follows(one: Run, other: Run) -> bool:
     return (
         (one.dtype, one.scale, one.scaled, other.scaled) == (other.dtype, other.scale, None, None)
         and one.at + one.size == other.at
-        and one.offset + one.size * FLOAT_CODES[one.dtype] == other.offset
+        and one.offset + one.size * one.dtype.itemsize == other.offset
     )

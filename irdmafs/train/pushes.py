@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..client import FormatError, _files
-from ..client._dtypes import Layout, Value, code_of, dtype_of_code, size_bytes, value_of
+from ..client._dtypes import Array, Layout, array_of, code_of, size_bytes
 from ..client._safetensors import Header
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
@@ -30,6 +30,7 @@ from .trees import Folder
 
 __all__ = [
     "STEP",
+    "arrays_of",
     "check_finite",
     "check_scales",
     "check_shard",
@@ -43,7 +44,6 @@ __all__ = [
     "read_file",
     "scales_of",
     "slices_of",
-    "values_of",
     "worker_of",
 ]
 
@@ -296,8 +296,8 @@ def _check_tensors(
                 errno.EINVAL,
                 f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}",
             )
-        if code_of(found.dtype, found.extension) not in FLOAT_CODES:
-            raise Refused(errno.EINVAL, f"{name!r} has the type {found.extension or found.dtype}")
+        if code_of(found.dtype) not in FLOAT_CODES:
+            raise Refused(errno.EINVAL, f"{name!r} has the type {found.dtype}")
 
 
 # -- whether it may count -------------------------------------------------------------------------
@@ -338,12 +338,10 @@ def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collec
         raise Refused(errno.EPERM, f"{worker!r} is a worker too many: {limit} take part")
 
 
-def check_finite(values: Mapping[str, Value]) -> None:
+def check_finite(arrays: Mapping[str, Array]) -> None:
     """Raises Refused for values with NaN, or with numbers that are infinite in fp32."""
-    for name, value in values.items():
-        assert value.code is not None
-        bits = value.array.reshape(-1).astype(dtype_of_code(value.code)[0], copy=False)
-        _refuse_nonfinite(name, count_nonfinite(bits, value.code))
+    for name, array in arrays.items():
+        _refuse_nonfinite(name, count_nonfinite(array.reshape(-1)))
 
 
 def _refuse_nonfinite(name: str, bad: int) -> None:
@@ -353,52 +351,40 @@ def _refuse_nonfinite(name: str, bad: int) -> None:
 
 def has_nonfinite(file: ShardFile) -> bool:
     """Return whether a file of a push has NaN or infinity."""
-    for name, found in file.header.tensors.items():
-        code = code_of(found.dtype, found.extension)
-        assert code is not None
-        if count_nonfinite(file.tensor(name).reshape(-1), code):
-            return True
-    return False
+    return any(count_nonfinite(file.tensor(name).reshape(-1)) for name in file.header.tensors)
 
 
 def _nonfinite_in(fd: int, found: Layout) -> int:
     """Count NaN and infinity in a tensor of an open file."""
-    code = code_of(found.dtype, found.extension)
-    assert code is not None
     bad = 0
     end = found.offset + size_bytes(found.dtype, found.shape)
     for offset in range(found.offset, end, _BLOCK_BYTES):
         data = _files.read_at(fd, min(_BLOCK_BYTES, end - offset), offset)
-        bad += count_nonfinite(np.frombuffer(data, found.dtype), code)
+        bad += count_nonfinite(np.frombuffer(data, found.dtype))
     return bad
 
 
 # -- making pushes --------------------------------------------------------------------------------
 
 
-def slices_of(shard: Shard, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what a shard's file has of values of whole parameters, some of which may lack. All scales of a
+def slices_of(shard: Shard, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what a shard's file has of arrays of whole parameters, some of which may lack. All scales of a
     parameter are in every file that has some of it."""
     slices = {}
     for part in shard.slices:
-        value = values.get(part.parameter.name)
-        if value is None:
+        array = arrays.get(part.parameter.name)
+        if array is None:
             continue
-        array = value.array
         if not part.is_whole:
             array = array.reshape(-1)[part.start : part.stop]
-        slices[part.parameter.name] = Value(array, value.extension)
-        if part.scales in values:
-            slices[part.scales] = values[part.scales]
+        slices[part.parameter.name] = array
+        if part.scales in arrays:
+            slices[part.scales] = arrays[part.scales]
     return slices
 
 
-def values_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Value]:
-    """Return the values that are to be pushed. Raises Refused where they do not fit the parameters."""
-    values = {name: value_of(one) for name, one in gradients.items()}
-    found = {
-        name: Layout(value.array.dtype, value.extension, value.array.shape)
-        for name, value in values.items()
-    }
-    _check_whole(layout, found)
-    return values
+def arrays_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Array]:
+    """Return the arrays that are to be pushed. Raises Refused where they do not fit the parameters."""
+    arrays = {name: array_of(one) for name, one in gradients.items()}
+    _check_whole(layout, {name: Layout(one.dtype, one.shape) for name, one in arrays.items()})
+    return arrays

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from ..client._dtypes import Value
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
@@ -27,7 +26,7 @@ from .open_push import OpenPush, Publish
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
-from .pushes import STEP, check_scales, check_turn, inspect, name_in_shards, values_of
+from .pushes import STEP, arrays_of, check_scales, check_turn, inspect, name_in_shards
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
 from .staging import Staging
 from .status import is_reduced, no_reducer
@@ -188,7 +187,7 @@ class Worker:
         scales: Mapping[str, float] | None,
         out: Mapping[str, Any] | None,
     ) -> int:
-        values = values_of(self.layout, gradients)
+        values = arrays_of(self.layout, gradients)
         more = {}
         if scales is not None:
             factors = {name: float(factor) for name, factor in scales.items()}
@@ -370,7 +369,7 @@ class Worker:
     def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_out(out)
         self._shows = out is None
-        values: dict[str, Value] = {}
+        values: dict[str, Any] = dict(out or {})
         while True:
             try:
                 fetched: Mapping[str, ShardFile] = {}
@@ -392,9 +391,7 @@ class Worker:
                     raise
                 plan = newer
         self.version = plan.version
-        if out is None:
-            return {name: value.shown for name, value in values.items()}
-        return dict(out)
+        return values
 
     def _open_shard(
         self, version: int, fetched: Mapping[str, ShardFile], shown: bool, shard: Shard

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import ml_dtypes
 import numpy as np
 
-from irdmafs.train.arithmetic import Blocks, accumulate, from_float32, square_sum
+from irdmafs.train.arithmetic import Blocks, accumulate, square_sum
 from irdmafs.train.rules import make_rule
 
 from .command import SETTINGS, asserting, finish, json_file, measuring, say, turned
@@ -40,7 +41,7 @@ class Contenders:
         rng = np.random.default_rng(1)
         # Values that stay finite for any number of steps.
         self._arrays: Arrays = [rng.random(elements, np.float32) for _ in range(PUSHES + 1)]
-        self._halves = [array.view(np.uint16)[1::2].copy() for array in self._arrays]
+        self._halves = [array.astype(ml_dtypes.bfloat16) for array in self._arrays]
         self._blocks = blocks
         self._rules = {
             kernel: make_rule("adamw", {}, torch=kernel == "torch")
@@ -80,12 +81,12 @@ class Contenders:
 
     def _sum(self) -> int:
         out, *pushes = self._arrays
-        self._each(lambda part: accumulate(out[part], [(one[part], "F32", 1.0) for one in pushes]))
+        self._each(lambda part: accumulate(out[part], [(one[part], 1.0) for one in pushes]))
         return (PUSHES + 1) * out.nbytes
 
     def _sum_halves(self) -> int:
         out, pushes = self._arrays[0], self._halves[1:]
-        self._each(lambda part: accumulate(out[part], [(one[part], "BF16", 1.0) for one in pushes]))
+        self._each(lambda part: accumulate(out[part], [(one[part], 1.0) for one in pushes]))
         return out.nbytes + sum(one.nbytes for one in pushes)
 
     def _squares(self) -> int:
@@ -94,7 +95,7 @@ class Contenders:
 
     def _round(self) -> int:
         values, out = self._arrays[1], self._halves[0]
-        self._each(lambda part: from_float32(values[part], "BF16", out[part]))
+        self._each(lambda part: np.copyto(out[part], values[part], casting="unsafe"))
         return values.nbytes + out.nbytes
 
     def _adamw(self, kernel: str) -> int:
