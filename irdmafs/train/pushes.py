@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ..client import FormatError, _files
@@ -24,7 +23,7 @@ from .folders import is_published
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .liveness import is_locked
 from .plan import Push
-from .scales import blocks_of
+from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
 from .trees import Folder
 
@@ -32,7 +31,6 @@ __all__ = [
     "STEP",
     "arrays_of",
     "check_finite",
-    "check_scales",
     "check_shard",
     "check_turn",
     "has_nonfinite",
@@ -42,7 +40,6 @@ __all__ = [
     "push_by_name",
     "push_in_shards",
     "read_file",
-    "scales_of",
     "slices_of",
     "worker_of",
 ]
@@ -65,6 +62,8 @@ _NUMBERS = {
     "base": (int, "a whole number"),
     "lr": (float, "a number"),
 }
+# Steps that a worker may push before the first of them counts.
+_AHEAD_MAX = 64
 # So much of a text that others chose is in an error.
 _SHOWN_MAX = 100
 # Bytes that are looked at at once for NaN and infinity.
@@ -226,32 +225,14 @@ def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) 
         header = read_header(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, error.defect) from None
-    scales_of(header)
+    if "scales" in header.metadata:
+        raise Refused(errno.EINVAL, f"its metadata has scales: they are tensors NAME{SUFFIX}")
     push = _push_in_file(name, header.metadata)
     _check_whole(layout, header.tensors)
     if finite:
         for parameter, found in header.tensors.items():
             _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
     return push
-
-
-def scales_of(header: Header) -> dict[str, float]:
-    """Return what the tensors of a push are multiplied by: its metadata `scales` is a JSON object. Raises
-    Refused."""
-    try:
-        scales = msgspec.json.decode(header.metadata.get("scales", "{}"), type=dict[str, float])
-    except msgspec.MsgspecError as error:
-        raise Refused(
-            errno.EINVAL, f"its scales are not a JSON object of numbers: {error}"
-        ) from None
-    check_scales(scales)
-    return scales
-
-
-def check_scales(scales: Mapping[str, float]) -> None:
-    """Raises Refused for factors that are no fp32 numbers."""
-    if not all(abs(scale) <= F32_MAX for scale in scales.values()):
-        raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
 
 
 def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
@@ -311,7 +292,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
     if isinstance(config.workers, tuple) and push.worker not in config.workers:
         raise Refused(errno.EPERM, f"{push.worker!r} is not one of the workers")
     others = max(clocks.values(), default=0)
-    if push.step > others + config.ahead:
+    if push.step > others + _AHEAD_MAX:
         raise Refused(
             errno.EINVAL, f"step {push.step} is too far ahead: the others are at {others}"
         )

@@ -33,7 +33,7 @@ from .errors import BadPush, Refused
 from .folders import Directory
 from .layout import Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_shard, has_nonfinite, scales_of
+from .pushes import check_shard, has_nonfinite
 from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
@@ -112,7 +112,7 @@ class Reduction:
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
-        self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
+        self.rule: Rule = make_rule(plan.rule, plan.options)
         last = plan.version - 1
         is_kept = True
         if shard.is_fp32:
@@ -141,7 +141,7 @@ class Reduction:
                 raise BadPush(counted.path, self._train.shown(str(error))) from None
             if self._nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
-            for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
+            for run in runs_of(self._shard, file.header, cut=cut):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
     def _open(self, counted: PushInPlan) -> tuple[ShardFile, bool]:
@@ -239,7 +239,7 @@ def _weighted(terms: Sequence[_Term], start: int, stop: int, *, mean: bool) -> t
     """Return the terms that have these elements, with their final weights."""
     here = [t for t in terms if t.run.at <= start and stop <= t.run.at + t.run.size]
     total = math.fsum(t.weight for t in here) if mean else 1.0
-    return tuple(t._replace(weight=t.weight / total * t.run.scale) for t in here if total)
+    return tuple(t._replace(weight=t.weight / total) for t in here if total)
 
 
 def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:

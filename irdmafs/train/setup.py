@@ -49,10 +49,7 @@ def begin(
         raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)
-    try:
-        rule = make_rule(config.rule, config.options, torch=config.torch)
-    except ValueError as error:
-        raise TrainError(str(error)) from None
+    rule = make_rule(config.rule, config.options)
     files = sorted(train.models.glob("*.safetensors"))
     if not files:
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")

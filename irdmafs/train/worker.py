@@ -14,8 +14,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
@@ -26,7 +24,7 @@ from .open_push import OpenPush, Publish
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
-from .pushes import STEP, arrays_of, check_scales, check_turn, inspect, name_in_shards
+from .pushes import STEP, arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
 from .staging import Staging
 from .status import is_reduced, no_reducer
@@ -166,35 +164,28 @@ class Worker:
         *,
         weight: float = 1.0,
         lr: float | None = None,
-        scales: Mapping[str, float] | None = None,
     ) -> int:
         """Push gradients (or whatever the rule takes) by parameter; return the step. Some may be left out.
 
         They are numpy arrays or torch tensors with the parameters' shapes, of any float type, and are
         written from where they lie. `weight`: a number of samples or tokens, for example; `lr`: instead of
-        the configured one; `scales`: factors of parameters, for fp8. When this returns the push will
+        the configured one. When this returns the push will
         count, once. Raises Refused (an OSError), which says why. After another OSError it counts once or
         not at all: a worker that begins again under the name goes on after it if it does.
         """
         with self.train.naming():
-            return self._push(gradients, weight, lr, scales, None)
+            return self._push(gradients, weight, lr, None)
 
     def _push(
         self,
         gradients: Mapping[str, object],
         weight: float,
         lr: float | None,
-        scales: Mapping[str, float] | None,
         out: Mapping[str, Any] | None,
     ) -> int:
         values = arrays_of(self.layout, gradients)
-        more = {}
-        if scales is not None:
-            factors = {name: float(factor) for name, factor in scales.items()}
-            check_scales(factors)
-            more["scales"] = msgspec.json.encode(factors).decode()
         self._keep_part()
-        push = self._open_push(weight, lr, more, out, self._publish)
+        push = self._open_push(weight, lr, out, self._publish)
         push.put_all(values)
         return push.finish(weight, lr=lr)
 
@@ -202,13 +193,12 @@ class Worker:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, {}, None, self._publish_later)
+        return self._open_push(self._weight, self._lr, None, self._publish_later)
 
     def _open_push(
         self,
         weight: float,
         lr: float | None,
-        more: Mapping[str, str],
         out: Mapping[str, Any] | None,
         publish: Publish,
     ) -> OpenPush:
@@ -218,9 +208,8 @@ class Worker:
         with noting():
             finite = self.train.config().nonfinite == "refuse"
         self._begin_prefetch(out)
-        more = {STEP: str(expected.step), **more}
         return OpenPush(
-            self.layout, self._in_turns, self._staging, name, more,
+            self.layout, self._in_turns, self._staging, name, {STEP: str(expected.step)},
             finite=finite, publish=publish, noting=noting,
         )  # fmt: skip
 
@@ -292,7 +281,7 @@ class Worker:
         error `out` may have parameters of more than one version."""
         try:
             with self.train.naming():
-                self._push(gradients, weight, None, None, out)
+                self._push(gradients, weight, None, out)
             return self.pull(out, timeout_s=timeout_s)
         finally:
             self._end_prefetch()

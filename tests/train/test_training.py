@@ -335,9 +335,12 @@ def test_parameters_that_are_not_pushed_stay(run: Path, shards: int) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_fp8_pushes_are_multiplied_by_their_scales(run: Path, shards: int) -> None:
     start(run, shards=shards)
-    pushed = {"embedding": np.full(SHAPES["embedding"], 1.5, ml_dtypes.float8_e4m3fn)}
+    pushed = {
+        "embedding": np.full(SHAPES["embedding"], 1.5, ml_dtypes.float8_e4m3fn),
+        "embedding_scale_inv": np.full((1, 1), 0.25, np.float32),
+    }
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        worker.push(pushed, scales={"embedding": 0.25})
+        worker.push(pushed)
         reduce(reducer)
     assert np.all(parameters(run)["embedding"] == 0.375)
 
