@@ -11,9 +11,7 @@
 
 **Names.** A name is components joined by "/". It means the array in the file ``NAME.npy``; or, if
 a component before the last ends in ``.safetensors``, the tensor of that file whose name is the
-rest; or the file ``NAME`` itself if it has the extended attributes ``user.irdmafs.dtype`` (such as
-``float32``, ``<f4`` or ``bfloat16``) and ``user.irdmafs.shape`` (such as ``[2, 3]``). A file that
-is empty has nothing published in it yet and counts as missing.
+rest. A file that is empty has nothing published in it yet and counts as missing.
 
 **Versions.** Each lookup opens the version that is current then: there is nothing to refresh. An
 array keeps the version it was taken from for as long as it lives, whatever happens to the name.

@@ -73,14 +73,6 @@ def dtype_of_code(code: str) -> DType:
     return _DTYPE_OF_CODE[code]
 
 
-def dtype_of_name(name: str) -> DType:
-    """Return the type that ``float32``, ``<f4`` or ``bfloat16`` names.
-
-    Raises whatever numpy raises for text that names no type (TypeError, ValueError, SyntaxError).
-    """
-    return EXTENSIONS[name] if name in EXTENSIONS else np.dtype(name)
-
-
 def bits_of(dtype: DType) -> DType:
     """Return the unsigned integers that hold the bits of an extension type."""
     return np.dtype(f"<u{dtype.itemsize}")

@@ -11,20 +11,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Self, overload
 
-from . import _device, _files, _npy, _raw, _safetensors
+from . import _device, _files, _npy, _safetensors
 from ._buffer import Buffer
 from ._dtypes import Array, array_of
 from ._errors import FormatError
-from ._names import (
-    DTYPE_XATTR,
-    NPY,
-    SAFETENSORS,
-    Kind,
-    check_name,
-    is_addressable,
-    split_name,
-    walk,
-)
+from ._names import NPY, SAFETENSORS, check_name, is_addressable, split_name, walk
 
 # How many parsed headers are kept: programs read a few files of many tensors again and again.
 _HEADERS_MAX = 64
@@ -97,7 +88,7 @@ class Store(MutableMapping[str, Array]):
             if tensor is not None:
                 array = self._load_tensors(file, [tensor]).get(tensor)
             else:
-                array = self._load_array(file)
+                array = _npy.load(self._path(file + NPY))
         except FileNotFoundError:
             array = None
         if array is None:
@@ -208,7 +199,7 @@ class Store(MutableMapping[str, Array]):
             if tensor is not None:
                 with _files.open_to_read(self._path(file)) as (fd, status):
                     return tensor in self._parse(self._path(file), fd, status).header.tensors
-            return self._file_of(file) is not None
+            return self._has_array(file)
         except FileNotFoundError:
             return False
 
@@ -216,11 +207,9 @@ class Store(MutableMapping[str, Array]):
         """Yield every name, sorted. Tensors whose own name cannot be part of a name (one with an empty
         component, say) are left out; state_dict() has them."""
         names = set()
-        for file, kind in walk(self._path(""), ""):
-            if kind is Kind.NPY:
+        for file in walk(self._path(""), ""):
+            if file.endswith(NPY):
                 names.add(file.removesuffix(NPY))
-            elif kind is Kind.RAW:
-                names.add(file)
             else:
                 try:
                     with _files.open_to_read(self._path(file)) as (fd, status):
@@ -292,11 +281,10 @@ class Store(MutableMapping[str, Array]):
         file, tensor = split_name(name)
         if tensor is not None:
             raise ValueError(f"{name!r} cannot be removed from the file {file!r} it lies in")
-        path = self._file_of(file)
-        if path is None:
-            raise KeyError(name)
         try:
-            os.unlink(path)
+            if not self._has_array(file):
+                raise KeyError(name)
+            os.unlink(self._path(file + NPY))
         except FileNotFoundError:
             raise KeyError(name) from None
 
@@ -328,41 +316,18 @@ class Store(MutableMapping[str, Array]):
             versioned = self._is_versioned(directory)
         _files.replace_file(path, contents, versioned=versioned)
 
-    def _file_of(self, file: str) -> str | None:
-        """Return the path of the .npy or raw file that holds an array, None where there is none."""
-        path = self._path(file + NPY)
+    def _has_array(self, file: str) -> bool:
+        """Return whether there is a .npy file of that name in which something was published. Raises
+        FileNotFoundError where there is no file."""
         try:
-            status = os.stat(path)
-            if stat.S_ISREG(status.st_mode) and status.st_size:
-                return path
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        path = self._path(file)
-        try:
-            raw = (
-                stat.S_ISREG(os.stat(path).st_mode)
-                and _files.read_xattr(path, DTYPE_XATTR) is not None
-                and not path.endswith((NPY, SAFETENSORS))
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return path if raw else None
-
-    def _load_array(self, file: str) -> Array | None:
-        try:
-            return _npy.load(self._path(file + NPY))
-        except FileNotFoundError:
-            return _raw.load(self._path(file))
+            status = os.stat(self._path(file + NPY))
+        except NotADirectoryError as error:
+            raise FileNotFoundError(*error.args) from error
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
     def _read_array_into(self, buffer: Buffer, file: str) -> Any:
         path = self._path(file + NPY)
-        try:
-            size = buffer.fill(path)
-        except FileNotFoundError:
-            path = self._path(file)
-            size = buffer.fill(path)
-            bare = _raw.layout(path, path, size)
-            return None if bare is None else buffer.show(path, bare)
+        size = buffer.fill(path)
         return buffer.show(path, _npy.layout(path, buffer.head, size)) if size else None
 
     def _read_tensors_into(
@@ -380,13 +345,13 @@ class Store(MutableMapping[str, Array]):
         return {name: buffer.show(path, header.tensors[name]) for name in wanted}
 
     def _load_tree(self, prefix: str) -> Iterator[dict[str, Array]]:
-        for file, kind in sorted(walk(self._path(""), prefix), key=lambda item: item[0]):
+        for file in sorted(walk(self._path(""), prefix)):
             name = file.removeprefix(f"{prefix}/") if prefix else file
             try:
-                if kind is Kind.SAFETENSORS:
+                if file.endswith(SAFETENSORS):
                     tensors = self._load_tensors(file, None)
                     yield {f"{name}/{tensor}": array for tensor, array in tensors.items()}
-                elif (found := self._load_array(file.removesuffix(NPY))) is not None:
+                elif (found := _npy.load(self._path(file))) is not None:
                     yield {name.removesuffix(NPY): found}
             except FileNotFoundError:
                 # The file was removed since the directory was read.

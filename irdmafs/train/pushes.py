@@ -22,7 +22,7 @@ from .errors import Refused
 from .folders import is_published
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .liveness import is_locked
-from .plan import Push
+from .plan import Plan, Push
 from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
 from .trees import Folder
@@ -284,9 +284,8 @@ def _check_tensors(
 # -- whether it may count -------------------------------------------------------------------------
 
 
-def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
-    """Raises Refused for a worker, a step or a base that cannot count."""
-    newest = train.newest_plan()
+def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: Push) -> None:
+    """Raises Refused for a worker, a step or a base that cannot count after the newest version."""
     clocks = newest.clocks
     _check_numbers(push)
     if isinstance(config.workers, tuple) and push.worker not in config.workers:
@@ -305,7 +304,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
         raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
     # Where nobody waits for the others, a base may be older than all versions that are kept.
     lockstep = config.synchronization.kind in ("bsp", "local")
-    if lockstep and push.base >= 0 and not train.version(push.base).is_dir():
+    if lockstep and 0 <= push.base <= newest.version - config.keep:
         raise Refused(errno.ESTALE, f"version {push.base} is gone")
 
 

@@ -17,7 +17,7 @@ from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, parse_header
 from .directory import VERSION
-from .folders import Directory
+from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
 
 __all__ = [
@@ -57,7 +57,7 @@ class ShardFile:
         open_file = _files.open_to_read if shown or promised else _files.open_privately
         self.shown = shown
         with open_file(name) as (fd, status):
-            self.inode = status.st_ino
+            self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
                 raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)

@@ -17,7 +17,7 @@ from typing import Any
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories, Past, seen
+from .folders import Directories, Past
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Publish
@@ -206,11 +206,11 @@ class Worker:
         name = name_in_shards(expected)
         noting = partial(self._watch.noting, name)
         with noting():
-            finite = self.train.config().nonfinite == "refuse"
+            self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
             self.layout, self._in_turns, self._staging, name, {STEP: str(expected.step)},
-            finite=finite, publish=publish, noting=noting,
+            finite=self.config.nonfinite == "refuse", publish=publish, noting=noting,
         )  # fmt: skip
 
     def _keep_part(self) -> None:
@@ -243,7 +243,7 @@ class Worker:
 
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
-        check_turn(self.train, self.train.config(), push)
+        check_turn(self.train, self.config, self.train.newest_plan(), push)
         path = self.train.push / name_in_shards(push)
         os.rename(written, path)
         self.step = self._pushed = push.step
@@ -293,14 +293,14 @@ class Worker:
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._watch.begin()
+        counter = count_changes(self.train.versions)
         while True:
-            counter = count_changes(self.train.versions)
             now_s = time.monotonic()
             looks = now_s >= self._looked_s + _LOOK_S
             if looks:
                 self._looked_s = now_s
                 self._look_for_refusals()
-            newest = self.train.newest_plan()
+            newest = self.train.newest_plan(counter)
             if suffices(newest):
                 return newest
             if looks:
@@ -312,7 +312,7 @@ class Worker:
                     f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
-                count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
+                counter = count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
 
     def _reason(self) -> str:
         if not is_reduced(self.train):
@@ -389,7 +389,6 @@ class Worker:
         if found is not None and (found.shown or not shown):
             return found
         path = params_of(self.train.version(version), shard)
-        status = seen(path.stat())
         file = ShardFile(path, version=version, shown=shown)
-        self._past.add(status)
+        self._past.add(file.seen)
         return file

@@ -478,32 +478,6 @@ def test_state_dict_of_a_directory(store: client.Store) -> None:
             store.state_dict(missing)
 
 
-def test_raw_files_with_attributes_are_arrays(store: client.Store, directory: Path) -> None:
-    array = np.arange(6, dtype="<f4").reshape(2, 3)
-    (directory / "sub").mkdir()
-    path = directory / "sub" / "raw.bin"
-    path.write_bytes(array.tobytes())
-    try:
-        os.setxattr(path, "user.irdmafs.dtype", b"float32")
-    except OSError:
-        pytest.skip("this filesystem has no extended attributes")
-    with pytest.raises(client.FormatError, match="shape"):
-        store["sub/raw.bin"]
-    os.setxattr(path, "user.irdmafs.shape", b"[2, 3]")
-    assert_same(store["sub/raw.bin"], array)
-    assert list(store) == ["sub/raw.bin"] and "sub/raw.bin" in store
-    for dtype, shape in ((b"O", b"[2,3]"), (b"f4", b"[2,4]"), (b"\xff", b"[6]"), (b"f4", b"[-6]")):
-        os.setxattr(path, "user.irdmafs.dtype", dtype)
-        os.setxattr(path, "user.irdmafs.shape", shape)
-        with pytest.raises(client.FormatError, match=r"raw\.bin"):
-            store["sub/raw.bin"]
-    (directory / "plain.bin").write_bytes(b"abc")
-    with pytest.raises(KeyError):
-        store["plain.bin"]
-    del store["sub/raw.bin"]
-    assert not path.exists()
-
-
 def test_files_are_published_whole(store: client.Store, tmp_path_factory: Any) -> None:
     source = tmp_path_factory.mktemp("source") / "weights.safetensors"
     safetensors.numpy.save_file({"w": np.arange(5)}, source)

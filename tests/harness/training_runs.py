@@ -60,7 +60,7 @@ def check(run: Path, fd: int, name: str) -> None:
     *folders, last = name.split("/")
     if not folders:
         push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
-        check_turn(train, config, push)
+        check_turn(train, config, train.newest_plan(), push)
         return
     shard = next(one for one in layout.shards() if one.name == last)
     assert push_in_shards(folders[-1]) is not None
