@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .staging import without_worker
-from .status import StatusFile, progress_of
+from .status import StatusFile, text_of
 from .trees import Folder, Trees, look
 
 __all__ = ["Coordinator"]
@@ -75,7 +76,7 @@ class Coordinator:
         self._train = train
         self._layout = layout
         self._trees = trees
-        self._status = StatusFile(train)
+        self._status = StatusFile(train.status)
         # By name in push/; of refused ones the inode, time and size of the file that was refused, by the
         # configuration of then.
         self._config: TrainConfig | None = None
@@ -116,7 +117,8 @@ class Coordinator:
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
         if not enough:
-            self._status.show(progress_of(config, newest, waiting, awaited, self._members))
+            progress = (config, newest, waiting, awaited, self._members)
+            self._status.show(partial(text_of, self._train, *progress))
             return self._has_unread(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
