@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from . import _device
-from ._dtypes import Array, Layout, Value
+from ._dtypes import Array, Layout
 from ._files import Mapping, naming, open_to_read, read_version, view
 
 log = logging.getLogger(__name__)
@@ -206,10 +206,7 @@ class _HostMemory:
                 done += count
 
     def show(self, path: str, layout: Layout) -> Array:
-        return Value(
-            view(path, self.bytes, layout.dtype, layout.shape, layout.offset, layout.order),
-            layout.extension,
-        ).shown
+        return view(path, self.bytes, layout)
 
 
 class _DeviceMemory:

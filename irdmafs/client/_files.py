@@ -11,11 +11,10 @@ import secrets
 import stat
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 
-from ._dtypes import Array, DType, size_bytes
+from ._dtypes import Array, Layout, size_bytes
 from ._errors import FormatError
 
 _VERSION_XATTR = "user.irdmafs.version"
@@ -70,16 +69,10 @@ class Mapping:
         return np.asarray(self)
 
 
-def view(
-    path: str,
-    data: Array | None,
-    dtype: DType,
-    shape: tuple[int, ...],
-    offset: int,
-    order: Literal["C", "F"] = "C",
-) -> Array:
-    """Return the array at ``offset`` in a file's mapped bytes; ``data`` may be None for an array
+def view(path: str, data: Array | None, layout: Layout) -> Array:
+    """Return the array of this layout in a file's mapped bytes; ``data`` may be None for an array
     without elements. Raises FormatError for what numpy cannot represent."""
+    dtype, shape, offset, order = layout
     try:
         if size_bytes(dtype, shape) == 0:
             array: Array = np.ndarray(shape, dtype)

@@ -26,7 +26,7 @@ from irdmafs.train import (
     worker,
 )
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file, scales_of
+from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file
 from irdmafs.train.shard_files import read_header
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -85,7 +85,7 @@ def check(run: Path, fd: int, name: str) -> None:
     *folders, last = name.split("/")
     if not folders:
         push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
-        check_turn(train, config, push)
+        check_turn(train, config, train.newest_plan(), push)
         return
     shard = next(one for one in layout.shards() if one.name == last)
     assert push_in_shards(folders[-1]) is not None
@@ -93,7 +93,6 @@ def check(run: Path, fd: int, name: str) -> None:
         header = read_header(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
-    scales_of(header)
     check_shard(shard, header, cut=True)
 
 
