@@ -63,18 +63,16 @@ class Party:
         self.path = path
         self.file = file
 
-    async def ask(self, make: Callable[[int], Request]) -> Answer:
-        return await self.path._control.ask(make)
+    async def ask(self, request: Request) -> Answer:
+        return await self.path._control.ask(request)
 
     async def expose(self) -> Exposed:
-        exposed = await self.ask(lambda number: Expose(number, "", SECRET, 0, LENGTH))
+        exposed = await self.ask(Expose(SECRET, 0, LENGTH))
         assert isinstance(exposed, Exposed)
         return exposed
 
     async def reserve(self) -> Exposed:
-        reserved = await self.ask(
-            lambda number: Reserve(number, "", COMING, TARGET, LENGTH, LENGTH, 0)
-        )
+        reserved = await self.ask(Reserve(COMING, TARGET, LENGTH, LENGTH, 0))
         assert isinstance(reserved, Exposed)
         return reserved
 
@@ -222,13 +220,9 @@ def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose
         theirs = scene.victim.path._pair.end() if whose == "the victim's" else scene.node_end
         (lane,) = scene.attacker.peers.device(1).way(VerbsWay).lanes._lanes  # type: ignore[union-attr]
         rail, other = lane.other, 1
-        attached = await scene.attacker.ask(
-            lambda number: Attach(number, "", theirs, other, rail.name, rail.gid)
-        )
+        attached = await scene.attacker.ask(Attach(theirs, other, rail.name, rail.gid))
         assert isinstance(attached, Attached)
-        exposed = await scene.attacker.ask(
-            lambda number: Expose(number, "", SECRET, 0, LENGTH, other)
-        )
+        exposed = await scene.attacker.ask(Expose(SECRET, 0, LENGTH, other))
         assert isinstance(exposed, Exposed)
         # The right is the other queue pair's, which nobody here can use.
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
@@ -296,7 +290,7 @@ def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         for content in (1, 2):
             await at_last(partial(write, Extent(content, 0), TARGET))
             if what == "injected":
-                said = frame(Attach(1, "", forged, 0, "rxe0/1", forged.gid))
+                said = frame(Attach(forged, 0, "rxe0/1", forged.gid))
                 await relay.passages[-1].speak(TO_NODE, said)
             elif what == "repeated":
                 await relay.passages[-1].speak(TO_NODE, bytes(relay.passages[0].passed[TO_NODE]))

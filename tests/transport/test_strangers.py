@@ -161,7 +161,7 @@ class DataConnection:
 async def with_ticket(cluster: Place) -> DataConnection:
     """One in which nothing was said yet."""
     control = await introduced(cluster)
-    await control.send_all(frame(tcp.Tickets(1, "", 1)))
+    await control.send_all(frame(tcp.Tickets(1)))
     answer = CODEC.decode_answer(await receive_frame(control))
     assert isinstance(answer, tcp.Granted)
     stream = await connect(cluster, "tcp")
@@ -489,19 +489,19 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     chooser = random.Random(seed)
     extent, target = Extent(3, 0), Target(1, 1, ())
     requests: list[msgspec.Struct] = [
-        messages.Ping(1, ""),
-        messages.Put(2, "trace", extent, target, b"data"),
-        messages.Get(3, "", [extent] * 5, 100),
-        messages.Adopt(4, "", extent, target, "7"),
-        messages.Abort(5, "", 3),
-        messages.Suspect(6, "", 1, 2),
-        messages.Status(7, ""),
-        tcp.Tickets(8, "", 2),
+        messages.Ping(),
+        messages.Put(extent, target, b"data"),
+        messages.Get([extent] * 5, 100),
+        messages.Adopt(extent, target, "7"),
+        messages.Abort(3),
+        messages.Suspect(1, 2),
+        messages.Status(),
+        tcp.Tickets(2),
         messages.Renewed(9),
-        verbs.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
-        verbs.Expose(11, "", extent, 0, 1000, 3),
-        verbs.Reserve(12, "", extent, target, 1 << 20, 1 << 18, 13, 3),
-        verbs.Rails(14, ""),
+        verbs.Attach(QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
+        verbs.Expose(extent, 0, 1000, 3),
+        verbs.Reserve(extent, target, 1 << 20, 1 << 18, 13, 3),
+        verbs.Rails(),
         verbs.Release(1),
         verbs.Detach(3),
     ]
@@ -637,7 +637,7 @@ def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
         stream = await introduced(cluster)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        asked = messages.Get(1, "", [Extent(1, 0)] * 8, MiB)
+        asked = messages.Get([Extent(1, 0)] * 8, MiB)
         for _ in range(8):
             await stream.send_all(frame(asked))
         await until(lambda: cluster.nodes[1].listener.counters.connections == 1)

@@ -523,9 +523,7 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
             assert each is not None
             path = each._lanes[0].path
             assert path is not None
-            exposed = await path._ask(
-                lambda number: Reserve(number, "", Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0)
-            )
+            exposed = await path._ask(Reserve(Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0))
             assert exposed.wanted
             assert service.leftovers
         await until(lambda: not service.leftovers)

@@ -102,7 +102,7 @@ class Pool:
 
     async def _open(self, control: ControlClient, count: int) -> list[Channel]:
         node = self._link.node
-        answer = await control.ask(lambda number: Tickets(number, "", count))
+        answer = await control.ask(Tickets(count))
         if not isinstance(answer, Granted) or len(answer.tickets) != count:
             raise Unreachable(node, "its answer makes no sense")
         opened: list[Channel] = []

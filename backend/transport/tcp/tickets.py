@@ -36,7 +36,7 @@ class Guest(Connection):
 
     async def answer(self, request: Request) -> Answer | Lasting:
         assert isinstance(request, Tickets)
-        return Granted(request.number, self._office.grant(self, request.count))
+        return Granted(self._office.grant(self, request.count))
 
     def take(self, message: Message) -> None:
         """Do nothing: there is no such message."""

@@ -6,14 +6,13 @@ meanwhile, `Broken` is raised and nothing is lost: the node drops a half-written
 moves the bytes in another way.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from ..caller import Caller, ControlClient
+from ..caller import Caller, ControlClient, Expected
 from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
@@ -91,11 +90,7 @@ class Path:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
-            exposed = await self._ask(
-                lambda number: Expose(
-                    number, current_request(), extent, start, length, self._number
-                )
-            )
+            exposed = await self._ask(Expose(extent, start, length, self._number))
             try:
                 if not regions:
                     remote = Remote(exposed.address, exposed.key)
@@ -127,19 +122,10 @@ class Path:
                     raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
-            with self._control.expecting() as sealed:
+            with Expected(self._control, target.group) as sealed:
+                told = piece if target.chain else length
                 exposed = await self._ask(
-                    lambda number: Reserve(
-                        number,
-                        current_request(),
-                        extent,
-                        target,
-                        length,
-                        piece if target.chain else length,
-                        sealed.number,
-                        self._number,
-                    ),
-                    target.group,
+                    Reserve(extent, target, length, told, sealed.number, self._number)
                 )
                 try:
                     if exposed.wanted and region is not None:
@@ -152,7 +138,7 @@ class Path:
                             self._pair, remote, source, exposed.handle, bool(target.chain), passed
                         )
                     with _told_apart():
-                        answer = await sealed.answer(target.group)
+                        answer = await sealed.answer()
                 except BaseException:
                     self._control.say_later(Release(exposed.handle))
                     raise
@@ -220,9 +206,9 @@ class Path:
                 f"{file.length} bytes cannot be registered: {error.strerror}"
             ) from None
 
-    async def _ask(self, make: Callable[[int], Request], group: int = 0) -> Exposed:
+    async def _ask(self, request: Request) -> Exposed:
         try:
-            answer = await ask(self._control, make, group)
+            answer = await ask(self._control, request)
         except OSError as error:
             if error.errno != NO_QUEUE_PAIR:
                 raise
@@ -261,7 +247,7 @@ async def open_path(
     try:
         answer = await ask(
             control,
-            lambda number: Attach(number, "", pair.end(), pair_number, rail.name, rail.gid),
+            Attach(pair.end(), pair_number, rail.name, rail.gid),
         )
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
@@ -283,10 +269,10 @@ async def open_path(
     return path
 
 
-async def ask(control: ControlClient, make: Callable[[int], Request], group: int = 0) -> Answer:
+async def ask(control: ControlClient, request: Request) -> Answer:
     """Ask the node and return its answer. Raises OSError, the node's error; NotThisWay."""
     with _told_apart():
-        return await control.ask(make, group)
+        return await control.ask(request)
 
 
 @contextmanager

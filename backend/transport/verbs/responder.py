@@ -125,17 +125,16 @@ class Responder(Connection):
         self._arrivals: dict[int, _Arrival] = {}
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        number = request.number
         match request:
             case Attach():
-                return Attached(number, self._attach(request))
+                return Attached(self._attach(request))
             case Rails():
-                return RailsFound(number, self._rails())
+                return RailsFound(self._rails())
             case Expose():
                 return await self._expose(request)
         assert isinstance(request, Reserve)
         first = await self._reserve(request)
-        return Lasting(first, request.sealed, partial(self._seal, first.handle, request.sealed))
+        return Lasting(first, request.sealed, partial(self._seal, first.handle))
 
     def take(self, message: Message) -> None:
         match message:
@@ -222,7 +221,7 @@ class Responder(Connection):
         self._given[handle] = given
         self._counters.requests["read"] += 1
         self._counters.sent_bytes += asked.length
-        return Exposed(asked.number, handle, given.window.address, given.window.key)
+        return Exposed(handle, given.window.address, given.window.key)
 
     async def _reserve(self, asked: Reserve) -> Exposed:
         """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
@@ -245,11 +244,11 @@ class Responder(Connection):
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
         if arrival.given is None:
-            return Exposed(asked.number, handle, 0, 0, wanted=False)
+            return Exposed(handle, 0, 0, wanted=False)
         window = arrival.given.window
-        return Exposed(asked.number, handle, window.address, window.key)
+        return Exposed(handle, window.address, window.key)
 
-    async def _seal(self, handle: int, number: int) -> Answer:
+    async def _seal(self, handle: int) -> Answer:
         """Answer when all pieces have arrived and the extent is sealed here and down the chain. Raises
         OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
         the queue pair."""
@@ -270,7 +269,7 @@ class Responder(Connection):
         finally:
             arrival.onward.cancel()
             self._leave(arrival)
-        return Done(number)
+        return Done()
 
     # -- coming in -------------------------------------------------------------------------------
 
