@@ -191,7 +191,7 @@ async def read(peers: Peers, cluster: Place, extent: Extent, length: int) -> byt
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
-    return wire.Header(op, extent, TARGET, 7, length, 0, length, "").pack()
+    return wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), "").messages[0]
 
 
 # -- into a data connection ----------------------------------------------------------------------

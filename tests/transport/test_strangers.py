@@ -534,7 +534,9 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     print(f"seed {seed}")
     chooser = random.Random(seed)
     headers = [
-        wire.Header(op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 0, 1000, "trace").pack()
+        wire.Header(
+            op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 1000, ((0, 1000),), "trace"
+        ).messages[0]
         for op in wire.Op
     ]
 
@@ -570,9 +572,11 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
-        header = wire.Header(wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, "")
+        header = wire.Header(
+            wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, HUGE, ((0, HUGE),), ""
+        )
         before = Usage()
-        await stream.send(stream.signed(header.pack()) + bytes(100))
+        await stream.send(stream.signed(header.messages[0]) + bytes(100))
         reply = await stream.reply()
         assert reply.kind is wire.ReplyKind.FAILED
         assert reply.code in (errno.ENOSPC, errno.EFBIG)
@@ -601,9 +605,9 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
         for _ in range(2):
             stream = await data_connection(cluster)
             header = wire.Header(
-                wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
+                wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 2000, ((0, 1000),), ""
             )
-            await stream.send(stream.signed(header.pack()) + bytes(500))
+            await stream.send(stream.signed(header.messages[0]) + bytes(500))
             opened.append(stream)
         await until(lambda: bool(lines(caplog)))
         assert "two streams bring the same bytes" in lines(caplog)[0]
@@ -619,9 +623,16 @@ def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: P
     async def test(cluster: Place) -> None:
         stream = await data_connection(cluster)
         header = wire.Header(
-            wire.Op.WRITE, Extent(3, 0), Target(1, 1, (2, 3)), 5, 8 * MiB, 0, 8 * MiB, ""
+            wire.Op.WRITE,
+            Extent(3, 0),
+            Target(1, 1, (2, 3)),
+            5,
+            8 * MiB,
+            8 * MiB,
+            ((0, 8 * MiB),),
+            "",
         )
-        await stream.send(stream.signed(header.pack()) + bytes(4 * MiB))
+        await stream.send(stream.signed(header.messages[0]) + bytes(4 * MiB))
         await until(lambda: bool(cluster.service(3).leftovers))
         await stream.aclose()
         services = [node.service for node in cluster.nodes.values()]
