@@ -129,7 +129,7 @@ class ControlClient:
         ends: Ends,
         silent: Callable[[str], None],
     ) -> None:
-        self._caller = caller
+        self.caller = caller
         self.node = node
         self.ends = ends
         self._frames = frames
@@ -151,14 +151,14 @@ class ControlClient:
         self.is_open = True
 
     def start(self) -> None:
-        self._caller.counters.connections += 1
-        self._caller.nursery.start_soon(self._run)
+        self.caller.counters.connections += 1
+        self.caller.nursery.start_soon(self._run)
 
     def close(self, why: str) -> None:
         if self.is_open:
             self.is_open = False
             self.why = why
-            self._caller.counters.connections -= 1
+            self.caller.counters.connections -= 1
             for expected in self.waiting.values():
                 expected.give_up(why)
             for close in self.closers:
@@ -186,7 +186,7 @@ class ControlClient:
 
     async def ask(self, request: Request) -> Answer:
         """Send a request and return its answer. Raises as `Expected.answer`."""
-        counters = self._caller.counters
+        counters = self.caller.counters
         await acquire(self._slots)
         try:
             with Expected(self, request.group) as expected:
@@ -229,7 +229,7 @@ class ControlClient:
 
     async def _send(self, request: Request, expected: Expected) -> None:
         request.number, request.trace = expected.number, current_request()
-        session = self._caller.session()
+        session = self.caller.session()
         if session != self._session:
             self._session = session
             await self.say(Renewed(session))
@@ -259,7 +259,7 @@ class ControlClient:
 
     async def _receive(self) -> None:
         while True:
-            answer = self._caller.codec.decode_answer(await self._frames.receive())
+            answer = self.caller.codec.decode_answer(await self._frames.receive())
             self._heard += 1
             expected = self.waiting.get(answer.number)
             if expected is not None:
@@ -267,7 +267,7 @@ class ControlClient:
 
     async def _watch(self) -> None:
         """Ping the node while calls wait for it, and periodically."""
-        timeout_s = self._caller.timeout_s
+        timeout_s = self.caller.timeout_s
         look_s = timeout_s / _LOOKS
         heard, began = self._heard, self._began
         heard_at = silent_since = trio.current_time()
@@ -288,7 +288,7 @@ class ControlClient:
                 self.close(why)
                 return
             if now - heard_at >= timeout_s / 4:
-                self._caller.nursery.start_soon(self._ping)
+                self.caller.nursery.start_soon(self._ping)
             self._give_up_late_ones(now)
 
     def _give_up_late_ones(self, now: float) -> None:

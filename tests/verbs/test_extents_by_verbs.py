@@ -646,7 +646,7 @@ def test_a_key_is_of_no_use_but_for_what_it_was_given(
                     if misuse == "wrong way":
                         await ends.here.read([piece])
                     else:
-                        await ends.here.write([piece], None)
+                        await ends.here.write([piece])
                 nursery.cancel_scope.cancel()
             ends.here.close()
             ends.there.close()
@@ -669,11 +669,11 @@ def test_a_transfer_that_is_cancelled_touches_memory_no_more(
             window = await ends.there.grant(yours, 0, MiB, writable=True)
             piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
             with trio.move_on_after(0) as scope:
-                await ends.here.write([piece] * 64, None)
+                await ends.here.write([piece] * 64)
             assert scope.cancelled_caught
             assert not ends.here._batches
             assert not ends.here.failure
-            await ends.here.write([piece], None)
+            await ends.here.write([piece])
             window.close()
 
     with_ends(address, memory, test)
@@ -688,6 +688,6 @@ def test_everything_that_waits_is_told_why_a_queue_pair_failed(
             piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):
-                    await ends.here.write([piece] * 200, None)
+                    await ends.here.write([piece] * 200)
 
     with_ends(address, memory, test)

@@ -12,12 +12,11 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from ..caller import Caller, ControlClient, Expected
+from ..caller import ControlClient, Expected
 from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay
-from .adapter import Adapter
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -53,23 +52,16 @@ def piece_bytes(length: int, is_handed_on: bool = False) -> int:
 
 
 class Path:
-    """A queue pair to one store node. It lives no longer than the control connection that it was set up on.
-    Made by `open_path`."""
+    """A queue pair to one store node, number `number` of its control connection, with which it ends. Made
+    by `open_path`. Without `stages`, files are registered at first use; with it, their bytes pass through
+    memory that stays registered, as each file is used once."""
 
-    def __init__(
-        self,
-        control: ControlClient,
-        adapter: Adapter,
-        pair: QueuePair,
-        number: int,
-        stages: bool,
-    ) -> None:
+    def __init__(self, control: ControlClient, pair: QueuePair, number: int, stages: bool) -> None:
         self._control = control
-        self._adapter = adapter
         self._pair = pair
+        self._adapter = pair.adapter
         self._number = number
         self._stages = stages
-        self.node = control.node
 
     @property
     def failure(self) -> str:
@@ -129,9 +121,8 @@ class Path:
                 )
                 try:
                     if exposed.wanted and region is not None:
-                        await self._write_from(
-                            region, source, piece, exposed, growth, each=bool(target.chain)
-                        )
+                        each = bool(target.chain)
+                        await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
@@ -143,7 +134,7 @@ class Path:
                     self._control.say_later(Release(exposed.handle))
                     raise
             if not isinstance(answer, Done):
-                raise Unreachable(self.node, "its answer makes no sense")
+                raise Unreachable(self._control.node, "its answer makes no sense")
 
     async def _write_from(
         self,
@@ -164,9 +155,18 @@ class Path:
                 there = await growth.more_than(min(length, done + piece) - 1)
                 if there < length:
                     there -= there % piece
-            pieces = _pieces(address, region.key, exposed, done, there, piece)
-            number = exposed.handle if each or there == length else None
-            await self._pair.write(pieces, number, each)
+            pieces = [
+                Piece(
+                    address + at,
+                    min(piece, there - at),
+                    region.key,
+                    exposed.address + at,
+                    exposed.key,
+                    exposed.handle if each or at + piece >= length else None,
+                )
+                for at in range(done, there, piece)
+            ]
+            await self._pair.write(pieces)
             done = there
 
     @asynccontextmanager
@@ -215,12 +215,8 @@ class Path:
             self._pair.fail(f"the node gave it up: {error.strerror}")
             raise Broken(self.failure) from None
         if not isinstance(answer, Exposed):
-            raise Unreachable(self.node, "its answer makes no sense")
+            raise Unreachable(self._control.node, "its answer makes no sense")
         return answer
-
-    async def _say(self, message: Detach) -> None:
-        with trio.CancelScope(shield=True):
-            await self._control.say(message)
 
     def fail(self, why: str) -> None:
         """Fail the queue pair: transfers under way raise Broken."""
@@ -229,26 +225,18 @@ class Path:
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
         self._pair.fail(why)
-        await self._say(Detach(self._number))
+        with trio.CancelScope(shield=True):
+            await self._control.say(Detach(self._number))
 
 
 async def open_path(
-    control: ControlClient,
-    caller: Caller,
-    adapter: Adapter,
-    gid_index: int,
-    rail: Rail,
-    pair_number: int,
-    stages: bool,
+    control: ControlClient, pair: QueuePair, rail: Rail, number: int, stages: bool
 ) -> Path:
-    """Set up a queue pair with a rail of the node, and check that it works. With `stages`, files are used
-    once and are not registered. Raises OSError, NotThisWay."""
-    pair = adapter.queue_pair(gid_index)
+    """Connect a queue pair with a rail of the node, and check that it works; it is closed if it does not.
+    Raises OSError, NotThisWay."""
+    caller = control.caller
     try:
-        answer = await ask(
-            control,
-            Attach(pair.end(), pair_number, rail.name, rail.gid),
-        )
+        answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
         try:
@@ -260,7 +248,7 @@ async def open_path(
         pair.close()
         raise
     caller.nursery.start_soon(pair.run)
-    path = Path(control, adapter, pair, pair_number, stages)
+    path = Path(control, pair, number, stages)
     try:
         await pair.probe()
     except BaseException:
@@ -298,13 +286,3 @@ def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> li
             count = min(piece, last - at)
             pieces.append(Piece(region.address(at), count, region.key, there, exposed.key))
     return pieces
-
-
-def _pieces(
-    address: int, key: int, exposed: Exposed, start: int, end: int, piece: int
-) -> list[Piece]:
-    """Return the pieces that write bytes [start, end) of the range that begins at `address`."""
-    return [
-        Piece(address + at, min(piece, end - at), key, exposed.address + at, exposed.key)
-        for at in range(start, end, piece)
-    ]
