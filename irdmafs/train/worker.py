@@ -404,6 +404,6 @@ class Worker:
             return found
         path = params_of(self.train.version(version), shard)
         status = seen(path.stat())
-        file = ShardFile(path, version=version, shown=shown)
+        file = ShardFile(path, version=version)
         self._past.add(status)
         return file
