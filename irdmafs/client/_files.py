@@ -184,7 +184,7 @@ def write_version(
         try:
             write_all(fd, contents)
         except BaseException:
-            _discard(fd)
+            discard(fd)
             raise
     return fd
 
@@ -215,8 +215,8 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
             raise
 
 
-def _discard(fd: int) -> None:
-    # Closing publishes what was written so far, unless the mount is told to discard it.
+def discard(fd: int) -> None:
+    """Close a file without publishing what was written so far."""
     try:
         os.setxattr(fd, _DISCARD_XATTR, b"1")
     except OSError:

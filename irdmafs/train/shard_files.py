@@ -31,7 +31,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_DISCARD = "user.irdmafs.discard"
 # Shards that are written or opened at once.
 _AT_ONCE = 16
 
@@ -207,9 +206,6 @@ def new_file(directory: Directory, name: str, head: Head) -> Iterator[NewFile]:
     try:
         yield NewFile(fd, head)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.setxattr(fd, _DISCARD, b"1")
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _files.discard(fd)
         raise
     os.close(fd)
