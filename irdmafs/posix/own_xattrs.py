@@ -1,9 +1,9 @@
 """The extended attributes user.irdmafs.…: which exist, and who may set which to what.
 
-Some are kept with an inode, and some report. The rest are requests of programs in the form of attributes,
-for want of typed ones that end with their caller: `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads
-into memory whose descriptors the mount takes from the caller, `prefetch_now` begins a prefetch, and setting
-`discard` gives a written content up.
+Some are kept with an inode, and some report. The rest are requests of programs (docs/mount.md says why
+these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
+descriptors the mount takes from the caller, `prefetch_now` begins a prefetch, and setting `discard` gives a
+written content up.
 """
 
 import errno
