@@ -30,7 +30,7 @@ from .arithmetic import (
 from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
-from .folders import Directory
+from .folders import Directory, view_of
 from .layout import Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_shard, has_nonfinite
@@ -152,7 +152,13 @@ class Reduction:
         cut = path.is_dir()
         if cut:
             path /= self._shard.name
-        file = ShardFile(path, header_max_bytes=self._header_max_bytes)
+        # The mount was told of the push before it was told of the plan.
+        file = ShardFile(
+            path,
+            shown=False,
+            view=view_of(path.parent),
+            header_max_bytes=self._header_max_bytes,
+        )
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 
