@@ -299,12 +299,13 @@ class NodeProcess:
         if hold is not None:
             command += ["--hold", str(hold)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> Self:
+        """Wait until it serves. Several are made first and waited for then, as they start together."""
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             self.__exit__(None, None, None)
-            raise RuntimeError(f"node {node:x} did not start")
-
-    def __enter__(self) -> Self:
+            raise RuntimeError(f"node {self.node:x} did not start")
         return self
 
     def __exit__(
