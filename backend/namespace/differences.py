@@ -33,9 +33,7 @@ def _differs(tree: Names, record: KeyValue) -> bool:
         return inode is None or inode.revision != record.mod_revision or ino in tree.damaged
     if kind == b"d":
         dentry = tree.dentry(ino, record.key[9:])
-        return (
-            dentry is None or dentry.revision != record.mod_revision or dentry.ino == DAMAGED_INO
-        )
+        return dentry is None or dentry.revision != record.mod_revision or dentry.ino == DAMAGED_INO
     if kind == b"t":
         known = tree.records.get(time_key(ino))
         return known is None or time_of(known) != time_of(record.value)
