@@ -1,0 +1,76 @@
+"""Whatever fails, of several hosts one makes a name, and what it published stays.
+
+The hosts make names in the same directories, by turns so fast that they claim them. IRDMAFS_SEED repeats a
+run's faults, IRDMAFS_FAULTS says how many.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, defaultdict
+
+import pytest
+from harness.clusters import Cluster, Plan
+from harness.storms import names
+from harness.storms.faults import Faults
+
+FAULTS = 6
+RECOVERY_S = 90.0
+
+
+@pytest.mark.timeout(600)
+def test_a_name_is_made_once_while_things_fail() -> None:
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
+    count = int(os.environ.get("IRDMAFS_FAULTS") or FAULTS)
+    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+    plan = Plan(nodes=3, mounts=3, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
+    with Cluster(plan, links=True) as cluster:
+        for number in range(names.DIRECTORIES):
+            (cluster.mounts[0].path / f"directory{number}").mkdir()
+        makers = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, names.__file__, str(mount.path), mount.name, str(seed)),
+                    str(cluster.directory / f"{mount.name}.names"),
+                ],
+                stdin=subprocess.PIPE,
+            )
+            for mount in cluster.mounts
+        ]
+        faults = Faults(cluster, seed)
+        try:
+            faults.run(count)
+            cluster.heal_all()
+            for mount in cluster.mounts:
+                mount.wait_ready()
+            cluster.wait_healthy(RECOVERY_S)
+        finally:
+            for maker in makers:
+                assert maker.stdin is not None
+                maker.stdin.close()
+        for maker in makers:
+            assert maker.wait(RECOVERY_S) == 0
+        made: dict[int, list[str]] = defaultdict(list)
+        tried: dict[int, list[str]] = defaultdict(list)
+        outcomes = Counter[str]()
+        for mount in cluster.mounts:
+            for line in (cluster.directory / f"{mount.name}.names").read_text().splitlines():
+                number, outcome = json.loads(line)
+                outcomes[outcome] += 1
+                if outcome == "made":
+                    made[number].append(mount.name)
+                elif outcome == "failed":
+                    tried[number].append(mount.name)
+        happened = "\n".join(map(str, faults.history))
+        print(dict(outcomes), happened)
+        assert outcomes["made"] > 10 * count
+        for number, hosts in made.items():
+            assert len(hosts) == 1, f"seed {seed}: {names.name_of(number)}: {hosts}\n{happened}"
+        for mount in cluster.mounts:
+            for number in {*made, *tried}:
+                path = mount.path / names.name_of(number)
+                allowed = made[number] or tried[number]
+                if made[number] or path.exists():
+                    assert path.read_text() in allowed, f"seed {seed}: {path}\n{happened}"
