@@ -31,6 +31,10 @@ _TOLD_S = 60.0
 
 
 class Verdict(Enum):
+    """The result of comparing a copy of an extent with what was published."""
+
+    MISSING = auto()
+    """The node has no copy."""
     RIGHT = auto()
     WRONG = auto()
     UNKNOWN = auto()
