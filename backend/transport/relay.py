@@ -100,7 +100,7 @@ class Relay(Client):
     async def ask(self, control: ControlClient, path: str, body: bytes) -> bytes:
         """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
         try:
-            said = await control.ask(lambda number: AskEtcd(number, "", path, body))
+            said = await control.ask(AskEtcd(path, body))
         except Unreachable as error:
             self._leave(control, _reason(error))
             raise Uncertain(_reason(error)) from None

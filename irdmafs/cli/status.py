@@ -323,6 +323,7 @@ def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("RDMA", _rdma(cluster)),
         ("published", human_bytes(cluster.get("published_bytes"))),
         ("directories followed", _count(cluster.get("followed_directories"))),
+        ("directories claimed", _count(cluster.get("claimed_directories"))),
     ]
 
 

@@ -204,7 +204,7 @@ class Asking:
         return method.parse(said.body)
 
     async def said(self, method: Method[Any], request: Message) -> EtcdSaid:
-        asked = AskEtcd(1, "", method.path, request.SerializeToString())
+        asked = AskEtcd(method.path, request.SerializeToString())
         return await self.node.ask(self.peer, asked)
 
     async def changes(self, after: int, end: bytes = b"z") -> pb.WatchResponse:
@@ -398,7 +398,7 @@ NOBODIES: Sequence[Who] = (
 @in_trio
 async def test_who_has_no_certificate_is_no_reader(server: EtcdServer, who: Who) -> None:
     async with answering(server) as (node, _):
-        asked = AskEtcd(1, "", RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
+        asked = AskEtcd(RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
         with pytest.raises(PermissionError):
             await node.ask(who(), asked)
 
