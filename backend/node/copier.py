@@ -201,12 +201,8 @@ class Copier:
         yield from self._members.nodes.keys() - {self._node, *members}
 
     async def _doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that its copy is wrong, so that the node checks it."""
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        try:
-            await self._device(node).doubt(extent)
-        except OSError as error:
-            log.info("node %x: %s", node, error)
+        await self._checks.doubt(node, extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
         """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""

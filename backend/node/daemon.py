@@ -287,7 +287,7 @@ class _Node:
             bytes_per_s=section.scrub_rate,
             period_s=section.scrub_period,
         )
-        handover = Handover(catalog, checks, peers.device, scrub.doubt)
+        handover = Handover(catalog, checks, scrub.doubt)
         self._agent = agent = Agent(
             cluster,
             catalog,
