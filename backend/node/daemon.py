@@ -430,7 +430,6 @@ class _Node:
         return {
             **values_of(*self._figures()),
             "version": __version__,
-            "own_groups": self._own_groups(),
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
             "damaged_records": self._faults.report(),
