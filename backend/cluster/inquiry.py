@@ -101,8 +101,8 @@ async def _ask_each(
 
 
 async def name_files(found: Cluster, engine: EtcdEngine) -> None:
-    """Find the paths of files of which content or record are damaged, by reading every name if there are
-    any. Raises OSError."""
+    """Find the paths of files whose content or record is damaged; if there are any, by reading every name.
+    Raises OSError."""
     damaged = {*found.damaged(), *(fault.ino for fault in found.faults()[1] if fault.ino)}
     if not damaged:
         return
