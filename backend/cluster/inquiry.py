@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 import trio
@@ -49,29 +49,16 @@ async def read_cluster(engine: EtcdEngine, rebalance_rate: int) -> Cluster:
 async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
     """Ask the live nodes for their reports. A node that cannot be reached from here can be healthy: its
     lease decides."""
+
+    async def ask(peers: Peers, node: int) -> None:
+        found.reports[node] = await peers.status(node)
+
     try:
-        credentials = config.cluster.credentials("admin")
+        refused = await _ask_each(found, config, found.live, ask)
     except ConfigError as error:
         found.notes.append(f"nodes are not asked: {error}")
         return
-
-    async def ask(node: int, peers: Peers) -> None:
-        try:
-            with trio.fail_after(_ASK_S):
-                found.reports[node] = await peers.status(node)
-        except trio.TooSlowError:
-            found.notes.append(f"node {node:016x} does not answer within {_ASK_S:g} s")
-        except OSError as error:
-            found.notes.append(f"node {node:016x} does not answer: {error.strerror or error}")
-
-    async with (
-        open_peers(
-            found.members.address, (), credentials=credentials, name="status", role="admin"
-        ) as peers,
-        trio.open_nursery() as nursery,
-    ):
-        for node in found.live:
-            nursery.start_soon(ask, node, peers)
+    found.notes += [f"node {node:016x} does not answer: {why}" for node, why in refused.items()]
 
 
 async def begin_scrub(
@@ -79,25 +66,43 @@ async def begin_scrub(
 ) -> dict[int, str]:
     """Have these nodes check everything they keep, and return the reasons of nodes that do not. Raises
     ConfigError."""
+    return await _ask_each(found, config, nodes, Peers.scrub)
+
+
+async def _ask_each(
+    found: Cluster,
+    config: ClusterConfig,
+    nodes: Iterable[int],
+    ask: Callable[[Peers, int], Awaitable[None]],
+) -> dict[int, str]:
+    """Ask these nodes at the same time, and return the reasons of those that do not answer. Raises
+    ConfigError."""
     refused: dict[int, str] = {}
+
+    async def ask_one(node: int) -> None:
+        try:
+            with trio.fail_after(_ASK_S):
+                await ask(peers, node)
+        except trio.TooSlowError:
+            refused[node] = f"no answer within {_ASK_S:g} s"
+        except OSError as error:
+            refused[node] = error.strerror or str(error)
+
     credentials = config.cluster.credentials("admin")
-    async with open_peers(
-        found.members.address, (), credentials=credentials, name="scrub", role="admin"
-    ) as peers:
+    async with (
+        open_peers(
+            found.members.address, (), credentials=credentials, name="command", role="admin"
+        ) as peers,
+        trio.open_nursery() as nursery,
+    ):
         for node in nodes:
-            try:
-                with trio.fail_after(_ASK_S):
-                    await peers.scrub(node)
-            except trio.TooSlowError:
-                refused[node] = f"it does not answer within {_ASK_S:g} s"
-            except OSError as error:
-                refused[node] = error.strerror or str(error)
+            nursery.start_soon(ask_one, node)
     return refused
 
 
 async def name_files(found: Cluster, engine: EtcdEngine) -> None:
-    """Find the paths of files of which content or record are damaged, by reading every name if there are
-    any. Raises OSError."""
+    """Find the paths of files whose content or record is damaged; if there are any, by reading every name.
+    Raises OSError."""
     damaged = {*found.damaged(), *(fault.ino for fault in found.faults()[1] if fault.ino)}
     if not damaged:
         return

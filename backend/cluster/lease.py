@@ -19,6 +19,7 @@ import msgspec
 import trio
 
 from ..etcd.engine import EtcdEngine
+from ..etcd.errors import NoAnswer
 from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses
@@ -35,6 +36,8 @@ NODE = b"n"
 MARGIN_SHARE = 0.1
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
+_RENEWAL_PAUSES_S = (0.02, 0.5)
+_RENEWAL_TRY_S_MIN = 0.5
 
 
 class Removed(OSError):
@@ -289,21 +292,26 @@ class Session:
         return found.mod_revision
 
     async def _keep(self) -> None:
-        """Keep the lease, and return when etcd says that it does not exist."""
-        pauses = Pauses(RETRY_FIRST_S, self.ttl_s / 4)
+        """Renew the lease about three times in its life, and return when etcd says that it has ended."""
+        pauses = Pauses(*_RENEWAL_PAUSES_S)
+        third_s = self.ttl_s / 3
         while True:
-            # The engine's clock stands still in suspend; ours is then further ahead of it than before
-            # the request, so adding the older distance errs towards an earlier end.
-            ahead_s = now_s() - time.monotonic()
+            sent_s = now_s()
             try:
-                async for sent_s, ttl_s in self._engine.leases.keep_alive(self.lease):
-                    self._extend(sent_s + ahead_s, ttl_s)
-                    pauses.begin_anew()
-                    ahead_s = now_s() - time.monotonic()
-                return
-            except WentBack:
+                ttl_s = await self._engine.leases.renew(
+                    self.lease, max(third_s, _RENEWAL_TRY_S_MIN)
+                )
+            except (WentBack, NoAnswer):
                 pass  # it is told elsewhere
             except OSError as error:
                 self._why = str(error)
                 log.warning("the lease is not kept alive now: %s", error)
+            else:
+                if not ttl_s:
+                    return
+                self._extend(sent_s, ttl_s)
+                pauses.begin_anew()
+                # A process that was stopped, or is busy, may be late.
+                await trio.sleep(max(0.0, sent_s + third_s - now_s()))
+                continue
             await pauses.wait()

@@ -22,28 +22,6 @@ HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 
 _FULL_SHARE = 0.05
 _FILES_SHOWN = 5
-# The fields of a node's report that are shown.
-_TOLD = (
-    "bytes",
-    "extents",
-    "uptime_s",
-    "lease_valid_s",
-    "created_files",
-    "reused_files",
-    "rdma_registrations",
-    "rdma_registered_bytes",
-    "pending_extents",
-    "quarantined_extents",
-    "quarantined_bytes",
-    "scrub_age_s",
-    "scrub_running_s",
-    "scrub_share",
-    "scrubbed_bytes",
-    "wrong_found",
-    "wrong_mended",
-    "wrong_extents",
-    "broken_extents",
-)
 
 
 def health(found: Cluster) -> tuple[Health, list[str]]:
@@ -250,7 +228,9 @@ def report_of(found: Cluster) -> dict[str, Any]:
 
 def _node_json(found: Cluster, node: int) -> dict[str, Any]:
     record, at = found.members.records.get(node), found.members.nodes.get(node)
+    # What the node itself says is first: etcd knows better.
     result: dict[str, Any] = {
+        **found.reports.get(node, {}),
         "id": f"{node:016x}",
         "state": found.state_of(node),
         "weight": record.weight if record else None,
@@ -269,8 +249,6 @@ def _node_json(found: Cluster, node: int) -> dict[str, Any]:
             "free_bytes": at.free_bytes,
             "version": at.version,
         }
-        for key in _TOLD:
-            result[key] = found.reports.get(node, {}).get(key)
     return result
 
 

@@ -2,15 +2,10 @@
 
 import errno
 import secrets
-import time
-from collections.abc import AsyncIterator
 
-import trio
-
-from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import Calls
-from .client import PAUSES_S, Uncertain, Unsent
+from .client import Uncertain, Unsent
 from .errors import RpcError, Status
 from .methods import GRANT, KEEP_ALIVE, RANGE, REVOKE
 
@@ -47,35 +42,20 @@ class EtcdLeases:
                 raise self._calls.failure(error) from None
         return lease
 
-    async def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
-        """Renew a lease until it has ended, about three times in its life.
-
-        Yields, after each renewal, the time at which it was requested (time.monotonic(), seconds) and
-        for how long from then the lease is sure to live (seconds). Keeps trying while etcd cannot be
-        reached: the caller has to watch the clock. Raises OSError when etcd refuses.
-        """
+    async def renew(self, lease: int, timeout_s: float) -> int:
+        """Renew a lease, and return for how many seconds from the request it is sure to live; 0: it has
+        ended. Raises OSError: NoAnswer if etcd did not answer in time, and may have renewed it."""
         calls = self._calls
+        calls.check_open()
+        calls.check_trusted()
         request = pb.LeaseKeepAliveRequest(ID=lease)
-        pauses = Pauses(*PAUSES_S)
-        ttl_s = 1.0
-        while True:
-            calls.check_open()
-            calls.check_trusted()
-            sent = time.monotonic()
-            try:
-                answer = await calls.client.attempt(KEEP_ALIVE, request, max(ttl_s / 3, 0.5))
-            except RpcError as error:
-                raise calls.failure(error) from None
-            except (Unsent, Uncertain):
-                await pauses.wait()
-                continue
-            if answer.TTL <= 0:
-                return
-            pauses.begin_anew()
-            ttl_s = float(answer.TTL)
-            yield sent, ttl_s
-            # A process that was stopped, or is busy, may be late.
-            await trio.sleep(max(0.0, sent + ttl_s / 3 - time.monotonic()))
+        try:
+            answer = await calls.client.attempt(KEEP_ALIVE, request, timeout_s)
+        except RpcError as error:
+            raise calls.failure(error) from None
+        except (Unsent, Uncertain):
+            raise calls.client.timed_out(timeout_s) from None
+        return max(answer.TTL, 0)
 
     async def revoke(self, lease: int) -> None:
         """End a lease and delete its keys; do nothing if it has ended."""

@@ -213,15 +213,13 @@ class Agent:
         changes = {group: (known[group][1], config) for group, config in fenced.items()}
         guards = removed_for_good(gone)
         try:
-            newest, _ = await self._cluster.groups.change(self._cluster.engine, changes, guards)
-            await self._cluster.replica.wait_applied(newest)
+            await self._cluster.change(changes, guards)
             changes = {}
             for group, config in fenced.items():
                 found, target = self._cluster.groups.get(group), self._live_target(group)
                 if found and found[0] == config and target and not self._catalog.has_names(group):
                     changes[group] = found[1], emptied(config, *target)
-            newest, _ = await self._cluster.groups.change(self._cluster.engine, changes, guards)
-            await self._cluster.replica.wait_applied(newest)
+            await self._cluster.change(changes, guards)
         except Conflict as conflict:
             log.info("groups of removed nodes stay as they are: %s", conflict)
         else:

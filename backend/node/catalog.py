@@ -87,7 +87,7 @@ class Catalog:
         self.bytes_by_group: dict[int, int] = {}
         self._leases: dict[int, int] = {}  # of a mount -> its session
         self._by_ino: dict[int, Named] = {}
-        self._named: dict[int, tuple[int, Named]] = {}  # content -> (ino, it)
+        self._named: dict[int, Named] = {}  # by content
         self._by_group: dict[int, set[int]] = {}  # group -> contents
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
@@ -119,7 +119,7 @@ class Catalog:
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
         """Return the named extents of a group, here or not, with their sizes in bytes."""
         for content in self._by_group.get(group, ()):
-            _, named = self._named[content]
+            named = self._named[content]
             for stripe in named.stripes_in(group, self._buckets):
                 yield Extent(content, stripe), named.length(stripe)
 
@@ -141,20 +141,18 @@ class Catalog:
 
     def is_missing(self, extent: Extent) -> bool:
         """Return whether an extent is named, in a group of this node, and not here."""
-        found = self._named.get(extent.content)
-        if found is None or extent in self.files:
+        named = self._named.get(extent.content)
+        if named is None or extent in self.files:
             return False
-        named = found[1]
         return extent.stripe < named.stripes and self.is_member(
             named.group(extent.stripe, self._buckets)
         )
 
     def check_of(self, extent: Extent) -> Check | None:
         """Return the digests to check an extent by, None if none are known."""
-        found = self._named.get(extent.content)
-        if found is None or not found[1].digests:
+        named = self._named.get(extent.content)
+        if named is None or not named.digests:
             return None
-        named = found[1]
         stripes = named.stripes
         digests = Digests(named.digests, stripes)
         if not digests.are_there or not 0 <= extent.stripe < stripes:
@@ -168,22 +166,20 @@ class Catalog:
     def allocated(self, extent: Extent, length: int) -> int:
         """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
         its holes are too small to matter."""
-        found = self._named.get(extent.content)
-        if found is None:
+        named = self._named.get(extent.content)
+        if named is None:
             return length
-        return min(length, allocated_bytes(found[1].size, found[1].blocks))
+        return min(length, allocated_bytes(named.size, named.blocks))
 
     def ino_of(self, content: int) -> int:
         """Return the inode whose content it is, 0 if there is none."""
-        found = self._named.get(content)
-        return found[0] if found is not None else 0
+        named = self._named.get(content)
+        return named.ino if named is not None else 0
 
     def home_of(self, extent: Extent) -> int | None:
         """Return the group of a named extent."""
-        found = self._named.get(extent.content)
-        if found is None:
-            return None
-        return found[1].group(extent.stripe, self._buckets)
+        named = self._named.get(extent.content)
+        return named.group(extent.stripe, self._buckets) if named is not None else None
 
     def is_member(self, group: int) -> bool:
         found = self._groups.get(group)
@@ -244,16 +240,16 @@ class Catalog:
             return ()
         if named is not None:
             self._by_ino[number] = named
-            self._name(number, named)
+            self._name(named)
         elif before is not None:
             del self._by_ino[number]
-        if before is not None and self._unname(number, before):
+        if before is not None and self._unname(before):
             return (before.content,)
         return ()
 
-    def _name(self, ino: int, named: Named) -> None:
+    def _name(self, named: Named) -> None:
         known = named.content in self._named
-        self._named[named.content] = ino, named
+        self._named[named.content] = named
         if not known:
             for group, length in named.groups(self._buckets).items():
                 self._by_group.setdefault(group, set()).add(named.content)
@@ -267,10 +263,9 @@ class Catalog:
     def _bring_back(self, content: int) -> int:
         """Take extents of a content that is named again, and belongs here, out of quarantine. Return how
         many."""
-        found, count = self._named.get(content), 0
-        if found is None:
+        named, count = self._named.get(content), 0
+        if named is None:
             return 0
-        named = found[1]
         quarantine = self.files.quarantine
         for stripe in list(quarantine.stripes.get(content, ())):
             extent = Extent(content, stripe)
@@ -287,9 +282,10 @@ class Catalog:
             count += 1
         return count
 
-    def _unname(self, ino: int, named: Named) -> bool:
+    def _unname(self, named: Named) -> bool:
+        """Note that an inode names a content no more. Return False if another inode names it by now."""
         found = self._named.get(named.content)
-        if found is None or found[0] != ino:
+        if found is None or found.ino != named.ino:
             return False
         del self._named[named.content]
         for group, length in named.groups(self._buckets).items():
@@ -348,9 +344,9 @@ class Catalog:
 
     def sealed(self, extent: Extent) -> None:
         """Note that an extent has just been sealed. Call it in the event loop."""
-        found = self._named.get(extent.content)
-        if found is not None:
-            self._settle(extent, found[1])
+        named = self._named.get(extent.content)
+        if named is not None:
+            self._settle(extent, named)
         elif extent in self.files:
             self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
             self._reconsider(extent.content)
@@ -417,14 +413,14 @@ class Catalog:
         if count := sum(map(self._bring_back, list(self.files.quarantine.stripes))):
             log.warning("%d extents are named again and taken out of quarantine", count)
         for extent in list(self.files):
-            found = self._named.get(extent.content)
-            if found is None:
+            named = self._named.get(extent.content)
+            if named is None:
                 self._found_unnamed.add(extent.content)
                 self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
                 if self.files.was_named(extent):
                     self._remember_gone(extent.content)
             else:
-                self._settle(extent, found[1])
+                self._settle(extent, named)
         before = len(self.files.quarantine)
         for content in list(self._unnamed):
             self._reconsider(content)

@@ -31,6 +31,10 @@ _TOLD_S = 60.0
 
 
 class Verdict(Enum):
+    """The result of comparing a copy of an extent with what was published."""
+
+    MISSING = auto()
+    """The node has no copy."""
     RIGHT = auto()
     WRONG = auto()
     UNKNOWN = auto()
@@ -89,6 +93,19 @@ class Checks:
                     self._told.popitem(last=False)
         return found
 
+    async def digest_of(self, node: int, extent: Extent) -> bytes:
+        """Return the digest of a node's copy, as `tell` does. Raises OSError: ENOENT if it has none."""
+        if node == self._files.node:
+            return await self.tell(extent)
+        return await self._device(node).digest(extent)
+
+    async def doubt(self, node: int, extent: Extent) -> None:
+        """Tell another node that its copy seems to be wrong, so that the node checks it."""
+        try:
+            await self._device(node).doubt(extent)
+        except OSError as error:
+            log.info("node %x: %s", node, error)
+
     def forget(self, extent: Extent) -> None:
         """Forget an extent's digest: its file was replaced, or has turned out to be damaged."""
         self._forgotten += 1
@@ -132,10 +149,7 @@ class Checks:
         answered = True
         for node in self._holders(group):
             try:
-                if node == self._files.node:
-                    digest = await self.tell(extent)
-                else:
-                    digest = await self._device(node).digest(extent)
+                digest = await self.digest_of(node, extent)
             except FileNotFoundError:
                 continue
             except OSError as error:

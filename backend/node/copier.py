@@ -147,21 +147,17 @@ class Copier:
                 if not self._catalog.is_missing(extent):
                     left.pop(extent, None)  # superseded meanwhile, or a writer brought it
                     return []
-                try:
-                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
-                except FileNotFoundError:
+                verdict = await self._try_to_read(node, extent, incoming.fd, size)
+                if verdict is Verdict.MISSING:
                     refused.append(node)
-                    continue
-                if verdict is None:
-                    continue
-                if verdict is Verdict.WRONG:
+                elif verdict is Verdict.WRONG:
                     wrong.append(node)
                     await self._doubt(node, extent)
-                    continue
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-                if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
-                    self._wrong.keep(extent)
-                return []
+                elif verdict is not None:
+                    await trio.to_thread.run_sync(self._files.harden, incoming)
+                    if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
+                        self._wrong.keep(extent)
+                    return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
             if wrong:
@@ -183,13 +179,7 @@ class Copier:
             for node in self._everybody(config):
                 if extent not in self._files or not self._catalog.is_named(extent.content):
                     return True
-                try:
-                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
-                except FileNotFoundError:
-                    unasked.discard(node)
-                    continue
-                if verdict is None:
-                    continue
+                verdict = await self._try_to_read(node, extent, incoming.fd, size)
                 if verdict is Verdict.WRONG and node in unasked:
                     await self._doubt(node, extent)
                 if verdict is Verdict.RIGHT:
@@ -200,7 +190,7 @@ class Copier:
                         await trio.to_thread.run_sync(self._files.settle)
                         await self._files.give_back()
                     return True
-                if verdict is not Verdict.UNKNOWN:
+                if verdict not in (None, Verdict.UNKNOWN):
                     unasked.discard(node)
         return None if unasked else False
 
@@ -211,20 +201,15 @@ class Copier:
         yield from self._members.nodes.keys() - {self._node, *members}
 
     async def _doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that its copy is wrong, so that the node checks it."""
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        try:
-            await self._device(node).doubt(extent)
-        except OSError as error:
-            log.info("node %x: %s", node, error)
+        await self._checks.doubt(node, extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
-        """Do as `_read`, but return None if the node cannot be read from. Raises FileNotFoundError if it
-        does not have the extent, OSError ENOSPC."""
+        """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""
         try:
             return await self._read(node, extent, fd, size)
         except FileNotFoundError:
-            raise
+            return Verdict.MISSING
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise  # more of it lies outside holes than its record says

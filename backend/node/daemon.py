@@ -287,7 +287,7 @@ class _Node:
             bytes_per_s=section.scrub_rate,
             period_s=section.scrub_period,
         )
-        handover = Handover(catalog, checks, peers.device, scrub.doubt)
+        handover = Handover(catalog, checks, scrub.doubt)
         self._agent = agent = Agent(
             cluster,
             catalog,
@@ -430,7 +430,6 @@ class _Node:
         return {
             **values_of(*self._figures()),
             "version": __version__,
-            "own_groups": self._own_groups(),
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
             "damaged_records": self._faults.report(),

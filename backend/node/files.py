@@ -236,7 +236,6 @@ class Files:
 
     def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
         status = os.fstat(incoming.fd)
-        self._forget(extent)
         if incoming.file is None:
             self._foreign.add(extent)
         else:
@@ -247,15 +246,17 @@ class Files:
         except OSError:
             self._made.pop(extent, None)
             raise
-        self._count_out(extent)
+        if extent in self._sizes:
+            self._count_out(extent)
+            self._named.discard(extent)
         self._count_in(extent, status)
-        self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
         """Seal as `seal` does, in place of an extent that is here: one that has turned out to be damaged,
         or the same bytes in another file. The next `reap` gives the memory of the former file back."""
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
+        self._forget(extent)
         self._put_in_place(incoming, extent)
 
     def _other_name(self, extent: Extent) -> str:

@@ -19,7 +19,7 @@ import trio
 from ..model.records import GroupConfig
 from ..transport import Extent
 from .catalog import Catalog
-from .checks import Checks, Source, Verdict
+from .checks import Checks, Verdict
 
 __all__ = ["Handover"]
 
@@ -43,13 +43,11 @@ class Handover:
         self,
         catalog: Catalog,
         checks: Checks,
-        device: Callable[[int], Source],
         doubt: Callable[[Extent], None],
     ) -> None:
         self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks
-        self._device = device
         self._doubt = doubt
         self._joining: dict[int, tuple[int, ...]] = {}
         self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
@@ -152,10 +150,7 @@ class Handover:
     async def _look(self, extent: Extent, node: int) -> _Copy | None:
         """Return a node's copy, None if the node could not be asked."""
         try:
-            if node == self._node:
-                digest = await self._checks.tell(extent)
-            else:
-                digest = await self._device(node).digest(extent)
+            digest = await self._checks.digest_of(node, extent)
         except FileNotFoundError:
             return _Copy(Verdict.WRONG, b"")
         except OSError as error:
@@ -166,8 +161,5 @@ class Handover:
     async def _tell(self, extent: Extent, node: int) -> None:
         if node == self._node:
             self._doubt(extent)
-            return
-        try:
-            await self._device(node).doubt(extent)
-        except OSError as error:
-            log.info("node %x: %s", node, error)
+        else:
+            await self._checks.doubt(node, extent)

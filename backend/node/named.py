@@ -13,6 +13,7 @@ __all__ = ["Named"]
 class Named(NamedTuple):
     """A content that an inode names. `buckets` of its methods is the cluster's setting."""
 
+    ino: int
     content: int
     size: int
     layout: Layout
@@ -24,7 +25,15 @@ class Named(NamedTuple):
     def by(cls, inode: Inode) -> Self:
         """Return the content that an inode names."""
         layout, size = inode.layout, inode.size
-        return cls(inode.extent, size, layout, inode.digests, inode.blocks, layout.stripes(size))
+        return cls(
+            inode.ino,
+            inode.extent,
+            size,
+            layout,
+            inode.digests,
+            inode.blocks,
+            layout.stripes(size),
+        )
 
     def length(self, stripe: int) -> int:
         """Return how many bytes a stripe should have, 0 if there is no such stripe."""

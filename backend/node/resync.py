@@ -9,13 +9,13 @@ transaction compares C.
 
 import errno
 import logging
-import random
 from collections.abc import Sequence
 
 import trio
 
 from ..model.groups import demoted, promoted, refenced, without
 from ..model.records import GroupConfig
+from ..pauses import Pauses
 from ..transport import Extent
 from .catalog import Catalog
 from .copier import Copier
@@ -130,9 +130,7 @@ class Resync:
                 lost[group] = len(lacking)
             if self._forgetful:
                 changes[group] = revision, refenced(config)
-        newest, late = await self._cluster.groups.change(self._cluster.engine, changes)
-        await self._cluster.replica.wait_applied(newest)
-        return None if late else lost
+        return lost if await self._cluster.change(changes) else None
 
     def report(self, extent: Extent) -> None:
         """Note that a sealed extent cannot be read. For any thread."""
@@ -142,7 +140,7 @@ class Resync:
 
     async def _drop_reported(self) -> None:
         """Drop the extents that cannot be read, whenever some are reported, and look over what is left."""
-        delay_s = DAMAGE_PAUSE_S
+        pauses = Pauses(DAMAGE_PAUSE_S, RETRY_MAX_S)
         while True:
             await self._damage.wait()
             self._damage = trio.Event()
@@ -152,12 +150,11 @@ class Resync:
                     for extent in list(self._reported):
                         self._drop(extent)
                     await self._look_over()
-                delay_s = DAMAGE_PAUSE_S
+                pauses.begin_anew()
             except OSError as error:
-                log.warning("what is damaged is looked for again in %.1f s: %s", delay_s, error)
+                log.warning("what is damaged is looked for again in a moment: %s", error)
                 self._damage.set()
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
+            await pauses.wait()
 
     def _drop(self, extent: Extent) -> None:
         directory = self._catalog.files.directory
@@ -189,7 +186,7 @@ class Resync:
         return None
 
     async def _fill(self, group: int) -> None:
-        delay_s = RETRY_FIRST_S
+        pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
         try:
             while not self._cluster.session.released and (found := self._due(group)) is not None:
                 news = self._news[group] = trio.Event()
@@ -200,12 +197,11 @@ class Resync:
                     log.warning("group %#x is not filled yet: %s", group, error)
                     progressed = False
                 if progressed:
-                    delay_s = RETRY_FIRST_S
+                    pauses.begin_anew()
                     continue
                 # The group may be waiting for a member that comes or goes.
-                with trio.move_on_after(delay_s * random.uniform(0.5, 1.0)):
+                with trio.move_on_after(pauses.take_s()):
                     await news.wait()
-                delay_s = min(2 * delay_s, RETRY_MAX_S)
         finally:
             self._active.discard(group)
             self._news.pop(group, None)

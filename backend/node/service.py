@@ -233,7 +233,6 @@ class NodeService(Service[Incoming]):
             "store": self._files.directory,
             "power_safe": self._files.power_safe,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "lease_valid_s": round(self._cluster.session.left_s(), 1),
             "session": self._cluster.session.number,
             "revision": self._cluster.replica.applied,
             "bytes": space.used,

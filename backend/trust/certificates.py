@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
-from ..model.records import CertificateRecord, certificate_key
+from ..model.records import CertificateRecord
 
-__all__ = ["CertificateRecord", "Certificates", "certificate_key"]
+__all__ = ["Certificates"]
 
 log = logging.getLogger(__name__)
 

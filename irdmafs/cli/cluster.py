@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -299,8 +298,6 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
     try:
         config = load(config_path)
         health = with_etcd(config, show)
-    except KeyboardInterrupt:
-        ctx.exit(128 + signal.SIGINT)
     except ConfigError as error:
         # The exit code is that of a cluster whose nodes are all gone.
         say(str(error), err=True)

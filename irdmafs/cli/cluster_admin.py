@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from ..backend.cluster.config import ClusterConfig
 from ..backend.cluster.config_sections import ETCD_PORT
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
+    "change_record",
     "etcd_arguments",
     "forget_node",
     "hosts_of",
@@ -32,6 +35,8 @@ __all__ = [
     "register",
     "set_node_state",
 ]
+
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 _FORMAT = 1
 _CHANGE_RETRIES = 10
@@ -177,21 +182,28 @@ async def register(
 
 async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:
     """Set a node's state to "up" or "draining". Raises ConfigError if the node is not known any more."""
-    key = key_of(b"N", node)
+    if await change_record(engine, key_of(b"N", node), NodeRecord, state=state) is None:
+        raise ConfigError(f"node {node:016x} was never admitted to the cluster, or removed")
+
+
+async def change_record(
+    engine: EtcdEngine, key: bytes, kind: type[Record], **changes: object
+) -> Record | None:
+    """Change fields of a record, which others may change, too, and return it as it was before; None if it
+    does not exist. Raises ConfigError."""
     for _ in range(_CHANGE_RETRIES):
         found = await engine.get(key)
         if found is None:
-            raise ConfigError(f"node {node:016x} was never admitted to the cluster, or removed")
-        record = decode(found.value, NodeRecord)
-        if record.state == state:
-            return
-        changed = NodeRecord(state, record.weight, record.labels)
+            return None
+        record = decode(found.value, kind)
+        changed = msgspec.structs.replace(record, **changes)
         try:
-            await engine.transact([(key, found.mod_revision)], [Put(key, encode(changed))])
-            return
+            if changed != record:
+                await engine.transact([(key, found.mod_revision)], [Put(key, encode(changed))])
+            return record
         except Conflict:
             continue
-    raise ConfigError(f"the record of node {node:016x} changes all the time; try again")
+    raise ConfigError(f"the record {key!r} in etcd changes all the time; try again")
 
 
 async def forget_node(engine: EtcdEngine, node: int) -> None:

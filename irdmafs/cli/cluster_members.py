@@ -27,6 +27,7 @@ from ..backend.model.records import (
 )
 from ..backend.model.values import ConfigError
 from ..backend.trust.security import Identity, Role, expiry_of, identity_in
+from .cluster_admin import change_record
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
@@ -46,7 +47,6 @@ __all__ = [
 # The roles of processes that have keys of their own, and of those which etcd knows.
 _KEEPING_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node")
-_CHANGE_RETRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +255,10 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
             f"no certificate was issued to {name!r}; irdmafs cluster members lists them"
         )
     try:
-        revoked = [
-            member
-            for member in members
-            if not member.record.revoked_s and await _mark(engine, member)
-        ]
+        revoked = [member for member in members if not member.record.revoked_s]
+        for member in revoked:
+            key, now_s = certificate_key(member.serial), int(time.time())
+            await change_record(engine, key, CertificateRecord, revoked_s=now_s)
     except NoSpace:
         # The member may be the one that filled etcd.
         await _shut_out(engine, name, members)
@@ -290,27 +289,6 @@ async def _shut_out(engine: EtcdEngine, name: str, members: Sequence[Member]) ->
         if member.record.owner and member.record.role in _KEEPING_ROLES:
             for start, end in own_ranges(_as_role(member.record.role), member.record.owner):
                 await engine.admin.remove(start, end)
-
-
-async def _mark(engine: EtcdEngine, member: Member) -> bool:
-    key = certificate_key(member.serial)
-    for _ in range(_CHANGE_RETRIES):
-        found = await engine.get(key)
-        if found is None:
-            return False
-        record = decode(found.value, CertificateRecord)
-        if record.revoked_s:
-            return False
-        revoked = CertificateRecord(
-            record.name, record.role, record.owner, record.issued_s, record.expires_s,
-            int(time.time()),
-        )  # fmt: skip
-        try:
-            await engine.transact([(key, found.mod_revision)], [Put(key, encode(revoked))])
-            return True
-        except Conflict:
-            continue
-    raise ConfigError(f"the record of {member.record.name!r} changes all the time; try again")
 
 
 def certificates_in(directory: str) -> list[str]:

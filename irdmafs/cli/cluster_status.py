@@ -120,7 +120,7 @@ def _scrubbed(node: Mapping[str, Any]) -> str:
     if share is not None:
         return f"{share:.0%} done"
     if age_s is None:
-        return "never" if "wrong_extents" in node and node["wrong_extents"] is not None else "-"
+        return "never" if "wrong_extents" in node else "-"
     return f"{human_duration(age_s)} ago"
 
 

@@ -83,10 +83,7 @@ def main() -> None:
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Mount the cluster that this file "
               "describes (irdmafs cluster init writes one).")  # fmt: skip
 @section_flags("mount", "With --cluster: ")
-@click.pass_context
 def mount(
-    ctx: click.Context,
-    /,
     directory: str,
     store: str | None,
     size: str | None,
@@ -152,7 +149,7 @@ def mount(
     except KeyboardInterrupt:
         if chosen.created and not answered:
             stores.discard_store(chosen.path)
-        ctx.exit(128 + signal.SIGINT)
+        raise
 
 
 def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:

@@ -60,9 +60,7 @@ def cert(
     from ..backend.trust.authority import issue
     from .cluster_members import node_addresses, owner_of, register_all
 
-    config = _with_ca(config_path)
-    assert config.cluster.ca is not None
-    authority = os.path.dirname(config.cluster.ca)
+    config, authority = _with_ca(config_path)
     target, owner = directory or authority, 0
     if renew and role != "etcd":
         owner = with_etcd(config, lambda engine: owner_of(engine, name, role))
@@ -103,7 +101,7 @@ def members(as_json: bool, config_path: str | None) -> None:
     """List the certificates that were issued, and which of them are revoked."""
     from .cluster_members import list_members
 
-    found = with_etcd(_with_ca(config_path), list_members)
+    found = with_etcd(_with_ca(config_path)[0], list_members)
     if as_json:
         print_json([member.to_json() for member in found])
         return
@@ -136,7 +134,7 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
     from .cluster_members import revoke as revoke_name
     from .cluster_members import uses_of
 
-    config = _with_ca(config_path)
+    config, directory = _with_ca(config_path)
     uses = with_etcd(config, lambda engine: uses_of(engine, name))
     if uses:
         _have_agreed(name, uses, yes)
@@ -145,21 +143,20 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
         raise MountError(f"all certificates of {name!r} were revoked already")
     for member in revoked:
         say(f"the certificate of {member.record.role} {name!r} is revoked ({_short(member)})")
-    _tell_etcd(config)
+    _tell_etcd(config, directory)
     say(f"to let it in again: irdmafs cluster cert {name} --role {revoked[0].record.role}")
 
 
-def _tell_etcd(config: ClusterConfig) -> None:
+def _tell_etcd(config: ClusterConfig, directory: str) -> None:
     """Write the list of revoked certificates that etcd reads."""
     from ..backend.trust.authority import list_revoked
     from ..backend.trust.security import CredentialsError
     from .cluster_members import list_members
 
-    assert config.cluster.ca is not None
     found = with_etcd(config, list_members)
     revoked = [int(member.serial, 16) for member in found if member.record.revoked_s]
     try:
-        path = list_revoked(os.path.dirname(config.cluster.ca), revoked)
+        path = list_revoked(directory, revoked)
     except CredentialsError as error:
         say(f"WARNING: etcd's list of revoked certificates stays as it is: {error}", err=True)
         return
@@ -185,9 +182,7 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
     """
     from ..backend.trust.authority import begin_ca_change, finish_ca_change
 
-    config = _with_ca(config_path)
-    assert config.cluster.ca is not None
-    directory = os.path.dirname(config.cluster.ca)
+    config, directory = _with_ca(config_path)
     if finish:
         finish_ca_change(directory)
         say(
@@ -211,9 +206,7 @@ def protect_command(config_path: str | None) -> None:
     """
     from .cluster_members import certificates_in, protect, register_all
 
-    config = _with_ca(config_path)
-    assert config.cluster.ca is not None
-    directory = os.path.dirname(config.cluster.ca)
+    config, directory = _with_ca(config_path)
 
     async def work(engine: Any) -> None:
         if not engine.admin.secure:
@@ -225,17 +218,18 @@ def protect_command(config_path: str | None) -> None:
         await protect(engine)
 
     with_etcd(config, work)
-    _tell_etcd(config)
+    _tell_etcd(config, directory)
     say("etcd checks what each certificate may change")
 
 
-def _with_ca(config_path: str | None) -> ClusterConfig:
+def _with_ca(config_path: str | None) -> tuple[ClusterConfig, str]:
+    """Return the configuration, and the directory of the CA. Raises MountError if the cluster has none."""
     config = load(config_path)
     if config.cluster.ca is None:
         raise MountError(
             f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
         )
-    return config
+    return config, os.path.dirname(config.cluster.ca)
 
 
 def _short(member: Member) -> str:

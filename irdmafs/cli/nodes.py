@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -42,10 +41,7 @@ async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
 @click.option("--cancel", is_flag=True, help="Use the node again.")
 @click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
 @config_option
-@click.pass_context
-def drain(
-    ctx: click.Context, node: str, cancel: bool, no_wait: bool, config_path: str | None
-) -> None:
+def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> None:
     """Move everything off a store node, and wait until it is empty.
 
     NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
@@ -90,7 +86,7 @@ def drain(
         with_etcd(config, wait)
     except KeyboardInterrupt:
         say("the draining goes on; stop it with: irdmafs cluster drain --cancel " + node, err=True)
-        ctx.exit(128 + signal.SIGINT)
+        raise
     say(f"node {number:016x} is empty; stop it, then: irdmafs cluster remove {number:016x}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +21,7 @@ from .flags import overrides, section_flags
 @config_option
 @section_flags("serve")
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C ends it.")
-@click.pass_context
 def serve(
-    ctx: click.Context,
-    /,
     store: str,
     config_path: str | None,
     foreground: bool,
@@ -83,10 +79,7 @@ def serve(
     def waits(text: str) -> None:
         say(text, err=True)
 
-    try:
-        if log is None:
-            run(ready, waits if config.log.file else lambda text: None)
-        else:
-            ready(background.start_process(log, run, waits))
-    except KeyboardInterrupt:
-        ctx.exit(128 + signal.SIGINT)
+    if log is None:
+        run(ready, waits if config.log.file else lambda text: None)
+    else:
+        ready(background.start_process(log, run, waits))

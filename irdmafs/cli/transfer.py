@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,8 +27,6 @@ from .cluster import (
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
 
-T = TypeVar("T")
-
 _PREFETCH_PERIOD_S = 0.1
 _PREFETCH_XATTR = "user.irdmafs.prefetch"
 _PREFETCH_NOW_XATTR = "user.irdmafs.prefetch_now"
@@ -45,9 +40,7 @@ _PREFETCH_NOW_XATTR = "user.irdmafs.prefetch_now"
               help="With --dry-run: as if so many nodes joined.")  # fmt: skip
 @json_option
 @config_option
-@click.pass_context
 def rebalance(
-    ctx: click.Context,
     dry_run: bool,
     leaving: tuple[str, ...],
     added: int | None,
@@ -96,14 +89,11 @@ def rebalance(
                     return
                 await trio.sleep(WATCH_PERIOD_S)
 
-    try:
-        if not dry_run:
-            with_etcd(config, wait)
-            say("everything is where it should be")
-            return
-        plan = with_etcd(config, dry)
-    except KeyboardInterrupt:
-        ctx.exit(128 + signal.SIGINT)
+    if not dry_run:
+        with_etcd(config, wait)
+        say("everything is where it should be")
+        return
+    plan = with_etcd(config, dry)
     if as_json:
         print_json(plan)
     else:
@@ -113,8 +103,7 @@ def rebalance(
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
-@click.pass_context
-def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
+def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     """Fetch files into this host's cache now.
 
     A directory stands for all files below it.
@@ -124,32 +113,26 @@ def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
 
     for path in paths:
         mount_of(path)
-        _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_NOW_XATTR))
-    if no_wait:
-        return
-    try:
-        for path in paths:
-            with Progress(f"fetching {path}", "bytes", 0) as bar:
-                while True:
-                    now = _prefetch_state(path)
-                    bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
-                    if now.get("done", 0) >= now.get("files", 0):
-                        break
-                    time.sleep(_PREFETCH_PERIOD_S)
-    except KeyboardInterrupt:
-        ctx.exit(128 + signal.SIGINT)
+        _ask_mount(path, _PREFETCH_NOW_XATTR)
+    for path in () if no_wait else paths:
+        with Progress(f"fetching {path}", "bytes", 0) as bar:
+            while True:
+                now = _prefetch_state(path)
+                bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
+                if now.get("done", 0) >= now.get("files", 0):
+                    break
+                time.sleep(_PREFETCH_PERIOD_S)
 
 
 def _prefetch_state(path: str) -> dict[str, int]:
     """Return how much there is to fetch, and how much is here: {"files", "done", "bytes", "bytes_done"}."""
-    value = _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_XATTR))
-    found = json.loads(value or b"{}")
+    found = json.loads(_ask_mount(path, _PREFETCH_XATTR) or b"{}")
     return found if isinstance(found, dict) else {}
 
 
-def _prefetch_xattr(path: str, call: Callable[[], T]) -> T:
+def _ask_mount(path: str, attribute: str) -> bytes:
     try:
-        return call()
+        return os.getxattr(path, attribute)
     except OSError as error:
         if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
             raise MountError(f"{path} is not on a cluster's mount: nothing to fetch") from error

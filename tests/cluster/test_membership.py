@@ -6,6 +6,7 @@ IRDMAFS_STEPS says how much happens in the long test of everything at random.
 import os
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -123,6 +124,27 @@ async def _session_ends_with_release(server: EtcdServer, prefix: bytes) -> None:
 
 def test_session_is_registered_until_it_is_released(etcd: EtcdServer, etcd_prefix: bytes) -> None:
     trio.run(_session_ends_with_release, etcd, etcd_prefix)
+
+
+async def _late_process_renews_at_once(server: EtcdServer, prefix: bytes) -> None:
+    async with process(server, prefix) as mount, trio.open_nursery() as nursery:
+        session = mount.session
+        await nursery.start(session.run)
+        number = session.number
+        for _ in range(3):
+            known_s = session.valid_until
+            time.sleep(0.4 * TTL_S)  # stands still until the next renewal is late
+            while session.valid_until == known_s:
+                await session._changed.park()
+        assert session.valid()
+        assert session.number == number
+        await session.release()
+
+
+def test_session_of_a_process_that_was_stopped_goes_on(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    trio.run(_late_process_renews_at_once, etcd, etcd_prefix)
 
 
 async def _valid_ends_before_the_key(server: EtcdServer, prefix: bytes) -> None:

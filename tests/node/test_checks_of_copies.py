@@ -115,7 +115,7 @@ class Place:
                 files.seal(incoming, Extent(CONTENT, stripe))
 
     def handover(self) -> Handover:
-        return Handover(self.catalog, self.checks, lambda node: self.other, lambda extent: None)
+        return Handover(self.catalog, self.checks, lambda extent: None)
 
     def may_leave(self, handover: Handover) -> bool:
         """Whether this node may leave the group of stripe 0 to OTHER."""

@@ -505,11 +505,11 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
             status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)
-        own = status["own_groups"]
+        own = status["groups"]
         assert isinstance(own, dict)
         assert sum(own.values()) == BUCKETS
-        assert isinstance(status["lease_valid_s"], float)
-        assert 0 < status["lease_valid_s"] <= TTL_S
+        assert isinstance(status["lease_valid_seconds"], float)
+        assert 0 < status["lease_valid_seconds"] <= TTL_S
         port = re.search(r"metrics are served on \S+ port (\d+)", node.said)
         assert port is not None
         with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics") as answer:
