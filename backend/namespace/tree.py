@@ -266,8 +266,7 @@ class Tree(Names):
         until a later commit stores them. Raises as `enact`."""
         for inode in commit.gone:
             inode.maker = 0  # no other host has taken its name
-        changed = (*commit.inodes, *commit.gone)
-        numbers = {*(inode.ino for inode in changed), *(ino for ino, _ in commit.times)}
+        numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]
         with self._telling(numbers, [name[:2] for name in commit.names]):
             self.enact(commit, revision=0)
         if self._listener is not None:

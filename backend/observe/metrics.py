@@ -5,10 +5,14 @@
 
 import dataclasses
 import logging
+import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import trio
 
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["MountCounters", "serve_metrics"]
 
 log = logging.getLogger(__name__)
+
+# A scrape is short; a client that sends nothing must not keep a thread.
+_SCRAPE_TIMEOUT_S = 10.0
+SCRAPES_AT_ONCE = 8
 
 Figures = Callable[[], Iterable[Any]]
 
@@ -44,19 +52,22 @@ async def serve_metrics(
     if port is None:
         yield 0
         return
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+    from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(name, figures, labels))
     ProcessCollector(registry=registry)
     try:
-        server, _ = start_http_server(port, host, registry)
+        server = make_server(
+            host, port, make_wsgi_app(registry), _Server6 if ":" in host else _Server, _Handler
+        )
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host} port {port}: {error.strerror}; choose another with "
             "--metrics-port or metrics_address"
         ) from error
     log.info("metrics are served on %s port %d", host, server.server_port)
+    threading.Thread(target=server.serve_forever, daemon=True, name="metrics").start()
     try:
         yield server.server_port
     finally:
@@ -64,6 +75,51 @@ async def serve_metrics(
             # One of the server's threads may be waiting for this thread to collect figures.
             await trio.to_thread.run_sync(server.shutdown)
         server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SCRAPE_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def address_string(self) -> str:
+        # The inherited method asks the name service.
+        return str(self.client_address[0])
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Closes connections above a limit at once, as each takes a thread and a descriptor."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(SCRAPES_AT_ONCE)
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        # WSGIServer's own asks the name service for the host's name.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The client closed the connection, or the event loop has ended.
+        pass
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Collector:

@@ -1,5 +1,6 @@
 """Certificates, configuration, log lines and metrics of a cluster's processes."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -22,7 +23,7 @@ from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.node.figures import NodeFigures
 from irdmafs.backend.observe import logs
-from irdmafs.backend.observe.metrics import serve_metrics
+from irdmafs.backend.observe.metrics import SCRAPES_AT_ONCE, serve_metrics
 from irdmafs.backend.transport.counters import ServerFigures
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import (
@@ -515,6 +516,25 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
         assert found['irdmafs_node_groups{node="3f",state="primary"}'] == 2
         assert found["process_open_fds"] > 0
         assert refreshed == 1
+
+    trio.run(main)
+
+
+def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
+    def closed(idle: list[socket.socket]) -> int:
+        """Connections above the limit are closed at once; those below it keep their threads."""
+        count = 0
+        for connection in idle:
+            connection.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                count += connection.recv(1) == b""
+            connection.close()
+        return count
+
+    async def main() -> None:
+        async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
+            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+            assert await trio.to_thread.run_sync(closed, idle) == 20 - SCRAPES_AT_ONCE
 
     trio.run(main)
 
