@@ -71,6 +71,8 @@ def test_a_name_is_made_once_while_things_fail() -> None:
         for mount in cluster.mounts:
             for number in {*made, *tried}:
                 path = mount.path / names.name_of(number)
-                allowed = made[number] or tried[number]
+                # After a close that failed, the name stays on its own host, empty.
+                own = [""] if mount.name in tried[number] else []
+                allowed = made[number] or [*tried[number], *own]
                 if made[number] or path.exists():
                     assert path.read_text() in allowed, f"seed {seed}: {path}\n{happened}"
