@@ -148,11 +148,13 @@ class Reduction:
         """Return the file of a push that has the shard, and whether it has slices only."""
         if self._opened is not None:
             return self._opened[counted.path], True
-        path = self._train.push / counted.path
-        cut = path.is_dir()
-        if cut:
-            path /= self._shard.name
-        file = ShardFile(path, header_max_bytes=self._header_max_bytes)
+        path, most = self._train.push / counted.path, self._header_max_bytes
+        try:
+            files = Directory(path)
+        except NotADirectoryError:
+            file, cut = ShardFile(path, header_max_bytes=most), False
+        else:
+            file, cut = ShardFile.within(files, self._shard.name, header_max_bytes=most), True
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 
