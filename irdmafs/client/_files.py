@@ -19,7 +19,6 @@ from ._errors import FormatError
 
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
-_KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 _NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 _IOV_MAX = 1024
 # Buffers are gathered up to this size before they are written; larger ones are written at once.
@@ -113,16 +112,6 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def open_privately(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
-    socket or device: when it is closed and unmapped, a store node here may use its memory again."""
-    with contextlib.suppress(OSError):
-        os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
-    with open_to_read(path) as found:
-        yield found
-
-
 def read_at(fd: int, size: int, offset: int) -> bytes:
     """Return ``size`` bytes at ``offset``, fewer only at the end of the file. Headers are read, not
     mapped: a file that shrinks meanwhile is then an error, not a SIGBUS."""
@@ -188,7 +177,7 @@ def write_version(
         try:
             write_all(fd, contents)
         except BaseException:
-            _discard(fd)
+            discard(fd)
             raise
     return fd
 
@@ -219,8 +208,8 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
             raise
 
 
-def _discard(fd: int) -> None:
-    # Closing publishes what was written so far, unless the mount is told to discard it.
+def discard(fd: int) -> None:
+    """Close a file without publishing what was written so far."""
     try:
         os.setxattr(fd, _DISCARD_XATTR, b"1")
     except OSError:

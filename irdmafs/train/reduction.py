@@ -148,13 +148,12 @@ class Reduction:
         """Return the file of a push that has the shard, and whether it has slices only."""
         if self._opened is not None:
             return self._opened[counted.path], True
-        path, most = self._train.push / counted.path, self._header_max_bytes
+        # The mount was told of the push before it was told of the plan.
         try:
-            files = Directory(path)
+            files, name, cut = Directory(self._train.push / counted.path), self._shard.name, True
         except NotADirectoryError:
-            file, cut = ShardFile(path, header_max_bytes=most), False
-        else:
-            file, cut = ShardFile.within(files, self._shard.name, header_max_bytes=most), True
+            files, name, cut = Directory(self._train.push), counted.path, False
+        file = ShardFile.within(files, name, header_max_bytes=self._header_max_bytes)
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 

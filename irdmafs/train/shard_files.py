@@ -32,7 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_DISCARD = "user.irdmafs.discard"
 # Shards that are written or opened at once.
 _AT_ONCE = 16
 
@@ -45,18 +44,17 @@ class ShardFile:
         path: Path,
         *,
         version: int | None = None,
-        shown: bool = False,
-        promised: bool = False,
+        shown: bool = True,
+        view: Path | None = None,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> None:
-        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
-        given to programs, which may send them from where they lie; otherwise nobody does, which is
-        `promised` by a path in a private view. Raises FileNotFoundError, also if it is of another version,
-        and FormatError, also for a longer header."""
+        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays may
+        be given to programs, which may send them from where they lie. `view`: the private view in which it
+        is opened if they are not. Raises FileNotFoundError, also if it is of another version, and
+        FormatError, also for a longer header."""
         name = os.fspath(path)
-        open_file = _files.open_to_read if shown or promised else _files.open_privately
         self.shown = shown
-        with open_file(name) as (fd, status):
+        with _files.open_to_read(os.fspath(view / path.name) if view else name) as (fd, status):
             self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
@@ -73,13 +71,12 @@ class ShardFile:
         shown: bool = False,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> Self:
-        """Open a file as the mount knows it."""
-        view = None if shown else directory.view
+        """Open a file as the mount knows it, unless it is shown."""
         return cls(
-            directory.file(name) if view is None else view / name,
+            directory.file(name),
             version=version,
             shown=shown,
-            promised=view is not None,
+            view=None if shown else directory.view,
             header_max_bytes=header_max_bytes,
         )
 
@@ -195,9 +192,6 @@ def new_file(directory: Directory, name: str, head: Head) -> Iterator[NewFile]:
     try:
         yield NewFile(fd, head)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.setxattr(fd, _DISCARD, b"1")
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _files.discard(fd)
         raise
     os.close(fd)

@@ -389,6 +389,6 @@ class Worker:
         if found is not None and (found.shown or not shown):
             return found
         path = params_of(self.train.version(version), shard)
-        file = ShardFile(path, version=version, shown=shown)
+        file = ShardFile(path, version=version)
         self._past.add(file.seen)
         return file

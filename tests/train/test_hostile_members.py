@@ -51,6 +51,8 @@ def verdict(run: Path, file: Path, name: str = "w.safetensors") -> OSError | Tra
 
 
 MALFORMED: dict[str, Callable[[], bytes]] = {
+    "garbage": lambda: b"garbage",
+    "ones": lambda: b"\xff" * 100,
     "header of 100 MB": lambda: safetensors(b"{" + b" " * 99_999_998 + b"}"),
     "longer header than file": lambda: struct.pack("<Q", 1 << 62) + b"{}",
     "many tensors": lambda: safetensors({str(n): entry(0, 0, [0]) for n in range(100_000)}),

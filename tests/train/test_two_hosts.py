@@ -22,6 +22,8 @@ from irdmafs.train.directory import TrainDirectory
 
 PATIENCE_S = 60
 
+pytestmark = pytest.mark.usefixtures("looks_often")
+
 
 class Hosts(NamedTuple):
     """A run, as the host of the worker and that of the reducer see it, and a directory of neither."""
