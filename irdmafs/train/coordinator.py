@@ -41,7 +41,6 @@ from .folders import Seen, seen
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
-from .staging import without_worker
 from .status import StatusFile, text_of
 from .trees import Folder, Trees, look
 
@@ -263,10 +262,11 @@ class Coordinator:
         present = {
             name for name in _visible(there.names) if self._takes_part(name, there.files.get(name))
         }
-        for name in without_worker(staged, present):
+        for name in staged:
             # Another user's may have to stay.
             with contextlib.suppress(PermissionError):
-                discard(self._train, self._train.staging / name)
+                if owner_of(name) not in present:
+                    discard(self._train, self._train.staging / name)
         for name in self._joined.keys() - present:
             del self._joined[name]
         members = {

@@ -137,8 +137,10 @@ class Reduction:
                 continue
             try:
                 file, cut = self._open(counted)
-            except (FormatError, Refused) as error:
-                raise BadPush(counted.path, self._train.shown(str(error))) from None
+            except FormatError as error:
+                raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
+            except Refused as error:
+                raise BadPush(counted.path, str(error)) from None
             if self._nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header, cut=cut):
@@ -148,12 +150,14 @@ class Reduction:
         """Return the file of a push that has the shard, and whether it has slices only."""
         if self._opened is not None:
             return self._opened[counted.path], True
-        # The mount was told of the push before it was told of the plan.
+        path, most = self._train.push / counted.path, self._header_max_bytes
         try:
-            files, name, cut = Directory(self._train.push / counted.path), self._shard.name, True
+            files = Directory(path)
         except NotADirectoryError:
-            files, name, cut = Directory(self._train.push), counted.path, False
-        file = ShardFile.within(files, name, header_max_bytes=self._header_max_bytes)
+            file, cut = ShardFile(path, header_max_bytes=most), False
+        else:
+            # The mount was told of the push before it was told of the plan.
+            file, cut = ShardFile.within(files, self._shard.name, header_max_bytes=most), True
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 

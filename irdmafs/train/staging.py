@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from pathlib import Path
 from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
-from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
+from .directory import SPARE, TrainDirectory, discard, make_home
 from .folders import Directories, Directory
 from .layout import Shard
 from .pushes import check_finite, slices_of
 
-__all__ = ["Staging", "without_worker"]
+__all__ = ["Staging"]
 
 # Shards that are published at once: enough that the link is never idle, and few enough that one after the
 # other is there.
@@ -88,8 +88,3 @@ class Staging:
         self._publishing.shutdown()
         self._directories.close()
         discard(self._train, self.path)
-
-
-def without_worker(names: Iterable[str], workers: Container[str]) -> list[str]:
-    """Return those of the directories in staging/ that belong to none of these workers."""
-    return [name for name in names if owner_of(name) not in workers]
