@@ -29,7 +29,7 @@ __all__ = ["begin", "end"]
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _AWAITS = "user.irdmafs.awaits"
-# Of a reducer each removal meets one file or none: it ends as soon as it finds no version.
+# A reducer that goes on adds one file at most after each removal: it ends as soon as it finds no version.
 _REMOVALS_MAX = 20
 
 

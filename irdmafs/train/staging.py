@@ -1,4 +1,4 @@
-"""Where a worker writes its pushes before anybody sees them."""
+"""The directory in which a worker writes its pushes before anybody sees them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AT_ONCE = 3
 
 
 class Staging:
-    """A directory of one worker in staging/. Only it writes there."""
+    """A worker's directory in staging/, in which nobody else writes."""
 
     def __init__(self, train: TrainDirectory, worker: str) -> None:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
@@ -35,8 +35,8 @@ class Staging:
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> tuple[Path, Directory]:
-        """Return a directory for the files of a push. Those of one that has counted are in it, if there is
-        one: writing all of them anew costs half of making new ones. Raises OSError."""
+        """Return a directory for the files of a push. It is that of a push that has counted, if the worker
+        has got one back: writing its files anew costs half of making new ones. Raises OSError."""
         path = self.path / name
         try:
             os.rename(self.path / SPARE, path)
@@ -79,12 +79,12 @@ class Staging:
             raise
 
     def drop(self, path: Path) -> None:
-        """Remove a push that was begun, if that can be."""
+        """Remove a push that was begun. Errors are ignored: the next worker of the name removes it."""
         with contextlib.suppress(OSError):
             discard(self._train, path)
 
     def remove(self) -> None:
-        """Raises OSError."""
+        """Remove the directory. Raises OSError."""
         self._publishing.shutdown()
         self._directories.close()
         discard(self._train, self.path)
