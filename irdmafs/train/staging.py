@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +18,6 @@ from .pushes import check_finite, slices_of
 
 __all__ = ["Staging"]
 
-# Shards that are published at once: enough that the link is never idle, and few enough that one after the
-# other is there.
-_AT_ONCE = 3
-
 
 class Staging:
     """A worker's directory in staging/, in which nobody else writes."""
@@ -32,7 +27,6 @@ class Staging:
         self._train = train
         self.path = make_home(train.staging, worker, partial(discard, train))
         self._directories = Directories()
-        self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> tuple[Path, Directory]:
         """Return a directory for the files of a push. It is that of a push that has counted, if the worker
@@ -53,29 +47,18 @@ class Staging:
         more: Mapping[str, str],
         *,
         finite: bool,
-    ) -> Future[None]:
-        """Write the file of a shard into a directory that has this path; `more`: its metadata; `finite`:
-        NaN and infinity are refused. It is published when the future is done, which raises OSError. So one
-        file is on its way to its node while the next is written. Raises Refused and OSError."""
+    ) -> None:
+        """Publish the file of a shard in a directory that has this path; `more`: its metadata; `finite`:
+        NaN and infinity are refused. Raises Refused and OSError."""
         slices = slices_of(shard, values)
         if finite:
             check_finite(slices)
         contents = list(encode(slices, more))
-        with self._naming(path / shard.name):
-            name = os.fspath(directory.file(shard.name))
-            fd = _files.write_version(name, contents, directory.view)
-        return self._publishing.submit(self._publish, path / shard.name, fd)
-
-    def _publish(self, path: Path, fd: int) -> None:
-        with self._naming(path):
-            os.close(fd)
-
-    @contextlib.contextmanager
-    def _naming(self, path: Path) -> Iterator[None]:
         try:
-            yield
+            name = os.fspath(directory.file(shard.name))
+            os.close(_files.write_version(name, contents, directory.view))
         except OSError as error:
-            error.filename = self._train.shown(os.fspath(path))
+            error.filename = self._train.shown(os.fspath(path / shard.name))
             raise
 
     def drop(self, path: Path) -> None:
@@ -85,6 +68,5 @@ class Staging:
 
     def remove(self) -> None:
         """Remove the directory. Raises OSError."""
-        self._publishing.shutdown()
         self._directories.close()
         discard(self._train, self.path)
