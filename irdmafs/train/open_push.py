@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeAlias
 
 from ..client._dtypes import Array
 from .errors import Refused
@@ -17,11 +16,9 @@ from .layout import ModelLayout, Shard
 from .pushes import arrays_of
 from .staging import Staging
 
-__all__ = ["OpenPush", "Publish"]
+__all__ = ["OpenPush"]
 
 
-# Publishes the directory with the files of a push, with its weight and learning rate, and returns its step.
-Publish: TypeAlias = Callable[[Path, float, float | None], int]
 # Shards that are written at once: enough that the link is never idle, and few enough that one after the
 # other is there.
 _AT_ONCE = 3
@@ -43,12 +40,13 @@ class OpenPush:
         more: Mapping[str, str],
         *,
         finite: bool,
-        publish: Publish,
+        publish: Callable[[Path, float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`shards`: in the order in which `finish` writes them. `name`: of the directory in `staging` for
-        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `noting`: as a context
-        it is told why the push is refused. Raises OSError."""
+        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `publish`: gives
+        the push its name, by the path of the directory, the weight and the learning rate, and returns its
+        step. `noting`: a context that is told why the push is refused. Raises OSError."""
         self._layout = layout
         self._shards = shards
         self._staging = staging
