@@ -44,7 +44,7 @@ def train() -> None:
 @train.command()
 @_directory
 @click.option("--rule", default="sgd", show_default=True, metavar="RULE",
-              help="sgd, adam, adamw, sum, mean, axpy, easgd, ema or diloco.")  # fmt: skip
+              help="sgd, adam, adamw, sum, mean, easgd, ema or diloco.")  # fmt: skip
 @click.option("--lr", type=float, help="The learning rate  [default: the rule's].")
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE",
               help="An option of the rule: --set momentum=0.9 --set nesterov=true.")  # fmt: skip
