@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 # The time that the coordinator removes old files for, before it looks again for what others wait for.
 _TIDY_S = 0.05
-# It removes at least so many, more than a version leaves, so that they never pile up on a slow host.
+# The coordinator removes at least so many, more than a version leaves: they never pile up on a slow host.
 _TIDY_LEAST = 8
 # The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
@@ -264,7 +264,7 @@ class Coordinator:
             name for name in _visible(there.names) if self._takes_part(name, there.files.get(name))
         }
         for name in staged:
-            # Another user's may have to stay.
+            # The directory of another user may have to stay.
             with contextlib.suppress(PermissionError):
                 if owner_of(name) not in present:
                     discard(self._train, self._train.staging / name)
@@ -305,7 +305,7 @@ class Coordinator:
         if config.whole_every and plan.version % config.whole_every == 0:
             assemble(self._train, self._layout, plan.version, target)
         for name in there.names:
-            # They are not needed any more; those with a dot are what a killed process was writing.
+            # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith((".", NORM, COMPLAINT)):
                 remove(target / name)
         try:

@@ -105,7 +105,7 @@ class TrainDirectory:
 
     def _folder(self, name: str) -> Path:
         if self._keeps_open:
-            # One that is not there is named in the error of its first use.
+            # If the directory is not there, its first use raises an error that names it.
             with contextlib.suppress(OSError):
                 self._opened[name] = Directory(self.path / name)
                 return self._opened[name].path

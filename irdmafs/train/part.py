@@ -79,7 +79,7 @@ class Part:
     def foresee(self, config: TrainConfig, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
-        # This is done first: there is time for it while the first pushes are on their way.
+        # Make the directories first: there is time for it while the first pushes are on their way.
         folders = self._open_folders(plan.version)
         for shard in self._shards:
             if shard.name in self._made:
@@ -125,7 +125,7 @@ class Part:
         try:
             move(self._home / str(version), target / self._name)
         except OSError:
-            # Maybe it was: nothing is written by descriptors that were opened before.
+            # The part may have been published in spite of the error: write nothing into it any more.
             self._folders = None
             raise
 

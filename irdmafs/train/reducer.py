@@ -71,7 +71,7 @@ class Reducer:
         # The newest version when this reducer last looked for parts that nobody has.
         self._newest = -1
         self._begun_s = time.monotonic()
-        # What was found when next/ last had other names, and these names.
+        # The names of next/ when it was read last, and what was found then.
         self._found: tuple[Collection[str], _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()

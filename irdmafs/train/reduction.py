@@ -54,8 +54,7 @@ class PartFolders(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A part of a push: what its elements are multiplied by, and where they are. `path`: the name of the
-    push."""
+    """Elements of a push: the name of the push, their file and their place in it, and their factors."""
 
     path: str
     file: ShardFile
@@ -78,7 +77,7 @@ class _Term(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Elements [start, stop) of a shard that the same parts of pushes have; `terms`: of each update."""
+    """Elements [start, stop) of a shard that all lie in the same pushes. `terms`: those of each update."""
 
     start: int
     stop: int
@@ -196,7 +195,7 @@ class Reduction:
             master = _buffers.of(MASTER, last - first)
             np.copyto(master, self._master[first:last])
             state = {}
-            # A rule that was changed may keep what the one before did not.
+            # The rule may have been changed since the last version: what it did not keep begins with zeros.
             for key in self.rule.state:
                 state[key] = _buffers.of(key, last - first)
                 np.copyto(state[key], kept[key][first:last] if key in kept else np.float32(0))
@@ -285,7 +284,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         if kept:
             heads[folders.state] = head_of(state, said)
         elif shard.name in folders.kept:
-            # By another rule, in files that are written anew.
+            # The files are written anew, and the rule that wrote them had a state.
             folders.state.file(shard.name).unlink(missing_ok=True)
         self._making = [new_file(folder, shard.name, head) for folder, head in heads.items()]
 
@@ -296,7 +295,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # Each is sent to its node and told to the cluster: at the same time.
+        # Closing a file sends it to its node and tells the cluster: do it for both at the same time.
         with ThreadPoolExecutor(len(self._making)) as pool:
             list(pool.map(lambda file: file.__exit__(*error), self._making))
 
@@ -326,13 +325,13 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
 
 
 class _Buffers(threading.local):
-    """Arrays for the elements of a block, which every thread has of its own and keeps."""
+    """Arrays for the elements of a block. Every thread has its own, and keeps them."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, F32] = {}
 
     def of(self, key: str, size: int) -> F32:
-        """Return an array of so many elements, of any values; "": that of gradients."""
+        """Return an array of so many elements, with undefined values. The key "" is that of gradients."""
         if key not in self._arrays:
             self._arrays[key] = np.empty(BLOCK, np.float32)
         return self._arrays[key][:size]

@@ -102,7 +102,7 @@ def _make(
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
     os.setxattr(train.path, _PLACEMENT, b"together")
-    # Each step changes it more often than it is read.
+    # A step changes more names here than it reads: following them does not pay.
     os.setxattr(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()

@@ -136,7 +136,7 @@ class Staged:
                 check_shard(shard, file.header, cut=True)
                 return file, before
         except (OSError, FormatError, Refused):
-            # It is not there yet, or not as it should be: the reducer finds out when there is a plan.
+            # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
         self._past.add(before)
         return None

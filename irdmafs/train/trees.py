@@ -199,7 +199,7 @@ class Trees:
             except InterruptedError:
                 continue
             except OSError as error:
-                # It is met by who looks; from then on it is watched again.
+                # The next look raises the error, and the directory is watched again from then on.
                 with self._changed:
                     self._errors.append(error)
                     self._watched.discard(path)

@@ -63,7 +63,7 @@ class Watch:
             if worker_of(refusal.path) == self._worker and not refusal.counts:
                 if self._last is not None and self._last.name == refusal.path:
                     if self._has_counted():
-                        # It was refused by a configuration that was changed since.
+                        # The configuration that refused the push was changed since.
                         continue
                     last, self._last = self._last, None
                     discard(self._train, last)

@@ -72,7 +72,7 @@ class Worker:
         self._past = Past()
         self._directories = Directories()
         self._prefetch: Prefetch | None = None
-        # The last pull gave arrays that show the version's files: the next one probably does, too.
+        # True if the last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
         self._take_part()
 
@@ -233,7 +233,7 @@ class Worker:
         push = self._next_push(weight, lr)
         check_turn(self.train, self.config, self.train.newest_plan(), push)
         path = self.train.push / name_in_shards(push)
-        # This fails if the worker was taken for dead since the push was begun: its directory was removed.
+        # The rename fails if the worker was taken for dead since the push was begun, and its files removed.
         os.rename(written, path)
         self.step = self._pushed = push.step
         self._watch.pushed(path, self.step)
