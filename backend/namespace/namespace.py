@@ -5,7 +5,7 @@ in one transaction (local, shared); so one that fails leaves no trace.
 """
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -271,6 +271,11 @@ class Namespace:
         """Set attributes."""
         change = attributes_set(mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns)
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
+
+    async def note_reads(self, atimes: Mapping[int, int]) -> None:
+        """Set when inodes were last read (ns), by number, unless they are gone; nothing else of them
+        changes."""
+        await self._carry_out(partial(self._planner.note_reads, atimes))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False

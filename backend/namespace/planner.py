@@ -352,6 +352,18 @@ class Planner:
             commit.times = ((ino, None),)
         return commit
 
+    def note_reads(self, atimes: Mapping[int, int]) -> Commit | None:
+        """Set when inodes were last read."""
+        commit = Commit()
+        commit.inodes = []
+        for ino, atime_ns in atimes.items():
+            found = self._tree.inodes.get(ino)
+            if found is not None and found.nlink and found.atime_ns < atime_ns:
+                inode = found.copy()
+                inode.atime_ns = nearest_time(atime_ns)
+                commit.inodes.append(inode)
+        return commit if commit.inodes else None
+
 
 def attributes_set(
     *,

@@ -22,6 +22,7 @@ from ..kv.map import Map
 from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY
 from .commit import Commit
+from .differences import differences
 from .events import Listener, changes_of, removals_first, time_of
 from .inode import (
     DAMAGED_INO,
@@ -48,8 +49,6 @@ _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
-# The revision of a name that is not stored yet.
-_KEPT_HERE = bytes(8)
 
 
 class Tree(Names):
@@ -108,14 +107,7 @@ class Tree(Names):
             self._is_loaded = True
             self._fill(list(records))
             return
-        events: list[Event] = []
-        present: set[bytes] = set()
-        for record in records:
-            present.add(record.key)
-            if self._differs(record):
-                events.append(Event(record.mod_revision, record.key, record.value))
-        events += [Event(revision, key, None) for key in self._keys() if key not in present]
-        self.apply(revision, events)
+        self.apply(revision, differences(self, records, revision))
 
     def _fill(self, records: list[KeyValue]) -> None:
         """Take the first records, inodes before the names that lead to them."""
@@ -123,29 +115,6 @@ class Tree(Names):
         for start in range(0, len(records), _LOADED_AT_ONCE):
             some = records[start : start + _LOADED_AT_ONCE]
             self.take(Event(record.mod_revision, record.key, record.value) for record in some)
-
-    def _differs(self, record: KeyValue) -> bool:
-        kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
-        if kind == b"i":
-            inode = self.inodes.get(ino)
-            return inode is None or inode.revision != record.mod_revision or ino in self.damaged
-        if kind == b"d":
-            dentry = self.dentry(ino, record.key[9:])
-            return (
-                dentry is None
-                or dentry.revision != record.mod_revision
-                or dentry.ino == DAMAGED_INO
-            )
-        if kind == b"t":
-            known = self.records.get(time_key(ino))
-            return known is None or time_of(known) != time_of(record.value)
-        return True
-
-    def _keys(self) -> Iterator[bytes]:
-        for kind in (b"d", b"i", b"t"):
-            for key, value in self.records.range(kind, bytes([kind[0] + 1])):
-                if kind != b"d" or value[8:] != _KEPT_HERE:
-                    yield key
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         numbers = {int.from_bytes(event.key[1:9], "big") for event in events}

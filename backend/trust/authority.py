@@ -184,12 +184,17 @@ def list_revoked(directory: str, serials: Iterable[int]) -> str:
     # Newer versions of etcd read no PEM here.
     data = builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.DER)
     path = os.path.join(directory, REVOKED_FILE)
+    # A directory for the draft could be left behind: an interrupt may come while it is being made.
+    draft = os.path.join(directory, f".new-{os.getpid()}-{REVOKED_FILE}")
     try:
-        with tempfile.TemporaryDirectory(prefix=".crl-", dir=directory) as made:
-            draft = os.path.join(made, REVOKED_FILE)
+        try:
             _write_new(draft, data)
             os.chmod(draft, 0o644)
             os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+            raise
     except OSError as error:
         raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -47,6 +47,7 @@ from .status import Cluster, SessionKind, Status
 log = logging.getLogger(__name__)
 
 _STACKED = ("overlay", "ecryptfs")
+_STORE_READS_S = 3.0
 _CHECK_NODES_S = 1.0
 _CHECKED_NODES_MAX = 16
 
@@ -62,8 +63,10 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
         async with _opened_store(config) as (store, cluster):
             calm_the_collector()
             with closing(Processes(config.mountpoint)) as processes:
-                session, status = _Assembly(config, store, cluster, processes).mounted()
+                assembly = _Assembly(config, store, cluster, processes)
+                session, status = assembly.mounted()
                 await _Daemon(config, cluster, session, status).run(ready)
+                await assembly.store_reads()
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except Damaged as error:
@@ -127,6 +130,14 @@ class _Assembly:
                 reason = f"no passthrough: {text}"
                 log.warning("taking the pyfuse3 session; %s", reason)
         return self._with_portable_session(reason)
+
+    async def store_reads(self) -> None:
+        """Store, after the unmount, when files were last read, if there is room and etcd answers."""
+        try:
+            with trio.move_on_after(_STORE_READS_S):
+                await self._atimes.store(self._store.namespace)
+        except OSError as error:
+            log.warning("the times of the last reads could not be stored: %s", error)
 
     def _with_kernel_session(self) -> tuple[Session, Status]:
         if not mounting.can_mount():

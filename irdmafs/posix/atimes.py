@@ -3,8 +3,8 @@
 Reads that pass through are reads of the extent, a file of the store. The kernel keeps its access time by
 the rule of relatime, and it is looked up when somebody asks for the file's. Reads that come through the
 daemon (cached reads, listings, links) are noted by the same rule. A time goes into the inode's record with
-the next change of its attributes; until then it is in memory only. Each host of a cluster knows its own
-reads.
+the next change of its attributes, and at the unmount; until then it is in memory only. Each host of a
+cluster knows its own reads.
 """
 
 import ctypes
@@ -16,12 +16,14 @@ from typing import Any, Final, NamedTuple
 from ..backend.files.extents import ExtentStore
 from ..backend.model.clock import now_ns
 from ..backend.model.records import ContentId
-from ..backend.namespace import Inode
+from ..backend.namespace import Inode, Namespace
 from ..coherence.nodes import Node
 from ..mount_options import MountOptions
 
 # Files whose last read is remembered; of more, the first ones seem not to have been read.
 _KNOWN_MAX: Final = 1 << 16
+# In one transaction.
+_STORED_AT_ONCE: Final = 50
 _SECOND_NS: Final = 1_000_000_000
 _DAY_NS: Final = 86_400 * _SECOND_NS
 _UTIME_OMIT: Final = (1 << 30) - 2
@@ -101,6 +103,15 @@ class Atimes:
         if inode.ino in self._may_be_read:
             self._look(inode.ino)
         return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
+
+    async def store(self, namespace: Namespace) -> None:
+        """Put the access times that no record has into the inodes' records, the newest first. Raises
+        OSError."""
+        for ino in [*self._may_be_read]:
+            self._look(ino)
+        newest = [*self._read.items()][::-1]
+        for start in range(0, len(newest), _STORED_AT_ONCE):
+            await namespace.note_reads(dict(newest[start : start + _STORED_AT_ONCE]))
 
     def saved(self, inode: Inode) -> None:
         """Note that an inode's changed record has its access time. By the rule of relatime the next read

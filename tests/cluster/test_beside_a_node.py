@@ -78,13 +78,13 @@ def test_several_who_write_one_file_in_place_get_along(
     beside: Cluster, process: TakeProcess
 ) -> None:
     (mount,), (node,) = beside.mounts, beside.nodes
-    file, turns = mount.path / "file", 200
+    file, turns = mount.path / "file", 60
     file.write_bytes(pattern(1, 3 * MIB))
     writers = [process() for _ in range(4)]
     for number, writer in enumerate(writers):
         writer.start(WRITE_IN_PLACE, file=str(file), number=number, turns=turns)
     stored: dict[str, bytes] = {}
-    while not all(writer.finished() for writer in writers):
+    while not all(writer.finished(0.01) for writer in writers):
         for name, content in extents_of(node.store).items():
             assert stored.setdefault(name, content) == content, "a stored file changed"
     for writer in writers:
@@ -97,15 +97,15 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
     beside: Cluster, process: TakeProcess
 ) -> None:
     (mount,) = beside.mounts
-    for number in range(300):
+    for number in range(100):
         (mount.path / f"old{number}").write_bytes(pattern(number, 10_000))
     in_use = len(os.listdir(f"/proc/{mount.pid}/fd"))
     resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
     victim, greedy = process(), process()
     victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(mount.path / "victim"))
     greedy.do(
-        "fds = [os.open(f'{folder}/old{n}', os.O_RDONLY) for n in range(300)]\n"
-        "new = [os.open(f'{folder}/new{n}', os.O_WRONLY | os.O_CREAT) for n in range(300)]\n"
+        "fds = [os.open(f'{folder}/old{n}', os.O_RDONLY) for n in range(100)]\n"
+        "new = [os.open(f'{folder}/new{n}', os.O_WRONLY | os.O_CREAT) for n in range(100)]\n"
         "edited = [os.open(f'{folder}/old{n}', os.O_RDWR) for n in range(50)]\n",
         folder=str(mount.path),
     )
@@ -113,8 +113,8 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
     victim.do("os.close(fd)")
     assert (mount.path / "victim").read_bytes() == b"new"
     greedy.do("for fd in new: os.write(fd, b'x'); os.close(fd)")
-    assert (mount.path / "new299").read_bytes() == b"x"
-    assert greedy.do("os.pread(fds[299], 8, 0)") == pattern(299, 10_000)[:8]
+    assert (mount.path / "new99").read_bytes() == b"x"
+    assert greedy.do("os.pread(fds[99], 8, 0)") == pattern(99, 10_000)[:8]
     greedy.do("for fd in fds + edited: os.close(fd)")
 
 

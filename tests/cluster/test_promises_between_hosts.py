@@ -23,8 +23,8 @@ from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
 
-ITERATIONS = 200
-READERS_KILLED = 5
+ITERATIONS = 60
+READERS_KILLED = 3
 
 
 def write(path: Path, content: bytes) -> None:
@@ -274,7 +274,7 @@ def test_without_isolation_a_new_name_is_seen_at_once(two: tuple[Path, Path]) ->
 def test_what_is_published_on_one_host_is_read_on_another(
     two: tuple[Path, Path], size: int
 ) -> None:
-    for i in range(ITERATIONS // 10):
+    for i in range(ITERATIONS // 4):
         one, other = two if i % 2 else two[::-1]
         write(one / "file", pattern(i, size))
         assert read_version(other / "file") == i
@@ -282,7 +282,7 @@ def test_what_is_published_on_one_host_is_read_on_another(
 
 def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None:
     one, other = two
-    for i in range(ITERATIONS // 4):
+    for i in range(ITERATIONS // 2):
         write(one / "new", pattern(i, 200_000))
         (one / "new").rename(one / "file")
         assert read_version(other / "file") == i
@@ -585,7 +585,7 @@ def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -
                 assert time.monotonic() < deadline, f"pinned only {len(pinned)} times"
                 with subprocess.Popen(["cat", other / "file"], stdout=subprocess.DEVNULL) as reader:
                     while reader.poll() is None and not (found := cluster.pins() - pinned):
-                        pass
+                        time.sleep(0.01)
                     if reader.poll() is None:
                         pinned |= found
                         time.sleep(rng.uniform(0, 0.3))
@@ -659,7 +659,7 @@ def reading(path: Path, expected: int) -> Iterator[list[str]]:
     stop = threading.Event()
 
     def read() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.005):
             try:
                 version = read_version(path)
             except (OSError, AssertionError) as error:
@@ -781,7 +781,7 @@ def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
         size = 24 * MIB
         write(one.path / "file", pattern(0, size))
         current = 0
-        for i in range(1, 7):
+        for i in range(1, 5):
             # So slow that close() takes a while.
             cluster.slow_down(one, 1e9)
             writer = process()
@@ -793,7 +793,7 @@ def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
                 size=size,
             )
             writer.start("os.close(fd)")
-            closed = writer.finished(i * 0.04)
+            closed = writer.finished(i * 0.06)
             one.kill9()
             if closed:
                 writer.result()

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import forks
 from .network import CommandFailed, Host
 
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 # In /proc/net/tcp.
 LISTENS = "0A"
 LOG_TAIL_CHARACTERS = 8000

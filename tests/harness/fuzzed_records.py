@@ -23,8 +23,8 @@ from irdmafs.backend.namespace import Inode
 from irdmafs.backend.namespace.inode import DAMAGED_INO, FIRST_VIRTUAL_INO
 
 # The kinds of keys that a mount may write, and those that only nodes and admins may.
-OF_MOUNTS = b"ditusPwlmpfaLx"
-OF_OTHERS = b"cNngTKEWR"
+OF_MOUNTS = b"ditusPwlDWmpfaLx"
+OF_OTHERS = b"cNngTKER"
 
 _NUMBER = st.sampled_from(
     [0, 1, 2, 5, 255, 256, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63)]
@@ -127,7 +127,7 @@ def records(
         sound = known[key]
     else:
         key = bytes([kind]) + draw(numbers).to_bytes(8, "big")
-        if kind in b"pfL":
+        if kind in b"pfLW":
             key += draw(numbers).to_bytes(8, "big")
         elif kind == ord("d"):
             key += draw(_NAMES)

@@ -56,12 +56,53 @@ class IncomingFile(OpenFile):
             os.unlink(self.path)
 
 
-class ExtentDirectory:
+class Yes:
+    """The part of a Service that agrees to everything. What keeps extents derives from it."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+
+    async def check_owner(self, peer: Peer, content: int) -> None:
+        pass
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        pass
+
+    def open(self, extent: Extent) -> int:
+        raise NotImplementedError
+
+    def abort(self, content: int) -> None:
+        pass
+
+    async def suspect(self, group: int, node: int) -> bool:
+        return True
+
+    def doubt(self, extent: Extent) -> None:
+        pass
+
+    async def digest(self, extent: Extent) -> bytes:
+        return b""
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        fd = self.open(extent)
+        try:
+            return segments(fd, 0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def scrub(self) -> None:
+        pass
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+
+class ExtentDirectory(Yes):
     """A Service that keeps extents as files, with what tests want to know and to set. A file
     spare/LENGTH is taken for an extent of that length, so that its memory can be there already."""
 
     def __init__(self, directory: str, node: int) -> None:
-        self.node = node
+        super().__init__(node)
         self.directory = directory
         for name in ("incoming", "spare"):
             os.makedirs(f"{directory}/{name}", exist_ok=True)
@@ -154,22 +195,6 @@ class ExtentDirectory:
     async def suspect(self, group: int, node: int) -> bool:
         self.suspected.append((group, node))
         return True
-
-    def doubt(self, extent: Extent) -> None:
-        pass
-
-    async def digest(self, extent: Extent) -> bytes:
-        return b""
-
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        fd = self.open(extent)
-        try:
-            return segments(fd, 0, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
-
-    def scrub(self) -> None:
-        pass
 
     def status(self) -> dict[str, Any]:
         return {"node": f"{self.node:x}", "extents": len(self.sealed)}
@@ -274,12 +299,13 @@ class NodeProcess:
         if hold is not None:
             command += ["--hold", str(hold)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> Self:
+        """Wait until it serves. Several are made first and waited for then, as they start together."""
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             self.__exit__(None, None, None)
-            raise RuntimeError(f"node {node:x} did not start")
-
-    def __enter__(self) -> Self:
+            raise RuntimeError(f"node {self.node:x} did not start")
         return self
 
     def __exit__(

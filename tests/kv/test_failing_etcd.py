@@ -724,7 +724,8 @@ def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
                 while written < 100:
                     await engine.transact((), [Put(b"%02d" % written, bytes(500_000))])
                     written += 1
-            assert len(await engine.range(b"0", b":")) == written > 0
+            # The first that was refused may have been applied before, if its answer came too late.
+            assert 0 < written <= len(await engine.range(b"0", b":")) <= written + 1
 
     with EtcdServer(quota_bytes=8 << 20) as server:
         trio.run(main, server)

@@ -18,12 +18,13 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO
 
 import pytest
 import trio
-from harness import forks
+from harness.daemons import Daemon, wait_until
 from harness.etcd_server import EtcdServer, etcd
+from harness.network import Host
+from harness.parts import irdmafs_command
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session
@@ -58,53 +59,39 @@ START_TIMEOUT_S = 30.0
 LARGE = 3 << 20
 
 
-class ServedNode:
+class ServedNode(Daemon):
     """`irdmafs serve STORE` in the foreground."""
 
     def __init__(
         self, etcd: EtcdServer, cluster: str, store: Path, log: Path, *arguments: str
     ) -> None:
         self.store = store
-        self._log = log
-        self.command = [
-            *forks.PREFIX, "serve", str(store), "-f", "--name", cluster,
-            "--etcd", ",".join(etcd.endpoints), *arguments,
-        ]  # fmt: skip
-        self._running: forks.Running | None = None
-        self._output: IO[str] | None = None
+        command = irdmafs_command(
+            *("serve", store, "-f", "--name", cluster, "--etcd", ",".join(etcd.endpoints)),
+            *arguments,
+        )
+        super().__init__(store.name, Host("here", "127.0.0.1"), command, log)
 
-    def spawn(self) -> None:
-        with self._log.open("ab") as log:
-            reader, writer = os.pipe()
-            self._output = open(reader)  # noqa: SIM115
-            with open(writer, "wb") as output:
-                self._running = forks.start(self.command, output=output, errors=log)
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.starts else ""
 
-    def start(self) -> None:
+    def serve(self) -> None:
         """Returns when it says that it serves."""
-        self.spawn()
+        self.start()
         self.wait_served()
 
     def wait_served(self) -> None:
         """Wait until it says that it serves."""
-        assert self._output is not None
-        line = self._output.readline()
-        assert "is served" in line, self.log
+        wait_until(
+            lambda: self.said.count("is served") == self.starts,
+            "it does not serve",
+            START_TIMEOUT_S,
+            self,
+        )
 
     def wait_for_log(self, text: str) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while text not in self.log:
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
-
-    def wait_for_store(self) -> bool:
-        """Wait until it has its store open."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if (self.store / "node.json").exists():
-                return True
-            time.sleep(0.02)
-        return False
+        wait_until(lambda: text in self.said, f"it does not say {text!r}", START_TIMEOUT_S, self)
 
     def refuse(self) -> str:
         """Start what must not start; what it says about it."""
@@ -115,48 +102,12 @@ class ServedNode:
         return done.stderr
 
     @property
-    def was_started(self) -> bool:
-        return self._running is not None
-
-    @property
-    def pid(self) -> int:
-        assert self._running is not None
-        return self._running.pid
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    @property
     def id(self) -> int:
         return int(json.loads((self.store / "node.json").read_text())["id"], 16)
 
     def extents(self) -> set[Extent]:
         names = (path.name.split(".") for path in (self.store / "extents").iterdir())
         return {Extent(int(content, 16), int(stripe, 16)) for content, stripe in names}
-
-    def signal(self, number: int) -> None:
-        assert self._running is not None
-        self._running.send_signal(number)
-
-    def kill9(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.wait()
-
-    def terminate(self) -> int:
-        self.signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        assert self._running is not None
-        assert self._output is not None
-        code = self._running.wait(START_TIMEOUT_S)
-        self._output.close()
-        return code
-
-    def close(self) -> None:
-        if self._running is not None and self._running.poll() is None:
-            self.kill9()
 
 
 class Place:
@@ -179,7 +130,7 @@ class Place:
         node = ServedNode(self.etcd, self.name, store, log, *arguments)
         self.nodes.append(node)
         if start:
-            node.start()
+            node.serve()
         return node
 
     async def found(self) -> None:
@@ -188,7 +139,7 @@ class Place:
 
     def close(self) -> None:
         for node in self.nodes:
-            node.close()
+            node.kill9()
         shutil.rmtree(self.directory)
 
 
@@ -327,7 +278,7 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
     made = Place(etcd)
     trio.run(made.found)
     yield made
-    logs = [node.log for node in made.nodes if node.was_started]
+    logs = [node.said for node in made.nodes]
     made.close()
     assert not [log for log in logs if "Traceback" in log]
 
@@ -439,7 +390,7 @@ def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
         run(place, test)
     finally:
         for node in place.nodes:
-            node.close()
+            node.kill9()
         subprocess.run(["umount", small], check=True)
 
 
@@ -507,10 +458,10 @@ def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(place:
         content = await writer.publish(b"before", b"the pause")
         paused = nodes[writer.in_sync()[0]]
         (other,) = nodes.keys() - {paused.id}
-        paused.signal(signal.SIGSTOP)
+        paused.pause()
         missed = await writer.publish(b"during", b"the pause")
         assert writer.in_sync() == (other,)
-        paused.signal(signal.SIGCONT)
+        paused.resume()
         await writer.until(lambda: set(writer.in_sync()) == set(nodes))
         assert paused.extents() == {Extent(content, 0), Extent(missed, 0)}
 
@@ -528,13 +479,13 @@ def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_n
         first, second = writer.in_sync()
         assert not await writer.peers.suspect(first, group, second)
         assert writer.in_sync() == (first, second)
-        nodes[second].signal(signal.SIGSTOP)
+        nodes[second].pause()
         # An answer that it got a moment ago counts for a moment.
         while not await writer.peers.suspect(first, group, second):
             await trio.sleep(0.1)
         await writer.replica.barrier()
         assert writer.in_sync() == (first,)
-        nodes[second].signal(signal.SIGCONT)
+        nodes[second].resume()
 
     run(place, test)
 
@@ -559,7 +510,7 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         assert sum(own.values()) == BUCKETS
         assert isinstance(status["lease_valid_s"], float)
         assert 0 < status["lease_valid_s"] <= TTL_S
-        port = re.search(r"metrics are served on \S+ port (\d+)", node.log)
+        port = re.search(r"metrics are served on \S+ port (\d+)", node.said)
         assert port is not None
         with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics") as answer:
             text = answer.read().decode()
@@ -591,7 +542,7 @@ def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
         node.kill9()
         await writer.namespace.unlink(ROOT_INO, b"deleted")
         (node.store / "incoming/_1").write_bytes(b"half of an extent")
-        await trio.to_thread.run_sync(node.start)
+        await trio.to_thread.run_sync(node.serve)
         assert node.id == before
         await writer.replica.barrier()  # where it is now
         assert await writer.read(before, content, LARGE) == data
@@ -623,7 +574,7 @@ def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
         node.kill9()
         for path in (node.store / "extents").iterdir():
             path.unlink()
-        await trio.to_thread.run_sync(node.start)
+        await trio.to_thread.run_sync(node.serve)
         await writer.replica.barrier()
         await writer.until(
             lambda: (
@@ -641,7 +592,7 @@ def test_a_wiped_store_is_a_new_node(place: Place) -> None:
     before = node.id
     node.terminate()
     shutil.rmtree(node.store)
-    node.start()
+    node.serve()
     assert node.id != before
 
 
@@ -660,7 +611,7 @@ def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) ->
         assert trio.current_time() - started < TTL_S, "it did not wait for the lease to expire"
         assert writer.in_sync() == tuple(nodes)
         await writer.publish(b"name", b"with one")
-        assert "stopping" in stopped.log
+        assert "stopping" in stopped.said
 
     run(place, test)
 
@@ -673,7 +624,7 @@ def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -
         layout = writer.layout()
         first, target = writer.target(layout)
         hung = nodes[target.chain[0]]
-        hung.signal(signal.SIGSTOP)
+        hung.pause()
 
         ended = False
 
@@ -687,13 +638,16 @@ def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -
             nursery.start_soon(write)
             incoming = nodes[first].store / "incoming"
             await writer.until(lambda: ended or any(incoming.iterdir()))
-            nodes[first].signal(signal.SIGTERM)
-            await writer.until(lambda: nodes[first].log.count("stopping") == 1)
+            os.kill(nodes[first].pid, signal.SIGTERM)
+            await writer.until(lambda: nodes[first].said.count("stopping") == 1)
             with contextlib.suppress(ProcessLookupError):  # it had nothing left to wait for
-                nodes[first].signal(signal.SIGTERM)
+                os.kill(nodes[first].pid, signal.SIGTERM)
             # If it was ending already the signal does what signals do.
-            assert await trio.to_thread.run_sync(nodes[first].wait) in (0, -signal.SIGTERM)
-            hung.signal(signal.SIGCONT)
+            assert await trio.to_thread.run_sync(nodes[first].wait, START_TIMEOUT_S) in (
+                0,
+                -signal.SIGTERM,
+            )
+            hung.resume()
 
     run(place, test)
 
@@ -704,10 +658,9 @@ def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
         trio.run(place.found)
         own.pause()
         node = place.add(start=False)
-        node.spawn()
-        assert node.wait_for_store()
-        node.signal(signal.SIGTERM)
-        assert node.wait() == 0
+        node.start()
+        wait_until((node.store / "node.json").exists, "no store is open", START_TIMEOUT_S, node)
+        assert node.terminate() == 0
         own.resume()
 
 
@@ -786,7 +739,7 @@ def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
             assert node.extents() != {Extent(content, 0)}
 
         run(place, test)
-        node.close()
+        node.kill9()
 
 
 def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> None:
@@ -798,7 +751,7 @@ def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> No
             assert node.terminate() == 0
         own.kill9()
         for node in (here, ended):
-            node.spawn()
+            node.start()
         store = place.directory / "behind"
         command = [word for word in here.command if word != "-f"]
         command[command.index(str(here.store))] = str(store)
@@ -813,14 +766,14 @@ def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> No
             for node in (here, ended):
                 node.wait_for_log("This node waits for it")
             assert ended.terminate() == 0
-            assert "Traceback" not in ended.log
+            assert "Traceback" not in ended.said
             own.start()
             here.wait_served()
             assert "is served" in behind.stdout.readline()
             assert behind.wait(START_TIMEOUT_S) == 0
-        assert here.log.count("This node waits for it") == 1
+        assert here.said.count("This node waits for it") == 1
         os.kill(int((store / "lock").read_text()), signal.SIGTERM)
-        here.close()
+        here.kill9()
 
 
 def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
@@ -832,7 +785,7 @@ def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Pa
         data = os.urandom(LARGE)
         contents = [await writer.publish(b"large", data), await writer.publish(b"small", b"few")]
         node.kill9()
-        await trio.to_thread.run_sync(node.start)
+        await trio.to_thread.run_sync(node.serve)
         await writer.replica.barrier()  # where it is now
         assert node.extents() == {Extent(content, 0) for content in contents}
         assert await writer.read(node.id, contents[0], LARGE) == data

@@ -360,7 +360,11 @@ def test_what_is_said_in_a_control_connection_by_others_ends_it(
     async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
         await peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
+        control = peers.device(1).link._control
+        assert control is not None
         await passage.speak(direction, frame(messages.Abort(1)))
+        # What is asked before an end knows that the connection is over fails with it.
+        await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
         assert await peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
         assert not cluster.service(1).aborted

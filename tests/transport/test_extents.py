@@ -382,17 +382,13 @@ async def with_processes(
 ) -> AsyncIterator[tuple[Peers, dict[int, NodeProcess]]]:
     async with AsyncExitStack() as stack:
         nodes = {
-            node: stack.enter_context(
-                NodeProcess(
-                    f"{memory}/{node}",
-                    node,
-                    f"{memory}/addresses",
-                    timeout_s=timeout_s,
-                    hold=hold,
-                )
+            node: NodeProcess(
+                f"{memory}/{node}", node, f"{memory}/addresses", timeout_s=timeout_s, hold=hold
             )
             for node in range(1, count + 1)
         }
+        for process in nodes.values():
+            stack.enter_context(process)
         yield await stack.enter_async_context(mounted(memory, timeout_s=timeout_s)), nodes
 
 

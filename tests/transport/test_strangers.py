@@ -298,7 +298,7 @@ def test_who_does_not_say_who_it_is_is_cut_off(
             assert await is_closed(stream)
             await stream.aclose()
 
-    monkeypatch.setattr(door, "HANDSHAKE_S", 3.0)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
     in_cluster(memory, test, 1)
 
 
@@ -558,7 +558,7 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
             except trio.BrokenResourceError:
                 pass
             # What makes sense by chance may be waited for, as long as its sender stays.
-            with trio.move_on_after(0.5):
+            with trio.move_on_after(0.05):
                 await is_closed(connection.stream)
             await connection.aclose()
         assert not [record for record in caplog.records if record.exc_info]

@@ -11,14 +11,12 @@ import pytest
 import trio
 from harness.clusters import Cluster, Plan
 from harness.rdma import need_address, ports
-from harness.transport_nodes import Node, serving
+from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, memory, mounted
 
-from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.node.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import lanes as lanes_module
 from irdmafs.backend.transport.verbs.messages import Expose, Exposed, Release, Reserve
@@ -103,18 +101,12 @@ def test_a_file_that_was_truncated_after_its_version_was_sent_is_sent_as_it_is_n
         assert writer.status()["cluster"]["rdma_bytes"] == len(first) + len(second)
 
 
-class FilesService:
+class FilesService(Yes):
     """A node's service over its real store directory, which says yes to everything."""
 
     def __init__(self, directory: Path, node: int, rdma: Rdma) -> None:
-        self.node = node
+        super().__init__(node)
         self.files = Files(str(directory), rdma=rdma)
-
-    async def check_owner(self, peer: Peer, content: int) -> None:
-        pass
-
-    async def admit(self, extent: Extent, target: Target) -> None:
-        pass
 
     def size(self, extent: Extent) -> int | None:
         return self.files.size(extent)
@@ -138,32 +130,7 @@ class FilesService:
         return self.files.hold(extent)
 
     async def hold_own(self, extent: Extent) -> Held:
-        return self.hold(extent)
-
-    def abort(self, content: int) -> None:
-        pass
-
-    async def suspect(self, group: int, node: int) -> bool:
-        return False
-
-    def doubt(self, extent: Extent) -> None:
-        pass
-
-    async def digest(self, extent: Extent) -> bytes:
-        return b""
-
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        fd = self.open(extent)
-        try:
-            return segments(fd, 0, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
-
-    def scrub(self) -> None:
-        pass
-
-    def status(self) -> dict[str, Any]:
-        return {}
+        return self.files.hold(extent)
 
 
 class Nodes:

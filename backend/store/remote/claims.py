@@ -258,15 +258,17 @@ class Claims:
             with trio.move_on_after(_TICK_S):
                 await self._entries.changed.park()
             now = time.monotonic()
-            for directory in [*self._used]:
+            for directory in {*self._used, *self._entries.wishes}:
                 if directory in self._ending or directory in self._taking:
                     continue
                 wanted = directory in self._entries.wishes
+                used = self._used.get(directory, now)
                 if not self.revision(directory):
                     # The session has ended, or others deleted the claim: they may take the names.
-                    del self._used[directory]
-                    self._nursery.start_soon(self._attempt, store, directory)
-                elif wanted or now - self._used[directory] > _IDLE_S:
+                    if self._used.pop(directory, None):
+                        self._nursery.start_soon(self._attempt, store, directory)
+                    continue
+                if wanted or now - used > _IDLE_S:
                     self._ending.add(directory)
                     self._nursery.start_soon(self._give_up, store, directory)
                 if wanted:
