@@ -141,7 +141,7 @@ def main(
             step_s = [sample_ms / 1e3 * batch / workers] * workers
             step_s[-1] *= slow or 1
             # The sum of the workers' gradients is applied, each for its part of the batch.
-            config = TrainConfig(rule="axpy", lr=-LR / workers, sync=sync)
+            config = TrainConfig(rule="sum", lr=-LR / workers, sync=sync)
             name = f"{workers} workers, {sync}"
             with _common.training(place / name.replace(":", "-"), first, config) as trained:
                 points = Run(samples, test, batch, accuracy).train(trained, step_s)

@@ -5,7 +5,7 @@ The texts are the translations that Django ships: the same messages in many lang
 Every fifth message is kept to test with, in all languages. A text is a vector of its n-grams of one to
 three letters, hashed (Weinberger et al. 2009, arXiv:0902.2206); the model is softmax regression in numpy.
 Each worker has texts of its own and pushes the gradient of a batch; --sync says how far apart workers may
-be (docs/training.md). The rule `axpy` adds gradients up, so each counts alike however many make a version.
+be (docs/training.md). The rule `sum` adds gradients up, so each counts alike however many make a version.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main(
         for sync in syncs:
             # Versions stay long enough for a slow worker to push what it made of one.
             config = TrainConfig(
-                rule="axpy", lr=-lr / workers, sync=sync, workers=workers, keep=16 * workers
+                rule="sum", lr=-lr / workers, sync=sync, workers=workers, keep=16 * workers
             )
             with _common.training(place / sync.replace(":", "-"), first, config) as trained:
                 results = _common.run(learn, trained, workers, parts, [steps] * workers)

@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..client import _files
 from ..client._safetensors import encode
 from .directory import COMPLAINT, NORM, PLAN, TrainDirectory, params_of, read_small
 from .errors import TrainError
-from .layout import ModelLayout
+from .folders import Directory
+from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, gather
 
 __all__ = ["add_kept_files", "assemble", "files_of_index", "keep_files", "shown"]
@@ -41,7 +43,7 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
     else:
-        values = gather(layout, lambda shard: ShardFile(params_of(version, shard), version=number))
+        values = gather(layout, partial(_open_shard, version, number))
         for file in files:
             parameters = [one.name for one in layout.parameters if one.file == file]
             tensors = {name: values[name] for name in parameters}
@@ -53,6 +55,11 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
             for parameter, file in index[_WEIGHT_MAP].items()
         }
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
+
+
+def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
+    path = params_of(version, shard)
+    return ShardFile.within(Directory(path.parent), path.name, version=number)
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:

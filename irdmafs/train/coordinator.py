@@ -41,7 +41,6 @@ from .folders import Seen, seen
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
-from .staging import without_worker
 from .status import StatusFile, text_of
 from .trees import Folder, Trees, look
 
@@ -49,20 +48,21 @@ __all__ = ["Coordinator"]
 
 log = logging.getLogger(__name__)
 
-# For so long at a time what is old is removed, which nobody waits for.
+# The time that the coordinator removes old files for, before it looks again for what others wait for.
 _TIDY_S = 0.05
-# So much of it is removed in any case, more than a version leaves: it never piles up on a slow host.
+# The coordinator removes at least so many, more than a version leaves: they never pile up on a slow host.
 _TIDY_LEAST = 8
-# For so long at a time pushes are read: others wait for the next plan.
+# The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
-# A file that is written aside has its name sooner than that, unless its process was killed.
+# The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
-# The clock of a worker has so many digits at most.
+# The most digits of a worker's clock.
 _CLOCK_MAX_BYTES = 20
 
 
 class _Worker(NamedTuple):
-    """One that takes part: its file, open, and the clock in it; None: it says none."""
+    """A worker that takes part: the status of its file, the file itself, open, and the clock that the file
+    says; None if it says none."""
 
     status: Seen | None
     lock: WatchedLock
@@ -70,36 +70,36 @@ class _Worker(NamedTuple):
 
 
 class Coordinator:
-    """Plans, commits and tidies."""
+    """Plans versions from the pushes that are there, commits versions that are made, and tidies."""
 
     def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
         self._train = train
         self._layout = layout
         self._trees = trees
         self._status = StatusFile(train.status)
-        # By name in push/; of refused ones the inode, time and size of the file that was refused, by the
-        # configuration of then.
+        # The pushes that were read, and those that were refused by this configuration, by their names in
+        # push/. A name that was refused is looked at again if another file has it.
         self._config: TrainConfig | None = None
         self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
-        # By name in push/: when it was looked at last, as a number that grows; of pushes only until then.
+        # The order in which names in push/ were looked at last.
         self._looks: dict[str, int] = {}
         self._look_count = 0
         self._members: dict[str, int] = {}
         self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
-        # The version after which it was tidied, and the oldest one that was left then.
+        # The newest version when the coordinator tidied last, and the oldest that it left.
         self._tidied = -1
         self._oldest = 0
-        # What each version has of files/.
+        # The names of files/, which each version has, too.
         self._kept = os.listdir(train.kept_files)
-        # What is to be removed from aside/; None: not known.
+        # The names that are to be removed from aside/; None if it has to be listed.
         self._litter: list[str] | None = None
 
     def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
-        """Do what can be done now; return whether that was anything. `made`: the version that is
-        being made, and its plan."""
+        """Do what can be done now; return whether that was anything. `made`: the directory of the version
+        that is being made, and its plan."""
         if self._tidied < 0:
             self._sweep()
         if self._tidied != newest.version:
@@ -203,7 +203,7 @@ class Coordinator:
         return any(name not in self._looks for name in names)
 
     def _in_turns(self, names: Iterable[str], newest: Plan) -> Iterator[str]:
-        """Return names in the order in which they are looked at: those that were never looked at
+        """Return names in the order in which to look at them: those that were never looked at
         first, then those longest ago, of each worker in turn. Workers that take part and others take turns,
         too: nobody's push waits for all that somebody else has put there."""
         by_worker: dict[str, list[str]] = {}
@@ -214,8 +214,8 @@ class Coordinator:
         return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
 
     def _settle(self, push: Push, step: int) -> None:
-        """Give a push that has the worker's next step a name that says which that is. Its old name is free:
-        a file that comes there is another push."""
+        """Give a push whose name says no step a name that says it. A file that gets the old name later is
+        another push."""
         del self._pushes[push.path]
         path = pushes.name_in_file(push._replace(step=step))
         try:
@@ -246,12 +246,12 @@ class Coordinator:
             return None
 
     def _refuse(self, name: str, error: Refused, *, counts: bool = False) -> None:
-        """`counts`: it is in a plan, where it has weight 0 from now on."""
+        """Refuse a push. `counts`: it is in a plan, where it has weight 0 from now on."""
         log.warning("%s: %s is refused: %s", self._train.models, refusals.one_line(name), error)
         refusals.note(self._train, name, error, counts=counts)
 
     def _look_at_members(self) -> None:
-        """See who takes part, and who has ended."""
+        """See which workers take part, and which have ended."""
         now_s = time.monotonic()
         known = self._trees.look(self._train.workers)
         if _visible(known.names) == self._members.keys() and now_s < self._looked_s + LOOK_S:
@@ -263,10 +263,11 @@ class Coordinator:
         present = {
             name for name in _visible(there.names) if self._takes_part(name, there.files.get(name))
         }
-        for name in without_worker(staged, present):
-            # Another user's may have to stay.
+        for name in staged:
+            # The directory of another user may have to stay.
             with contextlib.suppress(PermissionError):
-                discard(self._train, self._train.staging / name)
+                if owner_of(name) not in present:
+                    discard(self._train, self._train.staging / name)
         for name in self._joined.keys() - present:
             del self._joined[name]
         members = {
@@ -277,7 +278,7 @@ class Coordinator:
             self._members = members
 
     def _takes_part(self, name: str, status: Seen | None) -> bool:
-        """Return whether a worker has not ended. Removes the file of one that has. `status`: of its
+        """Return whether a worker takes part. Remove the file of one that has ended. `status`: that of the
         file."""
         path = self._train.workers / name
         known = self._joined.get(name)
@@ -304,7 +305,7 @@ class Coordinator:
         if config.whole_every and plan.version % config.whole_every == 0:
             assemble(self._train, self._layout, plan.version, target)
         for name in there.names:
-            # They are not needed any more; those with a dot are what a killed process was writing.
+            # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith((".", NORM, COMPLAINT)):
                 remove(target / name)
         try:
@@ -316,16 +317,16 @@ class Coordinator:
         return True
 
     def _tidy(self, config: TrainConfig, newest: Plan) -> None:
-        """Give the pushes that count back to their workers, and put aside versions that nobody wants any
-        more, and what was left behind."""
+        """Give the pushes that the newest version has back to their workers, and put aside versions older
+        than `keep`, and directories in next/ of versions that are made."""
         train = self._train
         homes = look(train.staging).folders
+        in_shards = self._trees.look(train.push).folders
         for push in newest.pushes:
             path = train.push / push.path
-            if not any(
-                give_back(path, train.staging / name)
-                for name in homes
-                if owner_of(name) == push.worker
+            own = (name for name in homes if owner_of(name) == push.worker)
+            if push.path not in in_shards or not any(
+                give_back(path, train.staging / name) for name in own
             ):
                 put_aside(train, path)
         for number in range(self._oldest, newest.version - config.keep + 1):
@@ -338,8 +339,8 @@ class Coordinator:
         self._litter = None
 
     def _put_aside_version(self, version: Path) -> None:
-        """Put a version aside, whole, and give its parts to those who make them: they write the next ones
-        into the same files."""
+        """Put a version aside, whole, and give its parts to the reducers that make them, which write the
+        next ones into the same files."""
         gone = put_aside(self._train, version)
         if gone is not None:
             for name in look(self._train.ahead).folders:
@@ -361,7 +362,8 @@ class Coordinator:
         return did
 
     def _sweep(self) -> None:
-        """Remove what processes were making when they were killed."""
+        """Put aside the files that killed processes were writing, and the directories of parts whose
+        reducer has ended."""
         self._oldest = min(self._train.version_numbers(), default=0)
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
@@ -385,7 +387,7 @@ def _is_past(push: Push, newest: Plan) -> bool:
 
 
 def _clock_in(lock: WatchedLock) -> int | None:
-    """Return the clock at which a worker joined, which its file says; None: it says none."""
+    """Return the clock at which a worker joined, as its file says; None if the file says none."""
     with contextlib.suppress(OSError, ValueError):
         return int(lock.read(_CLOCK_MAX_BYTES) or 0)
     return None

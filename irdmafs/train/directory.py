@@ -44,11 +44,12 @@ NORM, COMPLAINT = "version.norm.", "version.bad."
 VERSION = "version"
 # The directories of a part of a version, which have a file for each shard.
 PARAMS, STATE = "params", "state"
-# In a directory of staging/ or ahead/: what it lent for a version, and may be written anew.
+# In a directory of staging/ or ahead/: a push or part that is not needed any more, whose files are written
+# anew.
 SPARE = "spare"
-# A process takes nothing back if it has a spare already, if it ended, or from another user.
+# The errors of a rename to SPARE that mean: there is one, the process has ended, or it is another user's.
 _NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
-# Workers that ended and parts whose reducer ended send no event: look after them this often.
+# The end of a worker or a reducer is no event: their locks are looked at this often.
 LOOK_S = 1.0
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
@@ -104,7 +105,7 @@ class TrainDirectory:
 
     def _folder(self, name: str) -> Path:
         if self._keeps_open:
-            # One that is not there is named in the error of its first use.
+            # If the directory is not there, its first use raises an error that names it.
             with contextlib.suppress(OSError):
                 self._opened[name] = Directory(self.path / name)
                 return self._opened[name].path
@@ -331,10 +332,11 @@ def put_aside(train: TrainDirectory, path: Path) -> Path | None:
 def remove_aside(path: Path) -> None:
     """Remove what was put aside. Raises OSError.
 
-    Another process, or a request that was not answered, may be about to move a directory that is in it to
-    where its files count, or are written anew: it goes by the directory that it finds it in, whatever that
-    is called by now. While the files were removed it would take a part of them along, and lose more. So
-    each is renamed first: it is moved whole, or not at all.
+    Another process that was stopped, or a request of its that is still on its way, may be about to rename a
+    directory that is in there: to where its files count, or are written anew. It has the outer directory
+    open, so it finds the inner one by its name whatever the outer one is called by now. If the rename came
+    while the files of the inner directory are being removed, it would publish the rest of them. So each
+    inner directory gets another name first: the other process renames it whole, or does not find it.
     """
     for inner in _directories_in(path):
         gone = path.with_name(f"@{secrets.token_hex(8)}")
@@ -345,8 +347,7 @@ def remove_aside(path: Path) -> None:
 
 
 def discard(train: TrainDirectory, path: Path) -> None:
-    """Remove what is below staging/, a push or a directory of a worker, as remove_aside does. Raises
-    OSError."""
+    """Remove a push or a worker's directory in staging/, as remove_aside does. Raises OSError."""
     gone = train.staging / f"@{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         move(path, gone)
@@ -368,8 +369,8 @@ def owner_of(name: str) -> str:
 
 
 def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> Path:
-    """Make a directory in staging/ or ahead/ that only this process writes in. Those of processes that were
-    the same worker, or had the same part, are taken away, so that one that was only stopped publishes
+    """Make a directory in staging/ or ahead/ that only this process writes in. Take the directories of
+    earlier processes of the same worker or part away: if such a process was only stopped, it can publish
     nothing any more. Raises OSError."""
     for name in os.listdir(folder):
         if owner_of(name) == owner:
@@ -380,8 +381,9 @@ def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> 
 
 
 def give_back(path: Path, home: Path) -> bool:
-    """Give what was made in a directory of staging/ or ahead/ back to it, to be written anew. Return
-    whether it was taken. Raises OSError."""
+    """Give a push or part back to the directory of staging/ or ahead/ that it was made in, for its files to
+    be written anew. Return False if that directory has one already or is gone, or belongs to another user.
+    Raises OSError."""
     try:
         move(path, home / SPARE)
     except OSError as error:

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 from ..client._dtypes import Array
 from .errors import Refused
@@ -17,17 +16,16 @@ from .layout import ModelLayout, Shard
 from .pushes import arrays_of
 from .staging import Staging
 
-__all__ = ["OpenPush", "Publish"]
+__all__ = ["OpenPush"]
 
 
-class Publish(Protocol):
-    """Publishes the directory with the files of a push, and returns its step. Raises Refused, OSError."""
-
-    def __call__(self, written: Path, weight: float, lr: float | None) -> int: ...
+# Shards that are written at once: enough that the link is never idle, and few enough that one after the
+# other is there.
+_AT_ONCE = 3
 
 
 class OpenPush:
-    """A push that takes gradients one by one. A thread writes the file of a shard as soon as all gradients
+    """A push that takes gradients one by one. Threads write the file of a shard as soon as all gradients
     of that shard are there. Nobody sees the push before `finish`. Methods may be called by any thread.
 
     Arrays are not copied: they must not change before `finish` returns, unless they are put again.
@@ -42,12 +40,13 @@ class OpenPush:
         more: Mapping[str, str],
         *,
         finite: bool,
-        publish: Publish,
+        publish: Callable[[Path, float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`shards`: in the order in which `finish` writes them. `name`: of the directory in `staging` for
-        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `noting`: as a context
-        it is told why the push is refused. Raises OSError."""
+        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `publish`: gives
+        the push its name, by the path of the directory, the weight and the learning rate, and returns its
+        step. `noting`: a context that is told why the push is refused. Raises OSError."""
         self._layout = layout
         self._shards = shards
         self._staging = staging
@@ -63,10 +62,11 @@ class OpenPush:
                 self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
-        # By shard: its file, which is being written or was, and then published.
-        self._written: dict[str, Future[Future[None]]] = {}
-        self._in_vain: list[Future[Future[None]]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-push")
+        # The files that were written or are being written, by shard, and those whose gradients have changed
+        # since.
+        self._written: dict[str, Future[None]] = {}
+        self._in_vain: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
         """Add a gradient, or replace the one of that name. Raises Refused where it does not fit the
@@ -93,7 +93,7 @@ class OpenPush:
         left out. Raises Refused and OSError, after which nothing of the push is there."""
         with self._noting():
             step = self._finish(weight, lr)
-        self._thread.shutdown()
+        self._threads.shutdown()
         return step
 
     def _finish(self, weight: float, lr: float | None) -> int:
@@ -101,13 +101,13 @@ class OpenPush:
             # The version of a file that is published last stays.
             for writing in self._in_vain:
                 with contextlib.suppress(Refused):
-                    writing.result().result()
+                    writing.result()
             with self._lock:
                 for shard in self._shards:
                     if shard.name not in self._written:
                         self._write(shard)
             for writing in self._written.values():
-                writing.result().result()
+                writing.result()
             if not self._values:
                 raise Refused(errno.EINVAL, "it has no tensor")
             return self._publish(self._path, weight, lr)
@@ -117,10 +117,7 @@ class OpenPush:
 
     def abort(self) -> None:
         """Drop the push."""
-        self._thread.shutdown(cancel_futures=True)
-        for writing in (*self._in_vain, *self._written.values()):
-            if not writing.cancelled() and writing.exception() is None:
-                wait([writing.result()])
+        self._threads.shutdown(cancel_futures=True)
         self._staging.drop(self._path)
 
     def _is_complete(self, shard: Shard) -> bool:
@@ -133,7 +130,7 @@ class OpenPush:
             for name in (part.parameter.name, part.scales)
             if name in self._values
         }
-        self._written[shard.name] = self._thread.submit(
+        self._written[shard.name] = self._threads.submit(
             self._staging.write, self._path, self._directory, shard, values, self._more,
             finite=self._finite,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A reducer's work on one part: the shards that it makes of each version, which are published together."""
+"""A reducer's work on one part: it makes the part's shards of each version, and publishes them together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class _Made(NamedTuple):
-    """A shard that was made by a plan. `foreseen`: what it was made from, if that was ahead of the plan."""
+    """The plan by which a shard was made. `foreseen`: the files that it was made from, if it was made
+    before there was a plan."""
 
     plan: Plan
     foreseen: Foreseen | None
@@ -55,7 +56,7 @@ class Part:
     def __init__(
         self, train: TrainDirectory, layout: ModelLayout, name: str, blocks: Blocks, staged: Staged
     ) -> None:
-        """Make the directory, and put those of others that had the part aside. Raises OSError."""
+        """Make the directory, and put aside those of reducers that had the part before. Raises OSError."""
         self._train = train
         self._layout = layout
         self._name = name
@@ -78,7 +79,7 @@ class Part:
     def foresee(self, config: TrainConfig, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
-        # While the first pushes are on their way.
+        # Make the directories first: there is time for it while the first pushes are on their way.
         folders = self._open_folders(plan.version)
         for shard in self._shards:
             if shard.name in self._made:
@@ -97,7 +98,7 @@ class Part:
         return False
 
     def make(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
-        """Make all shards of a plan, as far as they are not made, and publish them; return whether
+        """Make the shards of a plan that are not made yet, and publish all of them; return whether
         something was done. Raises OSError."""
         try:
             if not self._finish(config, target, plan):
@@ -124,13 +125,13 @@ class Part:
         try:
             move(self._home / str(version), target / self._name)
         except OSError:
-            # Maybe it was: nothing is written by descriptors that were opened before.
+            # The part may have been published in spite of the error: write nothing into it any more.
             self._folders = None
             raise
 
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
-        """Make what is not made; return whether all is. Raises FileNotFoundError, FormatError and
-        BadPush."""
+        """Make the shards that are not made yet; return False if norms of other parts are awaited. Raises
+        FileNotFoundError, FormatError and BadPush."""
         self._directory(plan.version)  # what was published, in spite of an error, is made anew
         missing = self._missing(plan)
         if not missing:
@@ -155,7 +156,8 @@ class Part:
         return True
 
     def _missing(self, plan: Plan) -> list[Shard]:
-        """Return the shards that were not made by this plan, of the pushes that it has."""
+        """Return the shards that are to be made: all but those that were made by this plan, from the files
+        that its pushes have now."""
         made = self._made if self._version == plan.version else {}
         is_ahead = any(one.foreseen is not None for one in made.values())
         pushes = self._staged.published() if is_ahead else None
@@ -193,7 +195,8 @@ class Part:
         )  # fmt: skip
 
     def _all_norms(self, target: Path) -> list[float] | None:
-        """Return the squares of the norms of each update over all shards, in their order; None: not yet."""
+        """Return the square of the norm over all shards, for each update in their order; None if other
+        parts have not said theirs yet."""
         found: dict[str, list[float]] = {}
         for name, shards in self._layout.parts.items():
             try:
@@ -231,8 +234,8 @@ class Part:
         return self._folders
 
     def _directory(self, version: int) -> Path:
-        """Return the directory for a version. It is that of one that nobody wants any more, if there is
-        one: writing files anew costs less than making new ones. Raises OSError."""
+        """Return the directory for a version. It is that of a version that was removed, if there is one:
+        writing files anew costs less than making new ones. Raises OSError."""
         path = self._home / str(version)
         if self._folders is None and self._version == version and not path.exists():
             self._version = None  # it was published
@@ -248,14 +251,15 @@ class Part:
         return path
 
     def _drop_shared_files(self, path: Path, there: Folder) -> None:
-        """Remove files that have another name, too: model.safetensors, or whatever a user has made."""
+        """Remove the files that have another name, too, such as model.safetensors or a user's hard link:
+        these names keep their content."""
         for folder in (PARAMS, STATE):
             for name in there.folder(folder).linked:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path / folder / name)
 
     def _complain(self, target: Path, bad: BadPush) -> bool:
-        """Tell the coordinator of a bad push, once; return whether that was done now."""
+        """Tell the coordinator of a bad push; return False if it was told before."""
         if self._complaint == (target, bad.path):
             return False
         self._complaint = (target, bad.path)

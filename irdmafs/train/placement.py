@@ -1,4 +1,4 @@
-"""Which store node has which shard: names of shards, and whether a file is on this host.
+"""Choose names of shards by the store nodes that keep them, and tell whether a file is on this host.
 
 Files of one name below a directory with the placement `together` are on the same nodes. So a shard's name
 decides where all that belongs to it is kept.

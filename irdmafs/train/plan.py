@@ -1,4 +1,4 @@
-"""Which pushes make the next version. Pure: the protocol's decisions, which its model tests as well."""
+"""Decide which pushes make the next version. Pure: the decisions that the protocol's model tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetching: shards that reducers have made in ahead/ are fetched while others are still being pushed.
+"""Prefetching: fetch shards that reducers have made in ahead/, while other shards are still being pushed.
 They are used if the version turns out to have these files."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _AT_ONCE = 16
 
 
 class _Fetch(NamedTuple):
-    """A file that is being fetched. `status`: before it was opened."""
+    """A file that is being fetched. `status`: what identified it before it was opened."""
 
     status: Seen
     file: Future[ShardFile]
 
 
 class Prefetch:
-    """Fetches the parameters of a version that is being made, by a thread, until take() or close()."""
+    """Fetches the parameters of a version that is being made, in a thread, until take() or close()."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Prefetch:
         self._past = past
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
-        # Parts that were being made when it was looked. None: it was not.
+        # Parts that were found in ahead/. None before the first look.
         self._begun: set[str] | None = None
         self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Prefetch:
             except InterruptedError:
                 continue
             except OSError:
-                # It is met again by who pulls.
+                # pull() meets the error again.
                 return
             time.sleep(GATHER_S)
 
@@ -114,7 +114,7 @@ class Prefetch:
         begun = self._layout.parts.keys() if self._begun is None else self._begun
         self._begun = {*(self._begun or ()), *made}
         if begun - made.keys():
-            # Parts that are published, as soon as there is a plan.
+            # Some parts are no longer in ahead/: they are published as soon as there is a plan.
             planned = look(self._train.next).folder(number)
             for part, folder in planned.folders.items():
                 path = self._train.next / number / part / PARAMS
@@ -131,7 +131,7 @@ class Prefetch:
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
-                # It is elsewhere when its part was published meanwhile: another look finds it.
+                # If its part was published meanwhile, the next look finds the file there.
                 directory = self._directories.get(folder.ino, path)
                 file = self._pool.submit(self._open, shard, directory, before)
                 self._fetches[shard.name] = _Fetch(before, file)

@@ -46,7 +46,7 @@ __all__ = [
 
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
-# Of a file, without its suffix; both are said in errors.
+# The name of a file, without its suffix. Errors tell both forms:
 _FILE_NAME = re.compile(r"([^@]+)@(\d{1,18})", re.ASCII)
 _NAME_OF_FILE = (
     "WORKER.safetensors or WORKER@STEP.safetensors, with letters, digits and _ . - in WORKER"
@@ -302,7 +302,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: P
         raise Refused(errno.ESTALE, f"step {push.step} is past: {push.worker} is at {clock}")
     if push.base > newest.version:
         raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
-    # Where nobody waits for the others, a base may be older than all versions that are kept.
+    # In other kinds of sync nobody waits for the slowest, whose base may be older than all that is kept.
     lockstep = config.synchronization.kind in ("bsp", "local")
     if lockstep and 0 <= push.base <= newest.version - config.keep:
         raise Refused(errno.ESTALE, f"version {push.base} is gone")

@@ -37,12 +37,13 @@ _LEAVE_S = 3.0
 # A reducer that fails for so long, as on a host whose disk is broken or that reaches no store node, leaves
 # its parts to others.
 _FAILS_S = 5.0
-# While there is nothing to do it is looked so often whether to end.
+# A reducer that has nothing to do looks this often whether it has to end.
 _STOPPED_S = 0.1
 
 
 class _Found(NamedTuple):
-    """The newest version, and the one that is being made with its plan, if there is one."""
+    """The configuration, the plan of the newest version, and the directory and plan of the version that is
+    being made, if there is one."""
 
     config: TrainConfig
     newest: Plan
@@ -60,16 +61,17 @@ class Reducer:
         self._trees = Trees()
         self._staged = Staged(self.train, self.layout, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
-        # The locks of parts: held here, and held by others, which stay open as opening them costs more.
+        # The locks of parts: those that are held here, and those that others hold, which stay open because
+        # opening them costs more.
         self._locks: dict[str, Lock] = {}
         self._of_others: dict[str, Lock] = {}
         self._parts: dict[str, Part] = {}
         self._coordinator: Coordinator | None = None
         self._looked_s = 0.0
-        # The newest version then.
+        # The newest version when this reducer last looked for parts that nobody has.
         self._newest = -1
         self._begun_s = time.monotonic()
-        # The names in next/, and what was found then.
+        # The names of next/ when it was read last, and what was found then.
         self._found: tuple[Collection[str], _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()

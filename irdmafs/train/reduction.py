@@ -30,7 +30,7 @@ from .arithmetic import (
 from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
-from .folders import Directory, view_of
+from .folders import Directory
 from .layout import Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_shard, has_nonfinite
@@ -54,8 +54,7 @@ class PartFolders(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A part of a push: what its elements are multiplied by, and where they are. `path`: the name of the
-    push."""
+    """Elements of a push: the name of the push, their file and their place in it, and their factors."""
 
     path: str
     file: ShardFile
@@ -78,7 +77,7 @@ class _Term(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Elements [start, stop) of a shard that the same parts of pushes have; `terms`: of each update."""
+    """Elements [start, stop) of a shard that all lie in the same pushes. `terms`: those of each update."""
 
     start: int
     stop: int
@@ -137,8 +136,10 @@ class Reduction:
                 continue
             try:
                 file, cut = self._open(counted)
-            except (FormatError, Refused) as error:
-                raise BadPush(counted.path, self._train.shown(str(error))) from None
+            except FormatError as error:
+                raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
+            except Refused as error:
+                raise BadPush(counted.path, str(error)) from None
             if self._nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header, cut=cut):
@@ -148,17 +149,14 @@ class Reduction:
         """Return the file of a push that has the shard, and whether it has slices only."""
         if self._opened is not None:
             return self._opened[counted.path], True
-        path = self._train.push / counted.path
-        cut = path.is_dir()
-        if cut:
-            path /= self._shard.name
-        # The mount was told of the push before it was told of the plan.
-        file = ShardFile(
-            path,
-            shown=False,
-            view=view_of(path.parent),
-            header_max_bytes=self._header_max_bytes,
-        )
+        path, most = self._train.push / counted.path, self._header_max_bytes
+        try:
+            files = Directory(path)
+        except NotADirectoryError:
+            file, cut = ShardFile(path, header_max_bytes=most), False
+        else:
+            # The mount was told of the push before it was told of the plan.
+            file, cut = ShardFile.within(files, self._shard.name, header_max_bytes=most), True
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 
@@ -197,7 +195,7 @@ class Reduction:
             master = _buffers.of(MASTER, last - first)
             np.copyto(master, self._master[first:last])
             state = {}
-            # A rule that was changed may keep what the one before did not.
+            # The rule may have been changed since the last version: what it did not keep begins with zeros.
             for key in self.rule.state:
                 state[key] = _buffers.of(key, last - first)
                 np.copyto(state[key], kept[key][first:last] if key in kept else np.float32(0))
@@ -286,7 +284,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         if kept:
             heads[folders.state] = head_of(state, said)
         elif shard.name in folders.kept:
-            # By another rule, in files that are written anew.
+            # The files are written anew, and the rule that wrote them had a state.
             folders.state.file(shard.name).unlink(missing_ok=True)
         self._making = [new_file(folder, shard.name, head) for folder, head in heads.items()]
 
@@ -297,7 +295,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # Each is sent to its node and told to the cluster: at the same time.
+        # Closing a file sends it to its node and tells the cluster: do it for both at the same time.
         with ThreadPoolExecutor(len(self._making)) as pool:
             list(pool.map(lambda file: file.__exit__(*error), self._making))
 
@@ -327,13 +325,13 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
 
 
 class _Buffers(threading.local):
-    """Arrays for the elements of a block, which every thread has of its own and keeps."""
+    """Arrays for the elements of a block. Every thread has its own, and keeps them."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, F32] = {}
 
     def of(self, key: str, size: int) -> F32:
-        """Return an array of so many elements, of any values; "": that of gradients."""
+        """Return an array of so many elements, with undefined values. The key "" is that of gradients."""
         if key not in self._arrays:
             self._arrays[key] = np.empty(BLOCK, np.float32)
         return self._arrays[key][:size]

@@ -87,12 +87,13 @@ def _check_range(name: str, value: float, below: float = math.inf) -> None:
 
 @dataclass(frozen=True)
 class Sum(Rule):
-    """p += g: the sum of pushes that are changes to the parameters."""
+    """p += lr * g, where g is the sum of pushes that are changes to the parameters."""
 
     combine = "sum"
+    default_lr = 1.0
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
-        np.add(param, grad, out=param)
+        _add_scaled(param, lr, grad)
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,6 @@ class Mean(Rule):
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         np.copyto(param, grad)
-
-
-@dataclass(frozen=True)
-class Axpy(Rule):
-    """p += lr * g, where g is a sum; as the function of BLAS."""
-
-    combine = "sum"
-    default_lr = 1.0
-
-    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
-        _add_scaled(param, lr, grad)
 
 
 @dataclass(frozen=True)
@@ -252,7 +242,6 @@ class Ema(Rule):
 RULES: dict[str, type[Rule]] = {
     "sum": Sum,
     "mean": Mean,
-    "axpy": Axpy,
     "sgd": Sgd,
     "adam": Adam,
     "adamw": AdamW,

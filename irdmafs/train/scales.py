@@ -46,7 +46,7 @@ class BlockScales:
         top, bottom = first // self._columns, -(-last // self._columns)
         rows, at = self._rows[top:bottom], first - top * self._columns
         if len(rows) == 1:
-            # It may be the only one, and long.
+            # A row may be long: take only its blocks that are asked for.
             left = at // self._block
             right = -(-(at + last - first) // self._block)
             rows, at = rows[:, left:right], at - left * self._block

@@ -29,7 +29,7 @@ __all__ = ["begin", "end"]
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _AWAITS = "user.irdmafs.awaits"
-# Of a reducer each removal meets one file or none: it ends as soon as it finds no version.
+# A reducer that goes on adds one file at most after each removal: it ends as soon as it finds no version.
 _REMOVALS_MAX = 20
 
 
@@ -102,7 +102,7 @@ def _make(
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
     os.setxattr(train.path, _PLACEMENT, b"together")
-    # Each step changes it more often than it is read.
+    # A step changes more names here than it reads: following them does not pay.
     os.setxattr(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()

@@ -1,7 +1,7 @@
-"""Speculative reduction: pushes that are in staging/ still, and the plan that will have them.
+"""Speculative reduction: find pushes that are still in staging/, and foresee the plan that will have them.
 
-What is made from them is used if the plan turns out to be the foreseen one, and each push to have the files
-that were summed. Else it is made again.
+A shard that is made from them is used if the plan turns out to be the foreseen one, and its pushes to have
+the files that were summed. Otherwise the shard is made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Foreseen", "Staged"]
 
 
 class _Push(NamedTuple):
-    """A push that is there, in a directory of its own."""
+    """A push in shards: its directory, and what is known to be in there."""
 
     push: Push
     path: Path
@@ -35,7 +35,8 @@ class _Push(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """The files of a shard that a foreseen plan has. `seen`: of each push, before it was opened."""
+    """The files of a shard that the pushes of a foreseen plan have, by the names of the pushes. `seen`:
+    what identified each file before it was opened."""
 
     plan: Plan
     files: dict[str, ShardFile]
@@ -52,19 +53,19 @@ class Foreseen(NamedTuple):
 
 
 class Staged:
-    """The pushes of the next version, as far as they are there."""
+    """The pushes of the next version that are in staging/ or push/ already."""
 
     def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
         self._train = train
         self._header_max_bytes = layout.header_max_bytes
         self._trees = trees
         self._newest = -1
-        # The pushes that no plan could be foreseen from, and when that was.
+        # The pushes from which no plan could be foreseen last, and when that was.
         self._too_few: tuple[Collection[str], float] = ((), 0.0)
         self._plan: Plan | None = None
-        # By the names of their directories.
+        # The pushes, by the names of their directories.
         self._pushes: dict[str, _Push] = {}
-        # By shard: what was opened while others were not there.
+        # The files of shards, by shard, for which some pushes have no file yet.
         self._opened: dict[str, Foreseen] = {}
         self._past = Past()
         self._directories = Directories()
@@ -84,7 +85,7 @@ class Staged:
         return self._plan
 
     def _is_worth_trying(self) -> bool:
-        """Return whether there are other pushes than last time, or members may have changed."""
+        """Return whether there are other pushes than last time, or the workers may have changed."""
         now_s, names = time.monotonic(), self._pushes.keys()
         before, then_s = self._too_few
         if names == before and now_s < then_s + LOOK_S:
@@ -135,7 +136,7 @@ class Staged:
                 check_shard(shard, file.header, cut=True)
                 return file, before
         except (OSError, FormatError, Refused):
-            # Not there yet, or not as it should be: who has a plan finds out.
+            # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
         self._past.add(before)
         return None
@@ -145,6 +146,6 @@ class Staged:
         return self._trees.look_again(self._train.push)
 
     def used(self, foreseen: Foreseen) -> None:
-        """Note that these files will be written anew."""
+        """Note that these files were summed: they are not opened again before they are written anew."""
         for one in foreseen.seen.values():
             self._past.add(one)

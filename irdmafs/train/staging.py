@@ -1,42 +1,36 @@
-"""Where a worker writes its pushes before anybody sees them."""
+"""The directory in which a worker writes its pushes before anybody sees them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
-from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
+from .directory import SPARE, TrainDirectory, discard, make_home
 from .folders import Directories, Directory
 from .layout import Shard
 from .pushes import check_finite, slices_of
 
-__all__ = ["Staging", "without_worker"]
-
-# Shards that are published at once: enough that the link is never idle, and few enough that one after the
-# other is there.
-_AT_ONCE = 3
+__all__ = ["Staging"]
 
 
 class Staging:
-    """A directory of one worker in staging/. Only it writes there."""
+    """A worker's directory in staging/, in which nobody else writes."""
 
     def __init__(self, train: TrainDirectory, worker: str) -> None:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self._train = train
         self.path = make_home(train.staging, worker, partial(discard, train))
         self._directories = Directories()
-        self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> tuple[Path, Directory]:
-        """Return a directory for the files of a push. Those of one that has counted are in it, if there is
-        one: writing all of them anew costs half of making new ones. Raises OSError."""
+        """Return a directory for the files of a push. It is that of a push that has counted, if the worker
+        has got one back: writing its files anew costs half of making new ones. Raises OSError."""
         path = self.path / name
         try:
             os.rename(self.path / SPARE, path)
@@ -53,43 +47,26 @@ class Staging:
         more: Mapping[str, str],
         *,
         finite: bool,
-    ) -> Future[None]:
-        """Write the file of a shard into a directory that has this path; `more`: its metadata; `finite`:
-        NaN and infinity are refused. It is published when the future is done, which raises OSError. So one
-        file is on its way to its node while the next is written. Raises Refused and OSError."""
+    ) -> None:
+        """Publish the file of a shard in a directory that has this path; `more`: its metadata; `finite`:
+        NaN and infinity are refused. Raises Refused and OSError."""
         slices = slices_of(shard, values)
         if finite:
             check_finite(slices)
         contents = list(encode(slices, more))
-        with self._naming(path / shard.name):
-            name = os.fspath(directory.file(shard.name))
-            fd = _files.write_version(name, contents, directory.view)
-        return self._publishing.submit(self._publish, path / shard.name, fd)
-
-    def _publish(self, path: Path, fd: int) -> None:
-        with self._naming(path):
-            os.close(fd)
-
-    @contextlib.contextmanager
-    def _naming(self, path: Path) -> Iterator[None]:
         try:
-            yield
+            name = os.fspath(directory.file(shard.name))
+            os.close(_files.write_version(name, contents, directory.view))
         except OSError as error:
-            error.filename = self._train.shown(os.fspath(path))
+            error.filename = self._train.shown(os.fspath(path / shard.name))
             raise
 
     def drop(self, path: Path) -> None:
-        """Remove a push that was begun, if that can be."""
+        """Remove a push that was begun. Errors are ignored: the next worker of the name removes it."""
         with contextlib.suppress(OSError):
             discard(self._train, path)
 
     def remove(self) -> None:
-        """Raises OSError."""
-        self._publishing.shutdown()
+        """Remove the directory. Raises OSError."""
         self._directories.close()
         discard(self._train, self.path)
-
-
-def without_worker(names: Iterable[str], workers: Container[str]) -> list[str]:
-    """Return those of the directories in staging/ that belong to none of these workers."""
-    return [name for name in names if owner_of(name) not in workers]

@@ -29,8 +29,8 @@ __all__ = [
 
 # So often the coordinator looks whether there is something to show.
 _PERIOD_S = 0.5
-# Of those who take no part and of whom nothing has counted so many are listed: whoever may push may do so
-# under any number of names.
+# At most so many workers are listed that take no part and of whom nothing has counted: whoever may push may
+# do so under any number of names.
 _STRANGERS_MAX = 20
 
 

@@ -134,8 +134,8 @@ def _walk(path: Path) -> Folder:
 
 
 class Trees:
-    """What is below some directories. From the first wait() on threads wait for changes of all that were
-    looked at; before, each look is a request."""
+    """Knows what is below some directories. From the first wait() on, threads wait for changes of all
+    directories that were looked at; before, each look is a request."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -143,7 +143,7 @@ class Trees:
         self._watched: set[Path] = set()
         self._errors: list[OSError] = []
         self._closed = False
-        # How often there was something new, and how often that was known to wait().
+        # How many changes there were, and how many of them wait() has told of.
         self._news = self._waited = 0
 
     def look(self, path: Path) -> Folder:
@@ -199,7 +199,7 @@ class Trees:
             except InterruptedError:
                 continue
             except OSError as error:
-                # It is met by who looks; from then on it is watched again.
+                # The next look raises the error, and the directory is watched again from then on.
                 with self._changed:
                     self._errors.append(error)
                     self._watched.discard(path)

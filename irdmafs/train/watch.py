@@ -1,4 +1,4 @@
-"""What would have a worker wait in vain: no reducer, a push of its that was refused or removed."""
+"""Find out that a worker waits in vain: no reducer is at work, or its push was refused or removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITHOUT_REDUCER_S = 3.0
 
 
 class Watch:
-    """Looks after reducers and the pushes of a worker, while that waits."""
+    """Looks after the reducers and the worker's pushes, while the worker waits."""
 
     def __init__(self, train: TrainDirectory, worker: str) -> None:
         self._train = train
@@ -41,12 +41,12 @@ class Watch:
         self._reducer_s = time.monotonic()
 
     def pushed(self, path: Path, step: int) -> None:
-        """Look after this push, the worker's last."""
+        """Note the worker's last push, which is looked after from now on."""
         self._last, self._step = path, step
 
     @contextlib.contextmanager
     def noting(self, path: str) -> Iterator[None]:
-        """Keep for everybody to see, if this user may, why the worker refuses its own push."""
+        """Write into refused/ why the worker refuses its own push, if this user may write there."""
         try:
             yield
         except (Refused, TrainError) as error:
@@ -54,8 +54,8 @@ class Watch:
             raise
 
     def look(self) -> None:
-        """Raise Refused if a push of the worker was refused, which is removed if the worker itself made it,
-        and TrainError if the last one was removed before it counted: nobody would go on."""
+        """Raise Refused if a push of the worker was refused; remove the push if the worker itself made it.
+        Raise TrainError if the last push was removed before it counted: the worker would wait forever."""
         names = refusals.names(self._train)
         new = [name for name in names if name not in self._known]
         self._known = set(names)
@@ -63,7 +63,7 @@ class Watch:
             if worker_of(refusal.path) == self._worker and not refusal.counts:
                 if self._last is not None and self._last.name == refusal.path:
                     if self._has_counted():
-                        # It was refused by a configuration that was changed since.
+                        # The configuration that refused the push was changed since.
                         continue
                     last, self._last = self._last, None
                     discard(self._train, last)
@@ -80,7 +80,7 @@ class Watch:
         return self._train.newest_plan().clocks.get(self._worker, 0) >= self._step
 
     def look_for_reducer(self) -> None:
-        """Log it if there has been no reducer for some seconds of a wait."""
+        """Log a warning if there has been no reducer for some seconds of a wait."""
         now_s = time.monotonic()
         if is_reduced(self._train):
             self._reducer_s, self._told = now_s, False

@@ -20,7 +20,7 @@ from .errors import Refused, TrainError
 from .folders import Directories, Past
 from .layout import Shard
 from .liveness import Lock, is_locked
-from .open_push import OpenPush, Publish
+from .open_push import OpenPush
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
@@ -72,7 +72,7 @@ class Worker:
         self._past = Past()
         self._directories = Directories()
         self._prefetch: Prefetch | None = None
-        # The last pull gave arrays that show the version's files: the next one probably does, too.
+        # True if the last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
         self._take_part()
 
@@ -184,8 +184,7 @@ class Worker:
         out: Mapping[str, Any] | None,
     ) -> int:
         values = arrays_of(self.layout, gradients)
-        self._keep_part()
-        push = self._open_push(weight, lr, out, self._publish)
+        push = self._open_push(weight, lr, out)
         push.put_all(values)
         return push.finish(weight, lr=lr)
 
@@ -193,15 +192,13 @@ class Worker:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, None, self._publish_later)
+        return self._open_push(self._weight, self._lr, None)
 
     def _open_push(
-        self,
-        weight: float,
-        lr: float | None,
-        out: Mapping[str, Any] | None,
-        publish: Publish,
+        self, weight: float, lr: float | None, out: Mapping[str, Any] | None
     ) -> OpenPush:
+        if not self._lock.is_held:
+            self._take_part_again()
         expected = self._next_push(weight, lr)
         name = name_in_shards(expected)
         noting = partial(self._watch.noting, name)
@@ -210,12 +207,8 @@ class Worker:
         self._begin_prefetch(out)
         return OpenPush(
             self.layout, self._in_turns, self._staging, name, {STEP: str(expected.step)},
-            finite=self.config.nonfinite == "refuse", publish=publish, noting=noting,
+            finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
-
-    def _keep_part(self) -> None:
-        if not self._lock.is_held:
-            self._take_part_again()
 
     def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
@@ -236,15 +229,11 @@ class Worker:
             self._lock.close()
             raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
 
-    def _publish_later(self, written: Path, weight: float, lr: float | None) -> int:
-        """Publish a push that was begun long ago: the lock may be lost since."""
-        self._keep_part()
-        return self._publish(written, weight, lr)
-
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
         check_turn(self.train, self.config, self.train.newest_plan(), push)
         path = self.train.push / name_in_shards(push)
+        # The rename fails if the worker was taken for dead since the push was begun, and its files removed.
         os.rename(written, path)
         self.step = self._pushed = push.step
         self._watch.pushed(path, self.step)

@@ -27,7 +27,7 @@ def stopped_in_a_push(folder: Path) -> Worker:
     push = worker.begin_push()
     for name, array in ones(1).items():
         push.put(name, array)
-    push._thread.shutdown()
+    push._threads.shutdown()
     lose_lock(worker)
     return worker
 
