@@ -276,8 +276,10 @@ with Worker(sys.argv[1], f"w{number}") as worker:
 """
 
 
-def running(models: Path, *command: str, workers: int = 2) -> subprocess.Popen[str]:
-    options = ["--workers", str(workers)]
+def running(
+    models: Path, *command: str, workers: int = 2, reducers: str = "auto"
+) -> subprocess.Popen[str]:
+    options = ["--workers", str(workers), "--reducers", reducers]
     words = [*IRDMAFS, "train", "run", str(models), *options, "--", *command]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd="/")
 
@@ -333,7 +335,7 @@ def test_run_ends_with_all_that_it_started(models: Path, number: int) -> None:
     """A worker may be a shell that starts others, which ignore Ctrl-C as shells' children do."""
     begin(models, TrainConfig())
     script = 'touch "$0/$IRDMAFS_WORKER"; sleep 1000 & wait'
-    with running(models, "sh", "-c", script, str(models)) as run:
+    with running(models, "sh", "-c", script, str(models), reducers="2") as run:
         lock = TrainDirectory(models).reducers / "coordinator"
         eventually(lambda: is_locked(lock), "a reducer is at work", 60)
         eventually(lambda: {"0", "1"} <= {*os.listdir(models)}, "workers are at work", 60)
