@@ -18,22 +18,11 @@ from google.protobuf.message import DecodeError, Message
 from ..cluster.etcd_rights import own_ranges
 from ..etcd import etcd_pb2 as pb
 from ..etcd.calls import LAST_KEY
-from ..etcd.client import (
-    GRANT,
-    KEEP_ALIVE,
-    RANGE,
-    REVOKE,
-    TRY_S,
-    TXN,
-    WATCH,
-    Client,
-    Method,
-    RpcError,
-    Uncertain,
-    Unsent,
-)
+from ..etcd.client import TRY_S, Client, Uncertain, Unsent
+from ..etcd.errors import RpcError
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
-from ..kv import Event, KeyValue
+from ..etcd.methods import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
+from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
 from .feed import Feed
@@ -390,8 +379,7 @@ _CHECKS: dict[str, tuple[type[Message], Callable[[Any, bytes, int], Checked]]] =
 def _check_keys(key: bytes, range_end: bytes, prefix: bytes) -> None:
     if max(len(key), len(range_end)) > _READ_KEY_BYTES_MAX:
         raise _denied("a reader may not read such a key")
-    after = prefix[:-1] + bytes([prefix[-1] + 1])
-    if not key.startswith(prefix) or (range_end and not prefix <= range_end <= after):
+    if not key.startswith(prefix) or (range_end and not prefix <= range_end <= end_of(prefix)):
         raise _denied("a reader may not read keys outside the cluster's")
 
 

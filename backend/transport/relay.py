@@ -13,8 +13,10 @@ from typing import Any
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import TRY_S, Client, Message, Method, Response, RpcError, Uncertain, Unsent
+from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.endpoint import Endpoint
+from ..etcd.errors import RpcError
+from ..etcd.methods import Message, Method, Response
 from ..model.records import NodeAddress
 from ..trust.renewal import Renewable
 from ..trust.security import Credentials

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from irdmafs.backend.cluster.etcd_rights import own_ranges
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import etcd_pb2 as pb
-from irdmafs.backend.etcd.client import (
+from irdmafs.backend.etcd.client import DirectClient
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LEASE_BITS
+from irdmafs.backend.etcd.methods import (
     ALARM,
     AUTHENTICATE,
     COMPACT,
@@ -33,12 +36,9 @@ from irdmafs.backend.etcd.client import (
     STATUS,
     TXN,
     WATCH,
-    DirectClient,
     Message,
     Method,
 )
-from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import Event, KeyValue, Put
 from irdmafs.backend.model.records import pin_key
 from irdmafs.backend.node import readers as limits

@@ -1,7 +1,6 @@
 """The peers that are believed on a data connection, and what each kind may ask of a store node."""
 
 import inspect
-import logging
 import os
 import socket
 import threading
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from irdmafs.backend.observe.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
@@ -159,23 +157,6 @@ def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> 
         sending.join()
     os.close(source)
     os.close(target)
-
-
-# -- complaints ----------------------------------------------------------------------------------
-
-
-def test_a_flood_of_complaints_is_cut_short_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    now_s = 0.0
-    said = Complaints(logging.getLogger("test"), lambda: now_s)
-    for number in range(10_000):
-        said.warn("somebody did %d", number)
-    assert len(caplog.records) == BURST
-    now_s = 1 / PER_S
-    said.warn("somebody else")
-    assert [record.getMessage() for record in caplog.records[BURST:]] == [
-        "somebody else",
-        f"{10_000 - BURST} more such lines were left out before it",
-    ]
 
 
 # -- rights --------------------------------------------------------------------------------------
