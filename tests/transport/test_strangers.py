@@ -619,6 +619,46 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
     in_cluster(memory, test, 1)
 
 
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        ((0, 600), (500, 500)),
+        ((500, 500), (0, 600)),
+        ((0, 1000), (1000, 0), (1000, 100)),
+        ((0, 1000), (2000, 100)),
+        ((0, 1000), (1 << 62, 100)),
+        ((0, 1000), (1500, 101)),
+    ],
+)
+def test_a_table_of_ranges_that_makes_no_sense_costs_the_connection(
+    memory: Path, caplog: pytest.LogCaptureFixture, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    async def test(cluster: Place) -> None:
+        stream = await data_connection(cluster)
+        # The header alone is right: 1,100 bytes of 2,000.
+        header = wire.Header(
+            wire.Op.WRITE,
+            Extent(3, 0),
+            Target(1, 1, ()),
+            5,
+            2000,
+            1100,
+            ((0, 1000), (1500, 100)),
+            "",
+        )
+        message, _ = header.messages
+        table = header._replace(ranges=ranges).messages[1]
+        if len(ranges) == 3:
+            message = message[:2] + len(ranges).to_bytes(2, "big") + message[4:]
+        await stream.send(stream.signed(message) + stream.signed(table) + bytes(1100))
+        assert await is_closed(stream.stream)
+        await stream.aclose()
+        assert "the ranges of a stream" in lines(caplog)[0]
+        assert not cluster.service(1).created
+
+    in_cluster(memory, test, 1)
+
+
 def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         stream = await data_connection(cluster)
