@@ -4,8 +4,8 @@ import itertools
 import logging
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -145,7 +145,7 @@ class ControlClient:
         # periodically, as reading the clock for each would cost more.
         self._heard = self._began = 0
         self._wake = trio.Event()
-        self.watchers = 0
+        self._watchers = 0
         # Functions that are called with the reason when the connection ends.
         self.closers: list[Callable[[str], None]] = []
         self.is_open = True
@@ -172,12 +172,17 @@ class ControlClient:
 
     @property
     def _is_awaited(self) -> bool:
-        return bool(self.waiting or self.watchers)
+        return bool(self.waiting or self._watchers)
 
-    def watch(self) -> None:
-        """Check that the node is alive until `watchers` is decreased again."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Check that the node is alive while data is being moved, so that a stall is noticed."""
         self._begin_waiting()
-        self.watchers += 1
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
 
     def _begin_waiting(self) -> None:
         if not self._is_awaited:

@@ -2,8 +2,8 @@
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable
+from contextlib import ExitStack
 
 import trio
 
@@ -13,6 +13,7 @@ from .codec import Codec
 from .frames import BadMessage, Frames
 from .messages import (
     LASTING_MAX,
+    RECEIVER_PATIENCE,
     REQUESTS_AT_ONCE,
     Abort,
     AboutExtent,
@@ -23,57 +24,53 @@ from .messages import (
     Request,
     failure_of,
 )
-from .mover import Connection, Lasting
-from .operations import OPERATIONS, StoreNode
+from .mover import Connection, Host, Lasting
+from .operations import OPERATIONS
 from .prompt import acquire
-from .rights import Scope, may, tell_of_denial
+from .rights import Peer, Scope, may, tell_of_denial
 from .service import check_right
 
 log = logging.getLogger(__name__)
 
+# Callers give idle connections up earlier, or keep them alive.
+IDLE_S = 60.0
 _IN_A_ROW = 8
 
 
 class Control:
-    """One control connection of a peer. Requests of the core are carried out by OPERATIONS;
-    `connect(nursery)` gives the Connection that carries out each message of a mover."""
+    """One control connection of a peer, to this host's address `local`. Requests of the core are carried
+    out by OPERATIONS, messages of a mover by its Connection."""
 
-    def __init__(
-        self,
-        frames: Frames,
-        codec: Codec,
-        node: StoreNode,
-        connect: Callable[[trio.Nursery], AbstractContextManager[dict[type[Message], Connection]]],
-        *,
-        idle_s: float,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, frames: Frames, codec: Codec, host: Host, peer: Peer, local: str) -> None:
         self._frames = frames
-        self._peer = node.peer
         self._codec = codec
-        self._node = node
-        self._counters = node.counters
-        self._connect = connect
-        self._idle_s = idle_s
-        self._patience_s = patience_s
+        self._host = host
+        self._peer = peer
+        self._local = local
+        self._counters = host.counters
+        self._patience_s = host.timeout_s * RECEIVER_PATIENCE
         self._heard = 0
         self._connections: dict[type[Message], Connection] = {}
         # Requests that write take long to answer: they have LASTING_MAX places of their own.
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
 
     async def run(self) -> None:
-        """Serve until the peer closes the connection, or sends nothing for `idle_s` or a little longer.
+        """Serve until the peer closes the connection, or sends nothing for IDLE_S or a little longer.
         Requests under way are then cancelled. Raises BadMessage, trio.EndOfChannel,
         trio.BrokenResourceError."""
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery.cancel_scope)
-            try:
-                with self._connect(nursery) as self._connections:
+            with ExitStack() as after:
+                try:
+                    for mover, serving in self._host.servings.items():
+                        connection = serving.connected(self._peer, self._local, nursery)
+                        after.callback(connection.close, "the control connection ended")
+                        self._connections.update(dict.fromkeys(mover.messages.rights, connection))
                     while True:
                         await self._take_request(nursery)
-            except Exception as ended:
-                error = ended
+                except Exception as ended:
+                    error = ended
             nursery.cancel_scope.cancel()
         if error is not None:
             raise error
@@ -82,7 +79,7 @@ class Control:
         quiet = 0
         while quiet < 2:
             heard = self._heard
-            await trio.sleep(self._idle_s / 2)
+            await trio.sleep(IDLE_S / 2)
             # No request is received while the limit of requests is reached.
             quiet = quiet + 1 if heard == self._heard and self._slots.value else 0
         connection.cancel()
@@ -147,7 +144,7 @@ class Control:
         try:
             return await done
         except OSError as error:
-            code, node, text = failure_of(error, self._node.service.node)
+            code, node, text = failure_of(error, self._host.service.node)
             self._counters.errors[errno.errorcode.get(code, str(code))] += 1
             if isinstance(error, PermissionError):
                 self._counters.denied_requests += 1
@@ -157,7 +154,7 @@ class Control:
             return Failed(code, node, text)
         except Exception:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return Failed(errno.EIO, self._node.service.node, "internal error; see its log")
+            return Failed(errno.EIO, self._host.service.node, "internal error; see its log")
 
     async def _do(self, request: Request) -> Answer | Lasting:
         content: int | None = None
@@ -165,9 +162,9 @@ class Control:
             content = request.extent.content
         elif isinstance(request, Abort):
             content = request.content
-        peer, service = self._peer, self._node.service
+        peer, service = self._peer, self._host.service
         await check_right(service, self._codec.rights, peer, type(request), content)
         operation = OPERATIONS.get(type(request))
         if operation is not None:
-            return await operation.do(self._node, request)
+            return await operation.do(self._host, peer, request)
         return await self._connections[type(request)].answer(request)

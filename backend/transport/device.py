@@ -29,6 +29,7 @@ from .messages import (
     Share,
 )
 from .mover import NotThisWay, Transfer, W, Way
+from .prompt import acquire
 
 __all__ = ["Device"]
 
@@ -124,8 +125,7 @@ class Device:
         transfer = Transfer(
             "write", source.length, is_sparse=is_sparse(status.st_size, status.st_blocks)
         )
-        async with self.link.operation():
-            await self._move(transfer, lambda way: way.write(extent, target, source, passed))
+        await self._move(transfer, lambda way: way.write(extent, target, source, passed))
         self._counters.sent_bytes += source.length
 
     async def pass_on(
@@ -140,7 +140,9 @@ class Device:
         as crossing chains would wait for each other."""
         _check_chain(target)
         transfer = Transfer("write", source.length)
-        await self._move(transfer, lambda way: way.pass_on(extent, target, source, growth, lend))
+        await self._move_now(
+            transfer, lambda way: way.pass_on(extent, target, source, growth, lend)
+        )
         self._counters.sent_bytes += source.length
 
     async def read(
@@ -154,8 +156,7 @@ class Device:
         after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         _lengthen(into)
         transfer = Transfer("read", into.length, into.memory)
-        async with self.link.operation():
-            await self._move(transfer, lambda way: way.read(extent, start, into, landed))
+        await self._move(transfer, lambda way: way.read(extent, start, into, landed))
         self._counters.received_bytes += into.length
 
     # -- ways ------------------------------------------------------------------------------------
@@ -172,17 +173,15 @@ class Device:
         much = Transfer("write", EXTENT_BYTES_MAX)
         return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
 
-    def give_up(self, why: str) -> None:
-        """End all calls that wait for the node, which is gone."""
-        for way in self._ways:
-            way.give_up(why)
-        self.link.give_up(why)
-
-    def tidy(self) -> None:
-        for way in self._ways:
-            way.tidy()
-
     async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
+        """Do as `_move_now`, when fewer than the limit of transfers are under way."""
+        await acquire(self.link.operations)
+        try:
+            await self._move_now(transfer, move)
+        finally:
+            self.link.operations.release()
+
+    async def _move_now(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
         """Move a transfer by the fastest way. Raises OSError: the node's error; EOPNOTSUPP if there is no
         way."""
         ways = [way for way in self._ways if way.suits(transfer)]
@@ -192,7 +191,8 @@ class Device:
         for number, way in enumerate(ways, 1):
             counters.requests[transfer.operation] += 1
             try:
-                await move(way)
+                with (await self.link.connected()).watched():
+                    await move(way)
             except NotThisWay as error:
                 why = str(error)
                 if number < len(ways):

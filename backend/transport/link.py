@@ -5,8 +5,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 
 import trio
 
@@ -17,7 +16,7 @@ from .caller import Caller, ControlClient, Ends, broken_text
 from .codec import decode_welcome
 from .frames import FRAME_BYTES_MAX, BadMessage, Frames
 from .messages import Answer, Refused, Request
-from .prompt import PromptStream, acquire
+from .prompt import PromptStream
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,10 @@ class Link:
     def __init__(self, caller: Caller, node: int) -> None:
         self.caller = caller
         self.node = node
-        self._operations = trio.Semaphore(OPERATIONS_AT_ONCE)
+        # The limit of extents that are sent to the node or received from it at a time.
+        self.operations = trio.Semaphore(OPERATIONS_AT_ONCE)
+        # Functions that are called when the node is given up, which is gone.
+        self.given_up: list[Callable[[], None]] = []
         self._connecting = trio.Lock()
         self._control: ControlClient | None = None
         self._where: tuple[str, int, int] | None = None
@@ -56,15 +58,6 @@ class Link:
         known."""
         return self._why if self._distrusts else ""
 
-    @asynccontextmanager
-    async def operation(self) -> AsyncIterator[None]:
-        """Limit the extents that are sent to a node or received from it at a time."""
-        await acquire(self._operations)
-        try:
-            yield
-        finally:
-            self._operations.release()
-
     async def ask(self, request: Request) -> Answer:
         """Send a request and return its answer. Raises OSError."""
         control = await self.connected()
@@ -75,19 +68,6 @@ class Link:
             counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
             raise
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Check that the node is alive while data is being moved, so that a stall is noticed."""
-        control = self._control
-        if control is None:
-            yield
-            return
-        control.watch()
-        try:
-            yield
-        finally:
-            control.watchers -= 1
-
     def _silent(self, why: str) -> None:
         """Leave a node alone that did not answer in time, so that the next caller need not wait for it."""
         self._leave_alone(self.caller.timeout_s / 2, why)
@@ -95,6 +75,8 @@ class Link:
     def give_up(self, why: str) -> None:
         """End all calls now, and attempts to connect: the node is known to be gone. Once it is registered
         again it is not left alone for what was before."""
+        for end in self.given_up:
+            end()
         if self._control is not None:
             self._control.close(why)
             self._control = None

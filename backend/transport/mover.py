@@ -25,7 +25,7 @@ from .growth import Growth
 from .link import Link
 from .messages import Answer, Message, Request
 from .rights import Peer
-from .service import Service
+from .service import EtcdForReaders, Service
 
 __all__ = [
     "Connection",
@@ -97,14 +97,6 @@ class Way(Protocol):
     ) -> None:
         """Send a file whose bytes are still being received. `lend` is called before anything may keep a
         reference to its pages (service.Held.lend)."""
-        ...
-
-    def give_up(self, why: str) -> None:
-        """End transfers under way soon: the node is gone, or this process is stopping."""
-        ...
-
-    def tidy(self) -> None:
-        """Let go of what was not used for long. Called now and then."""
         ...
 
 
@@ -186,8 +178,9 @@ class Others(Protocol):
 
 @dataclass(frozen=True)
 class Host:
-    """A store node, for a mover to serve. `nursery` ends with it; `is_gone` tells whether a peer's session
-    is over. Connections to a mover's own port are accepted by the `door`."""
+    """A store node, for its operations and for movers. `nursery` ends with it; `is_gone` tells whether a
+    peer's session is over. Connections to a mover's own port are accepted by the `door`. Readers reach
+    `etcd` by it, if it is there. `servings` are the node's ends of its movers."""
 
     service: Service[Any]
     others: Others
@@ -198,6 +191,8 @@ class Host:
     nursery: trio.Nursery
     timeout_s: float
     is_gone: Callable[[Peer], bool]
+    etcd: EtcdForReaders | None
+    servings: "dict[Mover, Serving]"
 
 
 class Mover(Protocol):
@@ -226,8 +221,4 @@ class Mover(Protocol):
 
     async def run(self) -> None:
         """Do background work as long as this process calls store nodes."""
-        ...
-
-    def tidy(self) -> None:
-        """Let go of what was not used for long. Called now and then."""
         ...

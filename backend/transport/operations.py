@@ -7,14 +7,12 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import trio
 
 from . import Extent, FileRange, Target
 from .codec import Codec, MessageSet
-from .counters import ServerFigures
 from .messages import (
     GET_BYTES_MAX,
     Abort,
@@ -42,27 +40,14 @@ from .messages import (
     Suspect,
     Verdict,
 )
-from .mover import Mover, Others
+from .mover import Host, Mover
 from .rights import ANY, NONE, OWN, Peer, Row
-from .service import EtcdForReaders, Service, begin
+from .service import Service, begin
 
-__all__ = ["OPERATIONS", "Operation", "StoreNode", "codec_for"]
+__all__ = ["OPERATIONS", "Operation", "codec_for"]
 
 # Reading more small files than this is left to a thread.
 _READ_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StoreNode:
-    """The parts of a store node that its operations use, and the peer that asks. `give_up(content)` ends
-    transfers of a content."""
-
-    service: Service[Any]
-    others: Others
-    counters: ServerFigures
-    give_up: Callable[[int], None]
-    etcd: EtcdForReaders | None
-    peer: Peer
 
 
 class Operation(NamedTuple):
@@ -72,73 +57,74 @@ class Operation(NamedTuple):
 
     rights: Row
     answer: type[Answer]
-    do: Callable[[StoreNode, Any], Awaitable[Answer]]
+    do: Callable[[Host, Peer, Any], Awaitable[Answer]]
     is_short: Callable[[Any], bool] = lambda request: False
 
 
-async def _ping(node: StoreNode, request: Ping) -> Done:
+async def _ping(host: Host, peer: Peer, request: Ping) -> Done:
     return Done()
 
 
-async def _abort(node: StoreNode, request: Abort) -> Done:
-    node.give_up(request.content)
-    node.service.abort(request.content)
+async def _abort(host: Host, peer: Peer, request: Abort) -> Done:
+    for serving in host.servings.values():
+        serving.give_up(request.content)
+    host.service.abort(request.content)
     return Done()
 
 
-async def _suspect(node: StoreNode, request: Suspect) -> Verdict:
-    return Verdict(await node.service.suspect(request.group, request.node))
+async def _suspect(host: Host, peer: Peer, request: Suspect) -> Verdict:
+    return Verdict(await host.service.suspect(request.group, request.node))
 
 
-async def _doubt(node: StoreNode, request: Doubt) -> Done:
-    node.service.doubt(request.extent)
+async def _doubt(host: Host, peer: Peer, request: Doubt) -> Done:
+    host.service.doubt(request.extent)
     return Done()
 
 
-async def _digest(node: StoreNode, request: Digest) -> Digested:
-    return Digested(await node.service.digest(request.extent))
+async def _digest(host: Host, peer: Peer, request: Digest) -> Digested:
+    return Digested(await host.service.digest(request.extent))
 
 
-async def _map(node: StoreNode, request: Map) -> Mapped:
-    return Mapped(await node.service.segments(request.extent))
+async def _map(host: Host, peer: Peer, request: Map) -> Mapped:
+    return Mapped(await host.service.segments(request.extent))
 
 
-async def _scrub(node: StoreNode, request: Scrub) -> Done:
-    node.service.scrub()
+async def _scrub(host: Host, peer: Peer, request: Scrub) -> Done:
+    host.service.scrub()
     return Done()
 
 
-async def _status(node: StoreNode, request: Status) -> Report:
-    return Report(node.service.status())
+async def _status(host: Host, peer: Peer, request: Status) -> Report:
+    return Report(host.service.status())
 
 
-async def _ask_etcd(node: StoreNode, request: AskEtcd) -> EtcdSaid:
-    if node.etcd is None:
+async def _ask_etcd(host: Host, peer: Peer, request: AskEtcd) -> EtcdSaid:
+    if host.etcd is None:
         raise OSError(errno.EOPNOTSUPP, "this node does not answer for etcd")
-    return await node.etcd.ask(node.peer, request)
+    return await host.etcd.ask(peer, request)
 
 
-async def _put(node: StoreNode, request: Put) -> Done:
+async def _put(host: Host, peer: Peer, request: Put) -> Done:
     extent, target, data = request.extent, request.target, request.data
-    incoming = await begin(node.service, extent, target, len(data))
+    incoming = await begin(host.service, extent, target, len(data))
 
     async def store() -> None:
         if incoming is not None:
             _write(incoming.fd, data)
-            await node.service.seal(extent, incoming)
-            node.counters.received_bytes += len(data)
+            await host.service.seal(extent, incoming)
+            host.counters.received_bytes += len(data)
 
     async def forward(further: int, rest: Target) -> None:
-        await node.others.device(further).put(extent, rest, data)
-        node.counters.sent_bytes += len(data)
+        await host.others.device(further).put(extent, rest, data)
+        host.counters.sent_bytes += len(data)
 
     with closing(incoming) if incoming is not None else nullcontext():
         await _here_and_further(target, store, forward)
     return Done()
 
 
-async def _adopt(node: StoreNode, request: Adopt) -> Done:
-    extent, target, service = request.extent, request.target, node.service
+async def _adopt(host: Host, peer: Peer, request: Adopt) -> Done:
+    extent, target, service = request.extent, request.target, host.service
     await service.admit(extent, target)
     if service.size(extent) is not None:
         # A second try, after a node further down failed.
@@ -157,8 +143,8 @@ async def _adopt(node: StoreNode, request: Adopt) -> Done:
 
     async def forward(further: int, rest: Target) -> None:
         size = os.fstat(fd).st_size
-        await node.others.device(further).write(extent, rest, FileRange(fd, 0, size))
-        node.counters.sent_bytes += size
+        await host.others.device(further).write(extent, rest, FileRange(fd, 0, size))
+        host.counters.sent_bytes += size
 
     try:
         await _here_and_further(target, nothing, forward)
@@ -167,8 +153,8 @@ async def _adopt(node: StoreNode, request: Adopt) -> Done:
     return Done()
 
 
-async def _share(node: StoreNode, request: Share) -> Done:
-    extent, service = request.extent, node.service
+async def _share(host: Host, peer: Peer, request: Share) -> Done:
+    extent, service = request.extent, host.service
     await service.admit(extent, request.target)
     if service.size(extent) is None:
         with closing(await service.share(request.source, request.length)) as incoming:
@@ -176,13 +162,13 @@ async def _share(node: StoreNode, request: Share) -> Done:
     return Done()
 
 
-async def _get(node: StoreNode, request: Get) -> Contents:
+async def _get(host: Host, peer: Peer, request: Get) -> Contents:
     extents, limit = request.extents, request.limit
     if _are_few(request):
-        data = _read(node.service, extents, limit)
+        data = _read(host.service, extents, limit)
     else:
-        data = await trio.to_thread.run_sync(_read, node.service, extents, limit)
-    node.counters.sent_bytes += sum(len(one) for one in data if one is not None)
+        data = await trio.to_thread.run_sync(_read, host.service, extents, limit)
+    host.counters.sent_bytes += sum(len(one) for one in data if one is not None)
     return Contents(data)
 
 

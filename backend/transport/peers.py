@@ -24,8 +24,6 @@ __all__ = ["Peers", "open_peers", "patience_s"]
 
 log = logging.getLogger(__name__)
 
-_TIDY_S = 5.0
-
 
 def patience_s(settings: Settings) -> float:
     """Return how long a peer may be silent: shorter than a lease, so that a cut link is noticed before the
@@ -90,14 +88,13 @@ class Peers:
     def close(self) -> None:
         """End all calls."""
         for device in self._devices.values():
-            device.give_up("this process is stopping")
+            device.link.give_up("this process is stopping")
 
     async def run(self) -> None:
-        """Do the background work of movers, and close idle connections."""
+        """Do the background work of movers."""
         async with trio.open_nursery() as nursery:
             for mover in self._movers:
                 nursery.start_soon(mover.run)
-            await self._tidy()
 
     def device(self, node: int) -> Device:
         device = self._devices.get(node)
@@ -134,7 +131,7 @@ class Peers:
         """End calls to a node whose lease is over. Called for Members.node_changed."""
         device = self._devices.get(node)
         if device is not None and self.resolve(node) is None:
-            device.give_up("its lease is over")
+            device.link.give_up("its lease is over")
 
     async def check(self, nodes: Iterable[int]) -> None:
         """Find out whether these nodes and this process accept each other (see `refusals`)."""
@@ -161,11 +158,3 @@ class Peers:
     def shows_bytes(self, node: int) -> bool:
         """Tell whether bytes written to a node will most likely pass through this process's memory."""
         return self.resolve(node) is not None and self.device(node).shows_bytes()
-
-    async def _tidy(self) -> None:
-        while True:
-            await trio.sleep(_TIDY_S)
-            for device in self._devices.values():
-                device.tidy()
-            for mover in self._movers:
-                mover.tidy()

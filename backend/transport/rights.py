@@ -10,6 +10,7 @@ import enum
 import errno
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
@@ -50,6 +51,7 @@ Row: TypeAlias = tuple[Scope, Scope, Scope, Scope]
 Asked: TypeAlias = type[Message] | enum.IntEnum
 
 
+@dataclass(eq=False)
 class Peer:
     """A connected peer. With credentials, `role` and `name` are those of the certificate (`is_certified`).
     Without, they are what the peer says. `serial` is the certificate's number, which
@@ -58,35 +60,21 @@ class Peer:
     a store node, as it says, or 0. `owner` is the certificate's number in etcd, 0 without one.
     """
 
-    def __init__(
-        self,
-        role: str,
-        name: str,
-        address: str,
-        session: int,
-        node: int = 0,
-        *,
-        session_key: bytes = b"",
-        is_certified: bool = False,
-        serial: str = "",
-        expires_s: int = 0,
-        owner: int = 0,
-    ) -> None:
-        self.role = role
-        self.name = name
-        self.address = address
-        self.session = session
-        self.node = node
-        self.session_key = session_key
-        self.is_certified = is_certified
-        self.serial = serial
-        self.expires_s = expires_s
-        self.owner = owner
-        # The session that was last proved to be its own.
-        self.owned = 0
-        self.denials = 0
-        # Requests that wait for changes in etcd.
-        self.watches = 0
+    role: str
+    name: str
+    address: str
+    session: int
+    node: int = 0
+    session_key: bytes = b""
+    is_certified: bool = False
+    serial: str = ""
+    expires_s: int = 0
+    owner: int = 0
+    # The session that was last proved to be its own.
+    owned: int = 0
+    denials: int = 0
+    # Requests that wait for changes in etcd.
+    watches: int = 0
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r} at {self.address}"

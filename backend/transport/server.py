@@ -5,8 +5,14 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
-from functools import partial
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,9 +25,9 @@ from .control import Control
 from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
-from .messages import RECEIVER_PATIENCE, VERSION, Message, Refused, Welcome, describe_version
-from .mover import Connection, Host, Mover, Others, Serving
-from .operations import StoreNode, codec_for
+from .messages import VERSION, Refused, Welcome, describe_version
+from .mover import Host, Mover, Others, Serving
+from .operations import codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
 from .service import EtcdForReaders, Service
@@ -30,8 +36,6 @@ __all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
-# Callers give idle connections up earlier, or keep them alive.
-IDLE_S = 60.0
 _REVOKED = "its certificate was revoked"
 
 
@@ -58,44 +62,46 @@ class Listener:
         is_revoked: Callable[[str], bool] = lambda serial: False,
         etcd: EtcdForReaders | None = None,
     ) -> None:
-        self._service = service
-        self._others = others
-        self._movers = movers
-        self._codec = codec_for(movers)
-        self._address = address
-        self._credentials = credentials
         if credentials is not None:
             credentials.server_context()  # or an error now
-        self._timeout_s = timeout_s
+        self.counters = ServerFigures()
+        self.control_port = control_port
+        self._codec = codec_for(movers)
+        self._movers = movers
+        self._address = address
+        self._service = service
+        self._credentials = credentials
         self._is_gone = is_gone
         self._is_revoked = is_revoked
         self._connected: dict[trio.CancelScope, Peer] = {}
-        self._serving: dict[Mover, Serving] = {}
-        self.counters = ServerFigures()
-        self._etcd = etcd
-        self.control_port = control_port
+        self._servings: dict[Mover, Serving] = {}
+
+        def host(nursery: trio.Nursery) -> Host:
+            return Host(
+                service,
+                others,
+                Door(nursery, self.counters),
+                address,
+                credentials,
+                self.counters,
+                nursery,
+                timeout_s,
+                is_gone,
+                etcd,
+                self._servings,
+            )
+
+        self._make_host = host
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             control = opened.enter_context(await listen(self._address, self.control_port))
             self.control_port = control.getsockname()[1]
             nursery = await opened.enter_async_context(_nursery())
-            self.door = Door(nursery, self.counters)
-            host = Host(
-                self._service,
-                self._others,
-                self.door,
-                self._address,
-                self._credentials,
-                self.counters,
-                nursery,
-                self._timeout_s,
-                self._is_gone,
-            )
+            self.host = host = self._make_host(nursery)
             for mover in self._movers:
-                serving = mover.serving(host)
-                self._serving[mover] = await opened.enter_async_context(serving)
-            self.door.open(control, self._serve_control)
+                self._servings[mover] = await opened.enter_async_context(mover.serving(host))
+            host.door.open(control, self._serve_control)
             self._opened = opened.pop_all()
         return self
 
@@ -112,7 +118,7 @@ class Listener:
     def ports(self) -> dict[str, int]:
         """Return the movers by which this node can be reached, and the port of each (0: none)."""
         return {
-            mover.name: serving.port for mover, serving in self._serving.items() if mover.is_usable
+            mover.name: serving.port for mover, serving in self._servings.items() if mover.is_usable
         }
 
     # -- control ---------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ class Listener:
         self, plain: PromptStream, address: str, after: ExitStack
     ) -> tuple[Frames, Peer]:
         """Return who is there. Raises BadMessage and the like."""
-        with self.door.stranger():
+        with self.host.door.stranger():
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
@@ -141,21 +147,10 @@ class Listener:
 
     async def _control(self, frames: Frames, peer: Peer, local: str) -> None:
         frames.limit = FRAME_BYTES_MAX
-        with self.door.member(), self._while_certified(peer):
+        with self.host.door.member(), self._while_certified(peer):
             log.debug("%s is connected", peer)
-            node = StoreNode(
-                self._service, self._others, self.counters, self._give_up, self._etcd, peer
-            )
-            control = Control(
-                frames,
-                self._codec,
-                node,
-                partial(self._connections, local, peer),
-                idle_s=IDLE_S,
-                patience_s=self._timeout_s * RECEIVER_PATIENCE,
-            )
             try:
-                await control.run()
+                await Control(frames, self._codec, self.host, peer, local).run()
             except BadMessage as error:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
 
@@ -181,23 +176,6 @@ class Listener:
             if peer.serial == serial:
                 scope.cancel()
 
-    @contextmanager
-    def _connections(
-        self, local: str, peer: Peer, nursery: trio.Nursery
-    ) -> Iterator[dict[type[Message], Connection]]:
-        """Yield the Connection that carries out each message of a mover."""
-        made: dict[type[Message], Connection] = {}
-        with ExitStack() as after:
-            for mover, serving in self._serving.items():
-                connection = serving.connected(peer, local, nursery)
-                after.callback(connection.close, "the control connection ended")
-                made.update(dict.fromkeys(mover.messages.rights, connection))
-            yield made
-
-    def _give_up(self, content: int) -> None:
-        for serving in self._serving.values():
-            serving.give_up(content)
-
     def end_rights(self, session: int = 0) -> None:
         """Revoke the rights to memory of peers whose session is over: the one with that number, or those
         that `is_gone` tells. Such a right ends with the session, not only with the connection."""
@@ -205,7 +183,7 @@ class Listener:
         def is_over(peer: Peer) -> bool:
             return bool(session and peer.session == session) or self._is_gone(peer)
 
-        for serving in self._serving.values():
+        for serving in self._servings.values():
             serving.end_rights(is_over)
 
     async def _check_tls(self, stream: PromptStream) -> None:
@@ -261,7 +239,10 @@ class Listener:
         role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
         if identity is not None:
             role, name, owner, serial, expires_s = identity
-        node = _number(hello.name) if role == "node" else 0
+        node = 0
+        if role == "node":
+            with suppress(ValueError):
+                node = int(hello.name, 16)
         return Peer(
             role,
             name[:128],
@@ -274,14 +255,6 @@ class Listener:
             expires_s=expires_s,
             owner=owner,
         )
-
-
-def _number(text: str) -> int:
-    """Return the number in a text, 0 if there is none."""
-    try:
-        return int(text, 16)
-    except ValueError:
-        return 0
 
 
 @asynccontextmanager

@@ -34,6 +34,3 @@ class Ferry(Mover):
 
     async def run(self) -> None:
         """Nothing has to be done meanwhile."""
-
-    def tidy(self) -> None:
-        """Nothing is kept."""

@@ -74,9 +74,3 @@ class FerryWay(Way):
     ) -> None:
         await growth.complete()
         await self.write(extent, target, source, lambda start, length, data: None)
-
-    def give_up(self, why: str) -> None:
-        """Operations end with the control connection."""
-
-    def tidy(self) -> None:
-        """Nothing is kept."""

@@ -234,7 +234,7 @@ class Node(NamedTuple):
 
     def serving(self, kind: type[S]) -> S:
         """The node's end of a mover."""
-        (found,) = (each for each in self.listener._serving.values() if isinstance(each, kind))
+        (found,) = (each for each in self.listener.host.servings.values() if isinstance(each, kind))
         return found
 
 

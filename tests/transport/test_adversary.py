@@ -560,7 +560,7 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
 
     async def test(cluster: Place) -> None:
         listener = cluster.nodes[1].listener
-        await until(lambda: not listener.door.strangers)
+        await until(lambda: not listener.host.door.strangers)
         gc.collect()
         gc.disable()
         try:
@@ -568,7 +568,7 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
             for port in (listener.control_port, listener.ports["tcp"]):
                 for _ in range(10):
                     await trio.to_thread.run_sync(greet, port)
-            await until(lambda: not listener.door.strangers)
+            await until(lambda: not listener.host.door.strangers)
             await until(lambda: connections() <= before)
         finally:
             gc.enable()

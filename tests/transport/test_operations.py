@@ -16,9 +16,10 @@ from harness.transport_place import memory, mounted
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import AboutExtent, Answer, Request
-from irdmafs.backend.transport.operations import OPERATIONS, Operation, StoreNode, codec_for
+from irdmafs.backend.transport.mover import Host
+from irdmafs.backend.transport.operations import OPERATIONS, Operation, codec_for
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.rights import ANY, NONE
+from irdmafs.backend.transport.rights import ANY, NONE, Peer
 
 __all__ = ["memory"]
 
@@ -40,8 +41,8 @@ class Measured(Answer, tag=81):
     length: int | None
 
 
-async def measure(node: StoreNode, request: Measure) -> Measured:
-    return Measured(node.service.size(request.extent))
+async def measure(host: Host, peer: Peer, request: Measure) -> Measured:
+    return Measured(host.service.size(request.extent))
 
 
 # The line of the table. Rights are those of nodes, mounts, readers and administrators.

@@ -194,7 +194,7 @@ class Usage:
 
 async def unchanged(cluster: Place, before: Usage) -> None:
     """The node still serves, and nothing has grown."""
-    await until(lambda: cluster.nodes[1].listener.door.strangers == 0)
+    await until(lambda: cluster.nodes[1].listener.host.door.strangers == 0)
     await cluster.peers.device(1).put(Extent(1 << 40, 0), Target(1, 1, ()), b"works")
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before.files + 4)
     after = Usage()
@@ -272,7 +272,7 @@ def test_slow_strangers_do_not_keep_members_out(
             Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
         )
         os.close(source)
-        assert 0 < cluster.nodes[1].listener.door.strangers <= door.STRANGERS_MAX
+        assert 0 < cluster.nodes[1].listener.host.door.strangers <= door.STRANGERS_MAX
         # The first ones had to go for those who came later.
         for stream in strangers[: -door.STRANGERS_MAX]:
             assert await is_closed(stream)
@@ -615,6 +615,46 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
             await stream.aclose()
         await until(lambda: not cluster.service(1).leftovers)
         assert not cluster.service(1).sealed
+
+    in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        ((0, 600), (500, 500)),
+        ((500, 500), (0, 600)),
+        ((0, 1000), (1000, 0), (1000, 100)),
+        ((0, 1000), (2000, 100)),
+        ((0, 1000), (1 << 62, 100)),
+        ((0, 1000), (1500, 101)),
+    ],
+)
+def test_a_table_of_ranges_that_makes_no_sense_costs_the_connection(
+    memory: Path, caplog: pytest.LogCaptureFixture, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    async def test(cluster: Place) -> None:
+        stream = await data_connection(cluster)
+        # The header alone is right: 1,100 bytes of 2,000.
+        header = wire.Header(
+            wire.Op.WRITE,
+            Extent(3, 0),
+            Target(1, 1, ()),
+            5,
+            2000,
+            1100,
+            ((0, 1000), (1500, 100)),
+            "",
+        )
+        message, _ = header.messages
+        table = header._replace(ranges=ranges).messages[1]
+        if len(ranges) == 3:
+            message = message[:2] + len(ranges).to_bytes(2, "big") + message[4:]
+        await stream.send(stream.signed(message) + stream.signed(table) + bytes(1100))
+        assert await is_closed(stream.stream)
+        await stream.aclose()
+        assert "the ranges of a stream" in lines(caplog)[0]
+        assert not cluster.service(1).created
 
     in_cluster(memory, test, 1)
 

@@ -147,7 +147,7 @@ def when_posted(
 
 
 def goes_through(device: str) -> Callable[[QueuePair], bool]:
-    return lambda pair: pair.adapter.name == device
+    return lambda pair: pair.port.name == device
 
 
 def break_it(pair: QueuePair) -> None:

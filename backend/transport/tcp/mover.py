@@ -7,12 +7,14 @@ import trio
 from ..link import Link
 from ..mover import Host, Mover, Serving
 from .messages import MESSAGES
+from .pool import Pool
 from .serving import serving
 from .way import TcpWay
 
 __all__ = ["Tcp"]
 
 _THREADS_MAX = 512
+_TIDY_S = 5.0
 
 
 class Tcp(Mover):
@@ -26,15 +28,19 @@ class Tcp(Mover):
         self._streams = streams
         self._encrypt = encrypt
         self._places = trio.Semaphore(_THREADS_MAX)
+        self._pools: list[Pool] = []
 
     def way(self, link: Link) -> TcpWay:
-        return TcpWay(link, self._streams, self._encrypt, self._places)
+        way = TcpWay(link, self._streams, self._encrypt, self._places)
+        self._pools.append(way.pool)
+        return way
 
     def serving(self, host: Host) -> AbstractAsyncContextManager[Serving]:
         return serving(host, self._encrypt)
 
     async def run(self) -> None:
-        """Do nothing: there is no background work."""
-
-    def tidy(self) -> None:
-        """Do nothing: each way has connections of its own."""
+        """Close data connections that have not been used for long."""
+        while True:
+            await trio.sleep(_TIDY_S)
+            for pool in self._pools:
+                pool.tidy()

@@ -41,6 +41,7 @@ class Pool:
         self._idle: list[Channel] = []
         self._lent: set[Channel] = set()
         self._opening: set[trio.CancelScope] = set()
+        link.given_up.append(self.close)
 
     async def borrow(self, count: int) -> list[Channel]:
         """Return connections for one request each; the caller gives them back. Raises Unreachable."""

@@ -97,12 +97,6 @@ class TcpWay(Way):
         await growth.complete()
         await self._send(extent, target, source, [(0, source.length)], 1, None)
 
-    def give_up(self, why: str) -> None:
-        self.pool.close()
-
-    def tidy(self) -> None:
-        self.pool.tidy()
-
     async def _send(
         self,
         extent: Extent,
@@ -169,23 +163,18 @@ class TcpWay(Way):
         work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
     ) -> None:
-        link = self._link
-
         def stop() -> None:
             for channel in channels:
                 channel.shutdown()
 
         try:
-            with link.watched():
-                await in_threads(
-                    [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
-                    stop,
-                    places,
-                )
+            works = [partial(work, *pair) for pair in zip(channels, headers, strict=True)]
+            await in_threads(works, stop, places)
         except (Lost, BadMessage) as error:
             if isinstance(error, BadMessage):
                 self._counters.rejected += 1
-                log.warning("store node %x: a data connection is given up: %s", link.node, error)
+                node = self._link.node
+                log.warning("store node %x: a data connection is given up: %s", node, error)
             self.pool.drop()
             raise
         finally:

@@ -178,8 +178,9 @@ class Lanes:
     async def _connect(self, lane: Lane) -> None:
         try:
             adapter, gid_index = self._rdma.open(lane.mine.route)
-            pair = adapter.queue_pair(gid_index)
-            path = await open_path(self.control, pair, lane.other, lane.number, self._stages)
+            path = await open_path(
+                self.control, adapter, gid_index, lane.other, lane.number, self._stages
+            )
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)
             return

@@ -15,6 +15,8 @@ from .way import VerbsWay
 
 __all__ = ["Verbs", "VerbsServing"]
 
+_TIDY_S = 5.0
+
 
 class Verbs(Mover):
     """Moves extents through the adapters of `rdma`, which must stay open longer. With `stages`, this
@@ -40,10 +42,12 @@ class Verbs(Mover):
         yield VerbsServing(host, self._rdma)
 
     async def run(self) -> None:
-        await self._rdma.watch()
-
-    def tidy(self) -> None:
-        self._rdma.drop_orphans()
+        """Watch ports, and free the memory of files that were removed."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._rdma.watch)
+            while True:
+                await trio.sleep(_TIDY_S)
+                self._rdma.drop_orphans()
 
 
 class VerbsServing(Serving):

@@ -17,6 +17,7 @@ from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay
+from .adapter import Adapter
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -56,10 +57,17 @@ class Path:
     by `open_path`. Without `stages`, files are registered at first use; with it, their bytes pass through
     memory that stays registered, as each file is used once."""
 
-    def __init__(self, control: ControlClient, pair: QueuePair, number: int, stages: bool) -> None:
+    def __init__(
+        self,
+        control: ControlClient,
+        adapter: Adapter,
+        pair: QueuePair,
+        number: int,
+        stages: bool,
+    ) -> None:
         self._control = control
         self._pair = pair
-        self._adapter = pair.adapter
+        self._adapter = adapter
         self._number = number
         self._stages = stages
 
@@ -230,11 +238,12 @@ class Path:
 
 
 async def open_path(
-    control: ControlClient, pair: QueuePair, rail: Rail, number: int, stages: bool
+    control: ControlClient, adapter: Adapter, gid_index: int, rail: Rail, number: int, stages: bool
 ) -> Path:
-    """Connect a queue pair with a rail of the node, and check that it works; it is closed if it does not.
+    """Set up a queue pair with a rail of the node, and check that it works; it is closed if it does not.
     Raises OSError, NotThisWay."""
     caller = control.caller
+    pair = adapter.queue_pair(gid_index)
     try:
         answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
@@ -248,7 +257,7 @@ async def open_path(
         pair.close()
         raise
     caller.nursery.start_soon(pair.run)
-    path = Path(control, pair, number, stages)
+    path = Path(control, adapter, pair, number, stages)
     try:
         await pair.probe()
     except BaseException:

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import trio
 
@@ -22,10 +22,8 @@ from ..prompt import acquire
 from .completions import Completions
 from .library import immediate, status_name
 from .messages import QueueEnd
+from .opened import OpenedPort
 from .regions import Region
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +87,20 @@ class Window:
 
 class QueuePair:
     """A queue pair; make it by Adapter.queue_pair. With `receives`, the peer may write here, and
-    `arrived(number)` is called for each of its WRITEs with immediate data. Rights granted to the peer are
-    registered in the protection domain `pd`."""
+    `arrived(number)` is called for each of its WRITEs with immediate data. `closed` is called at the end.
+    Rights granted to the peer are registered in the protection domain `pd`."""
 
     def __init__(
         self,
-        adapter: "Adapter",
+        port: OpenedPort,
         gid_index: int,
         receives: bool,
         arrived: Callable[[int], None] = lambda number: None,
+        closed: Callable[["QueuePair"], None] = lambda pair: None,
     ) -> None:
-        self.adapter = adapter
-        self._library = adapter.library
+        self.port = port
+        self._library = port.library
+        self._closed = closed
         self._gid_index = gid_index
         self._arrived = arrived
         self._receives = RECEIVES if receives else 0
@@ -117,22 +117,22 @@ class QueuePair:
         self._sent = Completions(
             # One entry for each work request: even an unsignalled one completes if it fails.
             library,
-            adapter.context,
+            port.context,
             SENDS + 1,
             self._take_sent,
             lambda: bool(self._batches),
         )
         self._arrivals = self._sent
-        self.pd = adapter.pd
+        self.pd = port.pd
         try:
-            if receives and not adapter.has_windows:
+            if receives and not port.has_windows:
                 # Without windows a right is a memory region, whose rkey works for the whole protection
                 # domain.
                 with library.errors:
-                    self.pd = library.PD(adapter.context)
+                    self.pd = library.PD(port.context)
             if receives:
                 self._arrivals = Completions(
-                    library, adapter.context, RECEIVES, self._take_arrival, lambda: True
+                    library, port.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
             self._pair = self._make()
@@ -170,29 +170,29 @@ class QueuePair:
             )
 
     def end(self) -> QueueEnd:
-        adapter = self.adapter
+        port = self.port
         return QueueEnd(
-            adapter.gid(self._gid_index),
-            adapter.lid,
+            port.gid(self._gid_index),
+            port.lid,
             int(self._pair.qp_num),
             self._psn,
-            adapter.mtu,
-            min(_READS_MAX, adapter.reads_answered),
+            port.mtu,
+            min(_READS_MAX, port.reads_answered),
         )
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
         """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
         OSError."""
-        library, adapter = self._library, self.adapter
+        library, port = self._library, self.port
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
         )
         attributes = library.QPAttr(
-            port_num=adapter.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, adapter.mtu)}")
+            port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
         )
         with library.errors:
             attributes.ah_attr = library.AHAttr(
-                port_num=adapter.port, dlid=peer.lid, is_global=1, gr=route
+                port_num=port.port, dlid=peer.lid, is_global=1, gr=route
             )
             attributes.qp_access_flags = (
                 library.enum("ACCESS_REMOTE_READ") | library.enum("ACCESS_REMOTE_WRITE")
@@ -201,8 +201,8 @@ class QueuePair:
             )
             attributes.dest_qp_num = peer.number
             attributes.sq_psn, attributes.rq_psn = self._psn, peer.psn
-            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, adapter.reads_asked))
-            attributes.max_dest_rd_atomic = min(_READS_MAX, adapter.reads_answered)
+            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, port.reads_asked))
+            attributes.max_dest_rd_atomic = min(_READS_MAX, port.reads_answered)
             attributes.min_rnr_timer = _RNR_TIMER
             attributes.timeout = timeout_exponent(patience_s)
             attributes.retry_cnt = _RETRIES
@@ -247,16 +247,16 @@ class QueuePair:
         a window needs a writable region; on a device with windows, its protection domain is the one of all
         queue pairs.
         """
-        library, adapter = self._library, self.adapter
+        library, port = self._library, self.port
         rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
         address = region.address(offset)
-        if not (adapter.has_windows and region.writable):
+        if not (port.has_windows and region.writable):
             rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
             with library.errors:
                 registration = library.MR(self.pd, length, rights, address=address)
             return Window(self, registration, address, registration.rkey)
         with library.errors:
-            handle = library.MW(adapter.pd, library.enum("MW_TYPE_2"))
+            handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
         window = Window(self, handle, address, 0)
         try:
             info = library.MWBindInfo(region.registration, address, length, rights)
@@ -369,7 +369,7 @@ class QueuePair:
             for batch in list(self._batches.values()):
                 await batch.done.wait()
         if self._batches and not self.is_closed:
-            log.warning("RDMA device %s does not give back what is posted", self.adapter.name)
+            log.warning("RDMA device %s does not give back what is posted", self.port.name)
 
     def _take_sent(self, completion: Any) -> None:
         if completion.status:
@@ -418,7 +418,7 @@ class QueuePair:
         if self.is_closed:
             return
         self.is_closed = True
-        self.adapter.pairs.discard(self)
+        self._closed(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
         for window in list(self.windows):
@@ -434,7 +434,7 @@ class QueuePair:
     def _close_rest(self) -> None:
         for completions in {self._sent, self._arrivals}:
             completions.close()
-        if self.pd is not self.adapter.pd:
+        if self.pd is not self.port.pd:
             with self._library.errors:
                 self.pd.close()
 

@@ -59,7 +59,7 @@ class _Given:
         """End the right: the peer cannot touch the memory any more."""
         if self._region is not None:
             self.window.close()
-            self.pair.adapter.regions.release(self._region, keep=self.held.is_own)
+            self.pair.port.regions.release(self._region, keep=self.held.is_own)
             self._region = None
 
 
@@ -270,7 +270,7 @@ class Responder(Connection):
             if error.errno != errno.ENOSPC:
                 raise
         # A removed extent keeps its memory until it is unregistered: do that, and try again.
-        pair.adapter.regions.drop_orphans()
+        pair.port.regions.drop_orphans()
         return await begin(self._service, asked.extent, asked.target, asked.length)
 
     def _arrived(self, handle: int) -> None:
@@ -319,7 +319,7 @@ class Responder(Connection):
         self, pair: QueuePair, held: Held, size: int, start: int, length: int, writes: bool
     ) -> _Given:
         """Grant a right. Registers the whole file, which later ranges of it can use. Raises OSError."""
-        regions = pair.adapter.regions
+        regions = pair.port.regions
         try:
             region = await regions.acquire_file(held.fd, size)
         except OSError as error:

@@ -87,12 +87,6 @@ class VerbsWay(Way):
     ) -> None:
         await self._move(source.length, lambda path: path.write(extent, target, source, growth))
 
-    def give_up(self, why: str) -> None:
-        """Do nothing: queue pairs end with their control connection."""
-
-    def tidy(self) -> None:
-        """Do nothing: adapters keep their registrations, for all nodes."""
-
     async def _connected(self) -> Lanes:
         """Return the lanes of the present control connection, after the first attempt to set them up.
         Raises Unreachable."""
@@ -117,8 +111,7 @@ class VerbsWay(Way):
             path = lane.path
             lane.bytes_under_way += length
             try:
-                with self._link.watched():
-                    await move(path)
+                await move(path)
             except NotThisWay as error:
                 if not path.failure:
                     raise
