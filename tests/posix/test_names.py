@@ -292,9 +292,13 @@ def test_names_and_attributes_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario:
 
 
 NAMES = (
-    b"n" * 255, b"\xff\xfe not utf-8 \x80", "gr\u00fc\u00dfe \U0001f9ee".encode(),
-    b"new\nline\t\\ '\"", b"-rf", b"...",
-)  # fmt: skip
+    b"n" * 255,
+    b"\xff\xfe not utf-8 \x80",
+    "gr\u00fc\u00dfe \U0001f9ee".encode(),
+    b"new\nline\t\\ '\"",
+    b"-rf",
+    b"...",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
