@@ -155,16 +155,45 @@ def session(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class SharedMounts:
+    """The mounts that tests of a worker share, and another one after a test that made one of them end."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Mount] = {}
+
+    def get(self, session: str) -> Mount:
+        mount = self._made.pop(session, None)
+        if mount is not None and not (mount.is_mounted() and mount.pids()):
+            mount.close()
+            mount = None
+        if mount is None:
+            options = ("-o", "allow_other") if os.geteuid() == 0 else ()
+            mount = make_mount(session, *options).__enter__()
+        return self._made.setdefault(session, mount)
+
+    def close(self) -> None:
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+@pytest.fixture(scope="session")
+def shared_mounts() -> Iterator[SharedMounts]:
+    shared = SharedMounts()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture(scope="module")
-def module_mount(session: str) -> Iterator[Mount]:
-    options = ("-o", "allow_other") if os.geteuid() == 0 else ()
-    with make_mount(session, *options) as mount:
-        yield mount
+def module_mount(session: str, shared_mounts: SharedMounts) -> Iterator[Mount]:
+    mount = shared_mounts.get(session)
+    yield mount
+    for path in mount.path.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
 def mount(module_mount: Mount, request: pytest.FixtureRequest) -> Mount:
-    """A mount shared by the tests of a module that leave it working."""
+    """A mount shared by the tests that leave it working."""
     _skip_what_is_not_promised(request.node, module_mount.session)
     return module_mount
 

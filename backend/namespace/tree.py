@@ -459,7 +459,7 @@ class Tree(Names):
                     self._faults.mended(inode_key(ino))
                 elif inode.maker and not inode.revision:
                     # It was known here alone, and its name was taken.
-                    inode.nlink = 0
+                    inode.nlink, inode.ctime_ns = 0, now_ns()
                     inode.maker = 0 if ino in self._removing else inode.maker
                     self._let_go(inode)
         return inode.is_dir

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from harness.cluster_mount import OneNodeMount
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import need_etcd, shared_etcd
 from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs, one_line
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -79,6 +79,14 @@ def serving(store: Path, config: str | Path, *arguments: str) -> Iterator[None]:
         eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
 
 
+def init(name: str, directory: Path, *arguments: str) -> None:
+    """Make a cluster in the etcd that tests share."""
+    need_etcd()
+    where = ("--etcd", shared_etcd().endpoint, "--name", name, "--out", directory)
+    done = irdmafs("cluster", "init", *where, "--buckets", "4", *arguments)
+    assert done.returncode == 0, done
+
+
 # -- configuration ---------------------------------------------------------------------------------
 
 
@@ -134,13 +142,11 @@ def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path, seen: str) -> N
 
 
 def test_a_node_keeps_to_its_size(tmp_path: Path) -> None:
-    with EtcdServer() as etcd:
-        made = ("--etcd", etcd.endpoint, "--out", tmp_path, "--no-tls", "--buckets", "4")
-        assert irdmafs("cluster", "init", *made).returncode == 0
-        config = tmp_path / "cluster.toml"
-        with serving(tmp_path / "store", config, "--size", "64M"):
-            found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
-            assert [node["total_bytes"] for node in found["nodes"]] == [64 << 20]
+    init("sized", tmp_path, "--no-tls")
+    config = tmp_path / "cluster.toml"
+    with serving(tmp_path / "store", config, "--size", "64M"):
+        found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
+        assert [node["total_bytes"] for node in found["nodes"]] == [64 << 20]
 
 
 # -- directories ----------------------------------------------------------------------------------
@@ -398,49 +404,39 @@ def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
 ) -> None:
     ours, theirs, store, path = (tmp_path / name for name in ("ours", "theirs", "store", "m"))
     path.mkdir()
-    with EtcdServer() as etcd:
-        made = (
-            "cluster",
-            "init",
-            "--etcd",
-            etcd.endpoint,
-            "--etcd-plain",
-            "--buckets",
-            "4",
-            "--out",
-        )
-        assert irdmafs(*made, ours).returncode == 0
-        assert irdmafs(*made, theirs, "--name", "other").returncode == 0
-        cluster = (theirs / "cluster.toml").read_text().replace('"other"', '"default"')
-        if whose == "nobody's":
-            cluster = re.sub(r"(?m)^(ca|cert|key) = .*$", "", cluster)
-        (theirs / "cluster.toml").write_text(cluster)
-        with serving(store, ours / "cluster.toml"), contextlib.ExitStack() as stack:
-            stack.callback(irdmafs, "umount", "--discard", path)
-            # Longer than a test may take.
-            long = ("--cluster", theirs / "cluster.toml", "--timeout", "1h")
-            done = irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
-            assert done.returncode == 0, done
-            assert "warning" not in done.stdout
-            (path / "kept").write_bytes(b"abc")
-            assert irdmafs("umount", "--discard", path).returncode == 0
-            done = irdmafs("mount", path, *long, "--host", "far")
-            assert done.returncode == 0, done
-            [warning] = [line for line in done.stdout.splitlines() if "warning" in line]
-            with pytest.raises(PermissionError):
-                (path / "file").write_bytes(b"abc")
-            with pytest.raises(PermissionError):
-                (path / "kept").read_bytes()
-            [told] = json.loads(irdmafs("status", "--json", path).stdout)["warnings"]
-            assert told in warning
-            reason, log = "speaks no TLS", (store / "irdmafs.log").read_text()
-            if whose == "another cluster's":
-                reason = "not of this cluster's CA"
-                assert f"we trust {theirs}/ca.pem" in told
-                assert f"we show {ours}/node.pem and trust {ours}/ca.pem" in log
-                assert "speaks no TLS" not in log
-            assert reason in told
-            assert "of no use" in told
+    name = "wrong-" + re.sub(r"\W+", "-", whose)
+    init(name, ours, "--etcd-plain")
+    init("other-" + name, theirs, "--etcd-plain")
+    cluster = (theirs / "cluster.toml").read_text().replace("other-" + name, name)
+    if whose == "nobody's":
+        cluster = re.sub(r"(?m)^(ca|cert|key) = .*$", "", cluster)
+    (theirs / "cluster.toml").write_text(cluster)
+    with serving(store, ours / "cluster.toml"), contextlib.ExitStack() as stack:
+        stack.callback(irdmafs, "umount", "--discard", path)
+        # Longer than a test may take.
+        long = ("--cluster", theirs / "cluster.toml", "--timeout", "1h")
+        done = irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
+        assert done.returncode == 0, done
+        assert "warning" not in done.stdout
+        (path / "kept").write_bytes(b"abc")
+        assert irdmafs("umount", "--discard", path).returncode == 0
+        done = irdmafs("mount", path, *long, "--host", "far")
+        assert done.returncode == 0, done
+        [warning] = [line for line in done.stdout.splitlines() if "warning" in line]
+        with pytest.raises(PermissionError):
+            (path / "file").write_bytes(b"abc")
+        with pytest.raises(PermissionError):
+            (path / "kept").read_bytes()
+        [told] = json.loads(irdmafs("status", "--json", path).stdout)["warnings"]
+        assert told in warning
+        reason, log = "speaks no TLS", (store / "irdmafs.log").read_text()
+        if whose == "another cluster's":
+            reason = "not of this cluster's CA"
+            assert f"we trust {theirs}/ca.pem" in told
+            assert f"we show {ours}/node.pem and trust {ours}/ca.pem" in log
+            assert "speaks no TLS" not in log
+        assert reason in told
+        assert "of no use" in told
 
 
 def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdServer, etcd
 from harness.mountpoint import INTERRUPTED, eventually, irdmafs, one_line
 from harness.secure_cluster import SecureEtcd
 
@@ -39,14 +39,10 @@ from irdmafs.backend.model.records import (
 )
 from irdmafs.cli.command import main
 
+__all__ = ["etcd"]
+
 GIB = 1 << 30
 REPLICAS = 2
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer() as server:
-        yield server
 
 
 class Cluster:

@@ -32,8 +32,10 @@ def version_of(content: bytes) -> int:
         page = content[start : start + PAGE_BYTES]
         if page != expected[start : start + PAGE_BYTES]:
             found = _HEADER.unpack_from(page.ljust(_HEADER.size, b"\0"))
+            at = next(i for i, byte in enumerate(page) if byte != expected[start + i])
             raise AssertionError(
                 f"torn: the first page is of version {version}, page {start // PAGE_BYTES} of "
-                f"{size // PAGE_BYTES} starts with (version, page, size) = {found}"
+                f"{size // PAGE_BYTES} starts with (version, page, size) = {found} and differs "
+                f"from byte {at} on, which is {page[at]}"
             )
     raise AssertionError("unreachable: contents differ but no page does")

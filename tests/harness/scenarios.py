@@ -30,6 +30,18 @@ def content(path):
     with open(path, 'rb') as file: return told(file.read())
 def open_fd(path, flags=os.O_RDWR, mode=0o644):
     return os.open(path, flags, mode)
+def reopened(fd, flags):
+    again = os.open(f'/proc/self/fd/{fd}', flags)
+    os.close(fd)
+    return again
+def moved(path, change):
+    # Whether the times of the directory and of the file move, those of changes and of contents.
+    for one in ('.', path):
+        os.utime(one, ns=(10**9, 10**9))
+    before = [os.stat(one).st_ctime_ns for one in ('.', path)]
+    change()
+    after = [os.stat(one) for one in ('.', path)]
+    return [(s.st_mtime_ns != 10**9, s.st_ctime_ns > was) for s, was in zip(after, before)]
 def tree():
     return sorted(os.path.join(top, name) for top, *rest in os.walk('.') for name in sum(rest, []))
 """

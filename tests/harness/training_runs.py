@@ -1,8 +1,11 @@
 """Small training runs: a model, workers and reducers, in a directory of a mount."""
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,6 +107,24 @@ def start(
     save_file(dict(parameters or zeros()), folder / "model.safetensors")
     begin(folder, TrainConfig(**({"rule": "sum"} | config)), shards=shards)
     return folder
+
+
+@contextlib.contextmanager
+def reducing(folder: Path) -> Iterator[None]:
+    """Have a reducer at work in a thread as long as the block runs."""
+    ended = threading.Event()
+    with Reducer(folder, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(reducer.run, ended.is_set)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
+
+
+def everywhere(folder: Path, value: float) -> bool:
+    """Return whether all parameters of the newest version have this value."""
+    return all(bool((array == value).all()) for array in parameters(folder).values())
 
 
 def reduce(reducer: Reducer) -> None:

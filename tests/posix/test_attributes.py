@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -38,7 +37,7 @@ CHANGES = {
     "fallocate": "fd = os.open(f, os.O_WRONLY); os.posix_fallocate(fd, 0, 4096)",
     "copy_file_range": "fd = os.open(f, os.O_RDWR); os.copy_file_range(fd, fd, 1, 0, 8192)",
     "only looking": "fd = os.open(f, os.O_RDWR); os.read(fd, 1)",
-}  # fmt: skip
+}
 
 
 def modes_after(folder: Path, change: str, by: Process, mode: int, content: bytes) -> list[int]:
@@ -90,24 +89,6 @@ def test_set_group_id_stays_for_a_member_when_nobody_may_execute(folder: Path, t
             member.do(f"os.setresuid(*[{NOBODY}] * 3)")
             seen.append(modes_after(place, CHANGES["write"], member, 0o2767 & ~0o111, b"content"))
     assert seen[1] == seen[0] == [0o2666] * 3
-
-
-@needs_root
-def test_set_ids_given_while_a_file_is_open_are_lost_by_the_next_write(
-    folder: Path, tmpfs: Path, nobody: Process
-) -> None:
-    def lost(place: Path) -> list[int]:
-        place.chmod(0o777)
-        file = place / "file"
-        nobody.do("fd = os.open(f, os.O_WRONLY | os.O_CREAT); os.write(fd, b'x')", f=str(file))
-        nobody.do("os.fchmod(fd, 0o6755)")
-        seen = [stat.S_IMODE(file.stat().st_mode)]
-        nobody.do("os.write(fd, b'x')")
-        seen.append(stat.S_IMODE(file.stat().st_mode))
-        nobody.do("os.close(fd)")
-        return [*seen, stat.S_IMODE(file.stat().st_mode)]
-
-    assert lost(folder) == lost(tmpfs) == [0o6755, 0o755, 0o755]
 
 
 @needs_root
@@ -172,19 +153,118 @@ def test_capabilities_are_lost_when_anybody_changes_the_content(
     assert left(folder) == left(tmpfs)
 
 
-@needs_root
-@pytest.mark.kernel_session("pyfuse3 does not carry it")
-def test_files_without_a_name_take_the_group_of_their_directory(folder: Path, tmpfs: Path) -> None:
-    def made(place: Path) -> tuple[int, int]:
-        os.chown(place, 0, 1234)
-        place.chmod(0o2777)
-        fd = os.open(place, os.O_TMPFILE | os.O_WRONLY, 0o644)
-        try:
-            return os.fstat(fd).st_gid, os.fstat(fd).st_mode
-        finally:
-            os.close(fd)
+# -- scenarios ---------------------------------------------------------------------------------
 
-    assert made(folder) == made(tmpfs)
+NOW, OMIT = (1 << 30) - 1, (1 << 30) - 2
+TIMES = (
+    (5, 0, 6, 0),
+    (0, NOW, 0, NOW),
+    (5, 0, 0, OMIT),
+    (0, OMIT, 0, OMIT),
+    (0, NOW, 0, OMIT),
+    (0, NOW, 6, 0),
+    (5, 0, 6, 10**9),
+)
+KEEP_SIZE, PUNCH_HOLE, COLLAPSE, ZERO, INSERT, UNSHARE = 1, 2, 8, 16, 32, 64
+ALLOCATIONS = (
+    0,
+    KEEP_SIZE,
+    PUNCH_HOLE,
+    PUNCH_HOLE | KEEP_SIZE,
+    ZERO,
+    COLLAPSE,
+    INSERT,
+    UNSHARE,
+)
+FICLONE, FIDEDUPERANGE, FIONREAD = 0x40049409, 0xC0189436, 0x541B
+FS_IOC_FIEMAP, TCGETS = 0xC020660B, 0x5401
+
+SCENARIOS = {
+    "set-ids given while a file is open are lost by the next write": """
+        root: os.chmod('.', 0o777)
+        nobody: fd = open_fd('file', os.O_WRONLY | os.O_CREAT); os.write(fd, b'x')
+        nobody: os.fchmod(fd, 0o6755); os.fstat(fd).st_mode
+        nobody: os.write(fd, b'x')
+        root: os.stat('file').st_mode
+        nobody: os.close(fd)
+        root: os.stat('file').st_mode
+    """,
+    "the access time stays when what was read is opened for writing": """
+        a: write('file', 'content'); reader = open('file'); os.utime('file', (1, 2))
+        a: reader.read(); read_ns = os.stat('file').st_atime_ns; read_ns > 10**9
+        a: fd = open_fd('file'); os.stat('file').st_atime_ns == read_ns
+        a: os.close(fd); reader.close(); os.stat('file').st_atime_ns == read_ns
+    """,
+    **{
+        f"who may set which times of a file of {owner} with the mode {mode:o}": "".join(
+            f"""
+            root: os.chmod('.', 0o777); write('file'); os.chown('file', {owner}, {owner})
+            root: os.chmod('file', {mode})
+            nobody: times = __import__('struct').pack('<qqqq', *{times})
+            nobody: checked(libc.utimensat(-100, b'file', times, 0))
+            root: s = os.stat('file'); [int(t) in (5, 6) for t in (s.st_atime, s.st_mtime)]
+            root: os.unlink('file')
+            """.rstrip()
+            for times in TIMES
+        )
+        for mode, owner in ((0o666, 0), (0o644, 0), (0o444, NOBODY))
+    },
+}
+NOT_IN_PYFUSE3 = {
+    "files without a name take the group of their directory": """
+        root: os.chown('.', 0, 1234); os.chmod('.', 0o2777)
+        root: fd = open_fd('.', os.O_TMPFILE | os.O_WRONLY)
+        root: os.fstat(fd).st_gid, os.fstat(fd).st_mode
+    """,
+    **{
+        f"allocating {name} files": "".join(
+            f"""
+            a: write('{mode}', 'x' * 20_000, 'a'); fd = open_fd('{mode}'); os.pwrite(fd, b'x' * 20_000, 0)
+            a: {begin.format(mode=mode)}
+            a: checked(libc.fallocate(fd, {mode}, ctypes.c_int64(4096), ctypes.c_int64(32_768)))
+            a: os.fstat(fd).st_size, told(os.pread(fd, 40_000, 0))
+            a: os.close(fd); content('{mode}')
+            """.rstrip()
+            for mode in ALLOCATIONS
+        )
+        for name, begin in (
+            ("old", "None"),
+            (
+                "new",
+                "os.close(fd); os.unlink('{mode}'); fd = open_fd('{mode}', os.O_RDWR | os.O_CREAT); "
+                "os.pwrite(fd, b'x' * 20_000, 0)",
+            ),
+        )
+    },
+    "times of a new file that stays empty do not go back when it is closed": f"""
+        a: fd = open_fd('file', os.O_RDWR | os.O_CREAT); made = os.fstat(fd)
+        a: checked(libc.fallocate(fd, {KEEP_SIZE}, ctypes.c_int64(0), ctypes.c_int64(4096)))
+        a: changed = os.fstat(fd); os.close(fd); closed = os.stat('file')
+        a: made.st_mtime_ns < changed.st_mtime_ns == closed.st_mtime_ns
+        a: made.st_ctime_ns < changed.st_ctime_ns == closed.st_ctime_ns
+    """,
+    "clones and other ioctls are refused": f"""
+        a: write('file', 'content'); source = open('file', 'rb'); copy = open('copy', 'wb')
+        a: fcntl.ioctl(copy, {FICLONE}, source.fileno())
+        a: fcntl.ioctl(source, {FIONREAD}, bytes(4))
+        a: fcntl.ioctl(copy, {FS_IOC_FIEMAP}, bytes(64))
+        a: fcntl.ioctl(copy, {TCGETS}, bytes(64))
+        a: fcntl.ioctl(copy, {FIDEDUPERANGE}, bytes(64))
+    """,
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_attributes_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    as_on_tmpfs(SCENARIOS[scenario])
+
+
+@pytest.mark.kernel_session("pyfuse3 does not carry it")
+@pytest.mark.parametrize("scenario", NOT_IN_PYFUSE3)
+def test_what_pyfuse3_does_not_carry_does_as_on_a_tmpfs(
+    as_on_tmpfs: AsOnTmpfs, scenario: str
+) -> None:
+    as_on_tmpfs(NOT_IN_PYFUSE3[scenario])
 
 
 # -- what descriptors show -----------------------------------------------------------------------
@@ -345,187 +425,44 @@ def test_supplementary_groups_count(folder: Path, tmpfs: Path) -> None:
     assert seen(folder) == seen(tmpfs)
 
 
-@needs_root
-def test_who_may_set_which_times(folder: Path, tmpfs: Path, nobody: Process) -> None:
-    now, omit = (1 << 30) - 1, (1 << 30) - 2
-    call = """
-import ctypes, struct
-libc = ctypes.CDLL(None, use_errno=True)
-times = struct.pack('<qqqq', *wanted)
-left = libc.utimensat(-100, f.encode(), times, 0)
-error = ctypes.get_errno() if left else 0
-s = os.stat(f)
-(left, error, [int(t) in (5, 6) for t in (s.st_atime, s.st_mtime)])
-"""
-
-    def seen(place: Path) -> Any:
-        place.chmod(0o777)
-        found = []
-        for mode, owner in ((0o666, 0), (0o644, 0), (0o444, NOBODY)):
-            for times in (
-                (5, 0, 6, 0),
-                (0, now, 0, now),
-                (5, 0, 0, omit),
-                (0, omit, 0, omit),
-                (0, now, 0, omit),
-                (0, now, 6, 0),
-                (5, 0, 6, 10**9),
-            ):
-                file = place / "file"
-                file.touch()
-                os.chown(file, owner, owner)
-                file.chmod(mode)
-                found.append(nobody.do(call, f=str(file), wanted=times))
-                file.unlink()
-        return found
-
-    assert seen(folder) == seen(tmpfs)
-
-
-FICLONE, FIDEDUPERANGE, FIONREAD = 0x40049409, 0xC0189436, 0x541B
-FS_IOC_FIEMAP, TCGETS = 0xC020660B, 0x5401
-
-# -- preallocation -------------------------------------------------------------------------------
-
-KEEP_SIZE, PUNCH_HOLE, COLLAPSE, ZERO, INSERT, UNSHARE = 1, 2, 8, 16, 32, 64
-
-
-@pytest.mark.kernel_session("pyfuse3 does not carry it")
-@pytest.mark.parametrize(
-    "opening", [os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_RDWR], ids=["new", "old"]
-)
-def test_fallocate_knows_the_modes_that_tmpfs_knows(
-    folder: Path, tmpfs: Path, opening: int
-) -> None:
-    def seen(place: Path) -> Any:
-        found: list[Any] = []
-        for mode in (
-            0,
-            KEEP_SIZE,
-            PUNCH_HOLE,
-            PUNCH_HOLE | KEEP_SIZE,
-            ZERO,
-            COLLAPSE,
-            INSERT,
-            UNSHARE,
-        ):
-            file = place / f"file{mode}"
-            if not opening & os.O_CREAT:
-                file.write_bytes(b"x" * 20_000)
-            fd = os.open(file, opening)
-            os.pwrite(fd, b"x" * 20_000, 0)
-            ctypes.set_errno(0)
-            done = libc.fallocate(fd, mode, ctypes.c_int64(4096), ctypes.c_int64(32_768))
-            found.append(
-                (mode, done, ctypes.get_errno(), os.fstat(fd).st_size, os.pread(fd, 40_000, 0))
-            )
-            os.close(fd)
-            found.append(file.read_bytes())
-        return found
-
-    assert seen(folder) == seen(tmpfs)
-
-
-@pytest.mark.kernel_session("pyfuse3 does not carry it")
-def test_times_of_a_new_file_that_stays_empty_do_not_go_back_when_it_is_closed(
-    folder: Path, tmpfs: Path
-) -> None:
-    def seen(place: Path) -> Any:
-        fd = os.open(place / "file", os.O_RDWR | os.O_CREAT)
-        made = os.fstat(fd)
-        assert libc.fallocate(fd, KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(4096)) == 0
-        changed = os.fstat(fd)
-        os.close(fd)
-        closed = (place / "file").stat()
-        return (
-            made.st_mtime_ns < changed.st_mtime_ns == closed.st_mtime_ns,
-            made.st_ctime_ns < changed.st_ctime_ns == closed.st_ctime_ns,
-        )
-
-    assert seen(folder) == seen(tmpfs) == (True, True)
-
-
-@pytest.mark.kernel_session("pyfuse3 does not carry it")
-def test_clones_and_other_ioctls_are_refused_as_on_tmpfs(folder: Path, tmpfs: Path) -> None:
-    def seen(place: Path) -> Any:
-        (place / "file").write_bytes(b"content")
-        with open(place / "file", "rb") as source, open(place / "copy", "wb") as copy:
-            return [
-                outcome(lambda: fcntl.ioctl(copy, FICLONE, source.fileno())),
-                outcome(lambda: fcntl.ioctl(source, FIONREAD, bytes(4))),
-                *(
-                    outcome(partial(fcntl.ioctl, copy, c, bytes(64)))
-                    for c in (FS_IOC_FIEMAP, TCGETS, FIDEDUPERANGE)
-                ),
-            ]
-
-    assert seen(folder) == seen(tmpfs)
-
-
 # -- access times --------------------------------------------------------------------------------
 
-ATIME_STEPS = {
-    "read": "fd = os.open(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
-    "read again": "fd = os.open(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
-    "map": "fd = os.open(f, os.O_RDONLY); m = mmap.mmap(fd, 7, prot=1); m[:]; os.close(fd)",
-    "open": "os.close(os.open(f, os.O_RDONLY))",
-    "stat": "os.stat(f)",
-    "write, then read": "open(f, 'r+b').write(b'x'); time.sleep(0.02); open(f, 'rb').read()",
-    "replace": "open(f, 'wb').write(b'other')",
-    "read what replaced it": "open(f, 'rb').read()",
-    "chmod, then read": "os.chmod(f, 0o600); time.sleep(0.02); open(f, 'rb').read()",
-    "set": "os.utime(f, (1, 2))",
-    "read what is set": "open(f, 'rb').read()",
-    "set to later": "os.utime(f, (2**31, 2**31 + 5))",
-    "read without a trace": "fd = os.open(f, os.O_RDONLY | os.O_NOATIME); os.read(fd, 9); os.close(fd)",
-    "list": "os.listdir(d)",
-    "list again": "os.listdir(d)",
-    "list after a change": "os.mkdir(d + '/sub'); time.sleep(0.02); os.listdir(d)",
-    "follow": "os.stat(link)",
-    "read in place": "fd = os.open(f, os.O_RDWR); os.read(fd, 9); os.close(fd)",
-}
+MOVED = """
+import time
+d, f, link = 'dir', 'dir/file', 'dir/link'
+def moved(code):
+    before = [os.lstat(path).st_atime_ns for path in (d, f, link)]
+    time.sleep(0.02)
+    exec(code, globals())
+    return [os.lstat(path).st_atime_ns != was for path, was in zip((d, f, link), before)]
+"""
+ATIME_STEPS = (
+    "fd = open_fd(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
+    "fd = open_fd(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
+    "fd = open_fd(f, os.O_RDONLY); m = mmap.mmap(fd, 7, prot=1); m[:]; os.close(fd)",
+    "os.close(open_fd(f, os.O_RDONLY))",
+    "os.stat(f)",
+    "write(f, 'x', 'r+'); time.sleep(0.02); read(f)",
+    "write(f, 'other')",
+    "read(f)",
+    "os.chmod(f, 0o600); time.sleep(0.02); read(f)",
+    "os.utime(f, (1, 2))",
+    "read(f)",
+    "os.utime(f, (2**31, 2**31 + 5))",
+    "fd = open_fd(f, os.O_RDONLY | os.O_NOATIME); os.read(fd, 9); os.close(fd)",
+    "os.listdir(d)",
+    "os.listdir(d)",
+    "os.mkdir(d + '/sub'); time.sleep(0.02); os.listdir(d)",
+    "os.stat(link)",
+    "fd = open_fd(f); os.read(fd, 9); os.close(fd)",
+)
 
 
-def test_access_times_move_when_they_move_on_tmpfs(
-    folder: Path, tmpfs: Path, process: TakeProcess
-) -> None:
+def test_access_times_move_when_they_move_on_tmpfs(as_on_tmpfs: AsOnTmpfs) -> None:
     """By the rule of relatime; compared is which step moves which time."""
-
-    def seen(place: Path) -> Any:
-        directory = place / "dir"
-        directory.mkdir()
-        (directory / "file").write_bytes(b"content")
-        os.symlink("file", directory / "link")
-        paths = [directory, directory / "file", directory / "link"]
-        one = process()
-        one.do("import time", d=str(directory), f=str(paths[1]), link=str(paths[2]))
-        before = [os.lstat(path).st_atime_ns for path in paths]
-        found = {}
-        for name, step in ATIME_STEPS.items():
-            one.do("time.sleep(0.02)\n" + step)
-            after = [os.lstat(path).st_atime_ns for path in paths]
-            found[name] = [a != b for a, b in zip(before, after, strict=True)]
-            before = after
-        return found
-
-    assert seen(folder) == seen(tmpfs)
-
-
-def test_access_time_stays_when_what_was_read_is_opened_for_writing(
-    folder: Path, tmpfs: Path
-) -> None:
-    def seen(place: Path) -> Any:
-        file = place / "file"
-        file.write_bytes(b"content")
-        with file.open("rb") as reader:
-            os.utime(file, (1, 2))
-            reader.read()
-            read_ns = file.stat().st_atime_ns
-            with file.open("r+b"):
-                opened_ns = file.stat().st_atime_ns
-        return read_ns > 10**9, opened_ns == read_ns, file.stat().st_atime_ns == read_ns
-
-    assert seen(folder) == seen(tmpfs) == (True, True, True)
+    lines = ["a: os.mkdir(d); write(f, 'content'); os.symlink('file', link)"]
+    lines += [f"a: moved({step!r})" for step in ATIME_STEPS]
+    as_on_tmpfs("\n".join(lines), MOVED)
 
 
 @pytest.mark.beyond_posix

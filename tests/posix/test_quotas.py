@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
-from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import NOBODY, Process
 
@@ -344,31 +343,29 @@ def test_root_without_its_capability_sets_no_quota(
 
 
 @needs_root
-def test_a_quota_that_one_host_sets_holds_on_the_other() -> None:
-    with Cluster(Plan()) as cluster:
-        one, other = (mount.path / "place" for mount in cluster.mounts[:2])
-        one.mkdir()
-        limit(one, inodes=20, size="1M")
-        (one / "file").write_bytes(bytes(900 * KIB))
-        assert used(other) == (1, 900 * KIB)
-        assert write(other / "large", 200 * KIB) == "close EDQUOT"
-        (one / "file").unlink()
-        assert write(other / "large", 200 * KIB) == "close ok"
-        with Process() as here, Process() as there:
-            for process, place in ((here, one), (there, other)):
-                process.start(
-                    "made = 0\n"
-                    "for number in range(30):\n"
-                    "    try: os.mkdir(f'{place}/{os.getpid()}.{number}'); made += 1\n"
-                    "    except OSError as error: assert error.errno == errno.EDQUOT",
-                    place=str(place),
-                )
-            for process in (here, there):
-                process.result()
-            made = here.do("made") + there.do("made")
-        assert used(one) == used(other) == counted(one) == (made + 1, 200 * KIB)
-        assert 20 <= used(one)[0] <= 21
-        assert error_of((other / "new").mkdir) == "EDQUOT"
+def test_a_quota_that_one_host_sets_holds_on_the_other(pair: list[Path]) -> None:
+    one, other = pair
+    limit(one, inodes=20, size="1M")
+    (one / "file").write_bytes(bytes(900 * KIB))
+    assert used(other) == (1, 900 * KIB)
+    assert write(other / "large", 200 * KIB) == "close EDQUOT"
+    (one / "file").unlink()
+    assert write(other / "large", 200 * KIB) == "close ok"
+    with Process() as here, Process() as there:
+        for process, place in ((here, one), (there, other)):
+            process.start(
+                "made = 0\n"
+                "for number in range(30):\n"
+                "    try: os.mkdir(f'{place}/{os.getpid()}.{number}'); made += 1\n"
+                "    except OSError as error: assert error.errno == errno.EDQUOT",
+                place=str(place),
+            )
+        for process in (here, there):
+            process.result()
+        made = here.do("made") + there.do("made")
+    assert used(one) == used(other) == counted(one) == (made + 1, 200 * KIB)
+    assert 20 <= used(one)[0] <= 21
+    assert error_of((other / "new").mkdir) == "EDQUOT"
 
 
 # -- crash -----------------------------------------------------------------------------------------

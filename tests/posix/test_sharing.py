@@ -15,6 +15,7 @@ from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
 from harness.processes import Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -22,6 +23,38 @@ TakeProcess = Callable[[], Process]
 NewMount = Callable[..., Mount]
 
 WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")
+
+
+SCENARIOS = {
+    "a writer who comes by a descriptor after the file was emptied makes no conflict": """
+        a: reader = open_fd('file', os.O_RDONLY | os.O_CREAT)
+        a: os.close(open_fd('file', os.O_RDONLY | os.O_TRUNC))
+        a: writer = open_fd(f'/proc/self/fd/{reader}'); os.write(writer, b'content')
+        a: os.close(reader); os.close(writer)
+        b: read('file'), tree()
+    """,
+    "a new file whose first writers wrote nothing is seen as it grows": """
+        a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT)
+        a: fd = reopened(fd, os.O_WRONLY | os.O_APPEND)
+        a: fd = reopened(fd, os.O_RDONLY)
+        a: fd = reopened(fd, os.O_RDWR); os.write(fd, b'content')
+        b: read('file')
+        a: os.close(fd)
+        b: read('file')
+    """,
+    "a file without a name keeps its length when its last writer leaves": """
+        a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT); os.write(fd, bytes(100))
+        a: os.unlink('file')
+        a: fd = reopened(fd, os.O_WRONLY)
+        a: fd = reopened(fd, os.O_RDONLY)
+        a: len(os.pread(fd, 200, 0)), os.fstat(fd).st_size
+    """,
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_descriptors_share_a_file_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    as_on_tmpfs(SCENARIOS[scenario])
 
 
 def version(file: Path) -> int:
@@ -168,33 +201,6 @@ def test_a_replacement_that_could_be_mapped_is_published_once(folder: Path) -> N
     with file.open("rb") as reader:
         assert reader.read() == b"content"
     assert version(file) == before + 1
-
-
-def test_a_writer_who_comes_by_a_descriptor_after_the_file_was_emptied_makes_no_conflict(
-    folder: Path,
-) -> None:
-    file = folder / "file"
-    reader = os.open(file, os.O_RDONLY | os.O_CREAT)
-    os.close(os.open(file, os.O_RDONLY | os.O_TRUNC))
-    writer = os.open(f"/proc/self/fd/{reader}", os.O_RDWR)
-    os.write(writer, b"content")
-    os.close(reader)
-    os.close(writer)
-    assert file.read_bytes() == b"content"
-    assert os.listdir(folder) == ["file"]
-
-
-def test_a_new_file_whose_first_writers_wrote_nothing_is_seen_as_it_grows(folder: Path) -> None:
-    file = folder / "file"
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT)
-    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDONLY, os.O_RDWR):
-        again = os.open(f"/proc/self/fd/{fd}", flags)
-        os.close(fd)
-        fd = again
-    os.write(fd, b"content")
-    assert file.read_bytes() == b"content"
-    os.close(fd)
-    assert file.read_bytes() == b"content"
 
 
 def test_a_temporary_file_that_others_fill_by_name_keeps_what_they_wrote(folder: Path) -> None:
@@ -396,20 +402,3 @@ def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(folder
         child.stdin.close()
     assert (opened.st_mtime_ns, opened.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
     assert file.read_bytes() == b"ab"
-
-
-def test_a_file_without_a_name_keeps_its_length_when_its_last_writer_leaves(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "file"
-    assert process().do(
-        "writer = os.open(file, os.O_WRONLY | os.O_CREAT)\n"
-        "os.write(writer, bytes(100))\n"
-        "os.unlink(file)\n"
-        "second = os.open(f'/proc/self/fd/{writer}', os.O_WRONLY)\n"
-        "os.close(writer)\n"
-        "reader = os.open(f'/proc/self/fd/{second}', os.O_RDONLY)\n"
-        "os.close(second)\n"
-        "len(os.pread(reader, 200, 0)), os.fstat(reader).st_size",
-        file=str(file),
-    ) == (100, 100)

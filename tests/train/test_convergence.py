@@ -1,6 +1,5 @@
 """Workers in lockstep learn what one process learns from the batches of all, to the rounding of fp32."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.training_runs import start
+from harness.training_runs import reducing, start
 from numpy.typing import NDArray
 
-from irdmafs.train import Reducer, Worker
+from irdmafs.train import Worker
 
 Array = NDArray[Any]
 Parameters = dict[str, Array]
@@ -102,17 +101,10 @@ def learn_together(run: Path, workers: int) -> tuple[Parameters, list[float]]:
             parameters = worker.push_pull(pushed, weight=len(labels), timeout_s=TIMEOUT_S)
         return parameters, losses
 
-    ended = threading.Event()
-    with ExitStack() as stack:
-        reducer = stack.enter_context(Reducer(run, threads=1))
+    with reducing(run), ExitStack() as stack:
         members = [stack.enter_context(Worker(run, f"w{number}")) for number in range(workers)]
-        threads = stack.enter_context(ThreadPoolExecutor(workers + 1))
-        reducing = threads.submit(reducer.run, ended.is_set)
-        try:
-            results = [one.result() for one in [threads.submit(work, n) for n in range(workers)]]
-        finally:
-            ended.set()
-        reducing.result()
+        threads = stack.enter_context(ThreadPoolExecutor(workers))
+        results = list(threads.map(work, range(workers)))
         return results[0][0], [
             sum(parts) for parts in zip(*(one for _, one in results), strict=True)
         ]

@@ -1,15 +1,14 @@
 """Workers that join a directory in which others have trained for a while."""
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.training_runs import reducing
 
 from irdmafs import client
-from irdmafs.train import Reducer, TrainConfig, Worker, begin
+from irdmafs.train import TrainConfig, Worker, begin
 
 
 @pytest.fixture
@@ -18,18 +17,12 @@ def directory(place: Path) -> Iterator[Path]:
     client.Store(place).publish_state_dict({"w": np.zeros(3, np.float32)})
     config = TrainConfig(lr=1.0, options={"momentum": 0.5, "nesterov": True})
     begin(place, config, shards=1)
-    ended = threading.Event()
-    with Reducer(place, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
-        running = thread.submit(reducer.run, ended.is_set)
-        try:
-            with Worker(place, "first") as first:
-                for _ in range(2):
-                    first.push({"w": np.ones(3, np.float32)})
-                    first.pull(timeout_s=60)
-            yield place
-        finally:
-            ended.set()
-            running.result()
+    with reducing(place):
+        with Worker(place, "first") as first:
+            for _ in range(2):
+                first.push({"w": np.ones(3, np.float32)})
+                first.pull(timeout_s=60)
+        yield place
 
 
 def test_worker_that_joins_late_pulls_the_newest_version_before_it_pushes(directory: Path) -> None:

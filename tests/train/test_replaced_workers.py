@@ -4,15 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.training_runs import newest, ones, parameters, reduce, reduce_until, start
+from harness.training_runs import everywhere, newest, ones, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
 from irdmafs.train.liveness import Lock
-
-
-def everywhere(folder: Path, value: float) -> bool:
-    return all(bool((array == value).all()) for array in parameters(folder).values())
 
 
 def lose_lock(worker: Worker) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.training_runs import reducing
 
 from irdmafs import client
-from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin
+from irdmafs.train import TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
 torch: Any = pytest.importorskip(
@@ -72,18 +73,6 @@ def begin_training(folder: Path, model: Any, config: TrainConfig, shards: int = 
     client.Store(folder).publish_state_dict(parameters(model), "model.safetensors")
     begin(folder, config, shards=shards)
     return folder
-
-
-@contextmanager
-def reducing(folder: Path) -> Iterator[None]:
-    ended = threading.Event()
-    with Reducer(folder, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
-        running = thread.submit(reducer.run, ended.is_set)
-        try:
-            yield
-        finally:
-            ended.set()
-            running.result()
 
 
 def in_workers(count: int, work: Callable[[int], Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import pytest
 from harness.training_runs import (
     BF16,
     SHAPES,
+    everywhere,
     gradients,
     model,
     newest,
@@ -46,10 +47,6 @@ worker = Worker(sys.argv[1], sys.argv[2])
 print("joined", flush=True)
 sys.stdin.read()
 """
-
-
-def everywhere(folder: Path, value: float) -> bool:
-    return all(np.all(array == value) for array in parameters(folder).values())
 
 
 # -- the same bits ---------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +12,10 @@ import numpy as np
 import pytest
 from harness.mountpoint import eventually
 from harness.processes import is_waiting
-from harness.training_runs import ones, start
+from harness.training_runs import ones, reducing, start
 from safetensors.numpy import load_file, save_file
 
-from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin
+from irdmafs.train import TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
 PATIENCE_S = 60
@@ -39,14 +37,8 @@ def hosts_of_run(
 ) -> Iterator[Hosts]:
     here, there = (path / "run" for path in pair)
     start(there, **getattr(request, "param", {}))
-    ended = threading.Event()
-    with Reducer(there, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
-        running = thread.submit(reducer.run, ended.is_set)
-        try:
-            yield Hosts(here, there, tmp_path)
-        finally:
-            ended.set()
-            running.result()
+    with reducing(there):
+        yield Hosts(here, there, tmp_path)
 
 
 def shell(command: str, run: Path) -> subprocess.CompletedProcess[str]:
