@@ -10,11 +10,15 @@ def only_error(error: BaseException) -> BaseException:
     return error
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first OSError of the tasks; the group itself if there is none."""
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            error = first_error(error)
-        if isinstance(error, OSError):
+def first_error(
+    group: BaseExceptionGroup[BaseException], *kinds: type[BaseException]
+) -> BaseException:
+    """Return the first error of the tasks that is of the first kind, or else of the next one (no kinds: an
+    OSError); the group itself if there is none."""
+    for kind in kinds or (OSError,):
+        error: BaseException | None = group.subgroup(kind)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None:
             return error
     return group

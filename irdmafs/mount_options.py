@@ -20,6 +20,7 @@ from typing import (
 
 from .backend.model import sizes
 from .backend.model.options import Option
+from .backend.model.values import ConfigError
 
 if TYPE_CHECKING:
     from .backend.cluster.config import ClusterConfig
@@ -31,7 +32,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LockScope = Literal["cluster", "local", "refuse"]
 
 
-class MountError(Exception):
+class MountError(ConfigError):
     """A mount cannot be made, unmounted or looked at; the text is one line for the person who asked."""
 
 

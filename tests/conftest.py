@@ -6,7 +6,9 @@ skipped: a check of the tests themselves against the POSIX behaviour of another 
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,8 +24,10 @@ from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
-from harness.processes import Process
+from harness.processes import NOBODY, Process
+from harness.scenarios import AsOnTmpfs, outcomes
 from harness.tiers import Tier, running, tier_of
+from harness.training_runs import hurry
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -38,8 +42,6 @@ ROOMS = (
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
-# How often members of a training run look, in tests.
-LOOK_S = 0.05
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -173,6 +175,39 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
     path = mount.path / re.sub(r"\W+", "_", request.node.name)
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A directory that everybody may write to on an ordinary tmpfs."""
+    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    """A process of a user who owns nothing."""
+    with Process() as one:
+        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
+        yield one
+
+
+@pytest.fixture
+def as_on_tmpfs(
+    folder: Path, tmpfs: Path, process: Callable[[], Process], request: pytest.FixtureRequest
+) -> AsOnTmpfs:
+    def take(name: str) -> Process:
+        if name in ("root", "nobody") and os.geteuid() != 0:
+            pytest.skip("needs root")
+        return request.getfixturevalue("nobody") if name == "nobody" else process()
+
+    def compare(scenario: str, begin: str = "") -> None:
+        found, expected = (outcomes(scenario, begin, place, take) for place in (folder, tmpfs))
+        assert found == expected
+
+    return compare
 
 
 @pytest.fixture
@@ -338,9 +373,12 @@ def place(training_mount: Mount, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a training run, which is not there yet. Members of it in this process look often for
-    changes that nobody tells them of: a lock that is free, a file that is not written any more."""
-    for period in ("reducer.LOOK_S", "coordinator.LOOK_S", "worker._LOOK_S", "status._PERIOD_S"):
-        monkeypatch.setattr(f"irdmafs.train.{period}", LOOK_S)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have members of trainings in this process look often."""
+    hurry(monkeypatch.setattr)
+
+
+@pytest.fixture
+def run(place: Path, looks_often: None) -> Path:
+    """The directory of a training run, which is not there yet, for members that look often."""
     return place / "run"

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,10 +54,6 @@ class ClusterSection:
         tuple[str, ...],
         Option("Where etcd listens", "HOST:PORT[,...]", commands=_SERVE, commas=True),
     ] = ()
-    etcd_user: Annotated[str | None, Option("User of etcd, where it asks for passwords")] = None
-    etcd_password_file: Annotated[
-        str | None, Option("File with that user's password", is_path=True)
-    ] = None
     etcd_ca: Annotated[
         str | None, Option("CA of etcd's certificate: talk TLS to etcd", is_path=True)
     ] = None
@@ -135,8 +130,6 @@ class ClusterSection:
                 raise ValueError(
                     f"nodes: {node!r} has no port; start the node with --listen ADDR:PORT"
                 )
-        if bool(self.etcd_user) != bool(self.etcd_password_file):
-            raise ValueError("etcd_user and etcd_password_file go together: set both or none")
         if bool(self.etcd_cert) != bool(self.etcd_key):
             raise ValueError("etcd_cert and etcd_key go together: set both or none")
         if len({bool(self.ca), bool(self.cert), bool(self.key)}) > 1:
@@ -266,38 +259,19 @@ class ClusterSection:
         def check() -> None:
             if etcd_ca and etcd_cert and etcd_key and shown is not None:
                 found = Credentials(etcd_ca, etcd_cert, etcd_key).check()
-                if self.etcd_user is None:
-                    check_user(etcd_cert, shown, found)
+                check_user(etcd_cert, shown, found)
 
         try:
             client = DirectClient(
-                self.etcd, user=self.etcd_user, password=self.etcd_password(), ca=etcd_ca,
-                cert=etcd_cert, key=etcd_key, check_renewed=check,
-            )  # fmt: skip
+                self.etcd, ca=etcd_ca, cert=etcd_cert, key=etcd_key, check_renewed=check
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot read etcd's credentials {error.filename}: {error.strerror}"
             ) from error
         except ValueError as error:
             raise ConfigError(f"etcd: {error}") from error
-        return client, shown.owner if shown is not None and self.etcd_user is None else 0
-
-    def etcd_password(self) -> str | None:
-        """Return the password of etcd's user. Raises ConfigError if the file cannot be read, or others can
-        read it, too."""
-        path = self.etcd_password_file
-        if path is None:
-            return None
-        try:
-            with open(path) as file:
-                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                    raise ConfigError(f"{path} can be read by others; run: chmod 600 {path}")
-                password = file.read(4096).strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read the password file {path}: {error.strerror}") from error
-        if not password:
-            raise ConfigError(f"the password file {path} is empty")
-        return password
+        return client, shown.owner if shown is not None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

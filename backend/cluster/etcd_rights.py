@@ -19,14 +19,14 @@ __all__ = ["Range", "own_ranges", "shared_ranges"]
 # Keys that begin with the number of an inode, of a rule or of a pool (see records and namespace), and what
 # these numbers may be. Other keys of their kinds mean nothing, and nobody needs to write them.
 _NUMBERED: dict[bytes, tuple[int, int]] = {
-    **dict.fromkeys((b"d", b"i", b"t", b"l"), (1, FIRST_VIRTUAL_INO)),
+    **dict.fromkeys((b"d", b"i", b"t", b"l", b"D", b"W"), (1, FIRST_VIRTUAL_INO)),
     b"P": (1, POLICIES_MAX + 1),
     b"w": (1, 1 << 16),
 }
 _SINGLE = (NEXT_INO_KEY, b"s")
 # The kinds of keys that every certificate of a role may write.
 _SHARED: dict[Role, bytes] = {
-    "mount": b"ditusPwl",
+    "mount": b"ditusPwlDW",
     "node": b"nNgTsR",
 }
 # Keys that begin with a lease, and so with its owner.

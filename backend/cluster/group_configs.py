@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
-from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from ..etcd.engine import EtcdEngine
+from ..kv import Compare, Conflict, Event, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.records import (
     GROUP_BUCKET_BITS,
@@ -67,7 +68,7 @@ class Groups:
 
     async def want(
         self,
-        engine: SharedEngine,
+        engine: EtcdEngine,
         pool: int,
         settings: Settings,
         place: Callable[[int], Sequence[int]],
@@ -94,7 +95,7 @@ class Groups:
 
     async def ensure(
         self,
-        engine: SharedEngine,
+        engine: EtcdEngine,
         pool: int,
         settings: Settings,
         place: Callable[[int], Sequence[int]],
@@ -113,7 +114,7 @@ class Groups:
 
     async def change(
         self,
-        engine: SharedEngine,
+        engine: EtcdEngine,
         changes: Mapping[int, tuple[int, GroupConfig]],
         guards: Sequence[Compare] = (),
     ) -> tuple[int, set[int]]:
@@ -143,7 +144,7 @@ class Groups:
         return newest, late
 
     async def _create(
-        self, engine: SharedEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
+        self, engine: EtcdEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
     ) -> None:
         while missing:
             puts = []

@@ -3,9 +3,9 @@
 Store nodes free extents that etcd does not name, and mounts trust its records; so no process may act on an
 etcd that has lost changes. There are two ways to find out:
 
-    by the engine   while a process runs (kv/etcd_past.py)
-    by a mark       the newest transaction that a node knew, which its store remembers: etcd must still have
-                    it in its history, if that goes back so far
+    by the engine   while a process runs (etcd/past.py)
+    by a mark       the newest transaction that a node knew, which its store remembers (node/mark.py): etcd
+                    must still have it in its history, if that goes back so far
 
 A node that finds a loss puts a report into that etcd. Every process that sees a report stops, and checks
 again until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from ..kv import Event, KeyValue, SharedEngine, WentBack
+from ..etcd.engine import EtcdEngine
+from ..kv import Event, KeyValue, WentBack
 from ..kv.faults import Faults
 from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
 from .lease import Session
@@ -38,7 +39,7 @@ class History:
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
 
     def __init__(
-        self, engine: SharedEngine, session: Session | None = None, faults: Faults | None = None
+        self, engine: EtcdEngine, session: Session | None = None, faults: Faults | None = None
     ) -> None:
         self._engine = engine
         self.faults = faults or Faults()
@@ -104,7 +105,7 @@ def described(reports: dict[int, Report]) -> str:
     return f"it is at revision {report.found}, and store node {node:016x} had seen {report.seen}"
 
 
-async def read_epoch(engine: SharedEngine) -> Epoch:
+async def read_epoch(engine: EtcdEngine) -> Epoch:
     """Return the current epoch. Raises OSError."""
     found = await engine.get(EPOCH_KEY)
     try:
@@ -113,7 +114,7 @@ async def read_epoch(engine: SharedEngine) -> Epoch:
         raise OSError(f"the record of the epoch in etcd is damaged: {error}") from error
 
 
-async def read_reports(engine: SharedEngine) -> dict[int, Report]:
+async def read_reports(engine: EtcdEngine) -> dict[int, Report]:
     """Return the reports by node. Raises OSError."""
     reports = {}
     for record in await engine.range(REPORT, REPORT + b"\xff"):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import msgspec
 import trio
 
-from ..kv import KeyValue, SharedEngine
+from ..etcd.engine import EtcdEngine
+from ..kv import KeyValue, end_of
 from ..kv.faults import Faults
 from ..model.placement import bytes_of_groups
 from ..model.records import Layout
@@ -27,7 +28,7 @@ _ASK_S = 3.0
 _DEPTH_MAX = 1000
 
 
-async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
+async def read_cluster(engine: EtcdEngine, rebalance_rate: int) -> Cluster:
     """Return the state of a cluster. Raises OSError if etcd cannot be read."""
     faults = Faults()
     members, groups = Members(faults=faults), Groups(faults)
@@ -35,7 +36,7 @@ async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
         records: list[KeyValue] = []
         revision = 0
         for prefix in consumer.prefixes:
-            revision, found = await engine.snapshot(prefix, _after(prefix))
+            revision, found = await engine.snapshot(prefix, end_of(prefix))
             records += found
         consumer.load(faults.well_formed(records), revision)
     targets = {pool: known for pool, (known, _) in members.targets.items()}
@@ -94,7 +95,7 @@ async def begin_scrub(
     return refused
 
 
-async def name_files(found: Cluster, engine: SharedEngine) -> None:
+async def name_files(found: Cluster, engine: EtcdEngine) -> None:
     """Find the paths of files of which content or record are damaged, by reading every name if there are
     any. Raises OSError."""
     damaged = {*found.damaged(), *(fault.ino for fault in found.faults()[1] if fault.ino)}
@@ -120,11 +121,7 @@ async def name_files(found: Cluster, engine: SharedEngine) -> None:
             found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
 
 
-def _after(prefix: bytes) -> bytes:
-    return prefix[:-1] + bytes([prefix[-1] + 1])
-
-
-async def read_group_bytes(engine: SharedEngine, buckets: int) -> dict[int, int]:
+async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
     """Return the bytes of one replica of each group, by reading every inode (1000 at a time)."""
     held: Counter[int] = Counter()
     start = b"i"

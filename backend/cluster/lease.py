@@ -13,17 +13,17 @@ import errno
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import trio
 
-from ..kv import Compare, Conflict, Exists, Put, SharedEngine, WentBack
+from ..etcd.engine import EtcdEngine
+from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses
 
-__all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
+__all__ = ["MOUNT", "NODE", "Removed", "Session", "SessionEnded", "now_s"]
 
 log = logging.getLogger(__name__)
 
@@ -55,30 +55,6 @@ class SessionEnded(OSError):
         super().__init__(errno.ESHUTDOWN, "the session has been ended")
 
 
-class Leases(Protocol):
-    """Leases of etcd. Methods raise OSError."""
-
-    async def grant(self, ttl_s: int) -> int:
-        """Return the id of a new lease."""
-        ...
-
-    def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
-        """Renew a lease, and yield when each renewal was sent (time.monotonic()) and how long the lease
-        lives from then, in seconds. Ends when there is no such lease."""
-        ...
-
-    async def revoke(self, lease: int) -> None:
-        """End a lease now, and delete its keys. A lease that does not exist is no error."""
-        ...
-
-
-class LeaseEngine(SharedEngine, Protocol):
-    """An engine that has leases."""
-
-    @property
-    def leases(self) -> Leases: ...
-
-
 def now_s() -> float:
     """Return the time, in seconds, of the clock for sessions: monotonic, and it runs in suspend, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -89,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        engine: LeaseEngine,
+        engine: EtcdEngine,
         key_kind: bytes,
         record: MountRecord | NodeAddress,
         ttl_s: int,

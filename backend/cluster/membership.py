@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import trio
 
-from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from ..etcd.engine import EtcdEngine
+from ..kv import Compare, Conflict, Event, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.placement import Candidate, Placement, Targets, policy_of
 from ..model.policy import POLICIES_MAX, is_understood, policy_of_rule
@@ -29,12 +30,11 @@ from ..model.records import (
     policy_key,
     targets_key,
 )
-from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
+from .lease import MOUNT, NODE, Removed, Session, now_s
 
 __all__ = [
     "MOUNT",
     "NODE",
-    "LeaseEngine",
     "Members",
     "Removed",
     "Session",
@@ -69,7 +69,7 @@ def removed_for_good(nodes: Iterable[int]) -> list[Compare]:
     return [(key_of(kind, node), 0) for node in nodes for kind in (NODE, b"N")]
 
 
-async def admit(engine: SharedEngine, node: int, record: NodeRecord) -> bool:
+async def admit(engine: EtcdEngine, node: int, record: NodeRecord) -> bool:
     """Register a node at its store's first start. Return False if it is known already."""
     key = key_of(b"N", node)
     try:

@@ -97,8 +97,7 @@ class Cluster:
         """Return the names of a node beside its id."""
         names = set()
         if (at := self.members.nodes.get(node)) is not None:
-            host = f"[{at.address}]" if ":" in at.address else at.address
-            names = {at.address, f"{at.address}:{at.control_port}", f"{host}:{at.control_port}"}
+            names = {at.address, f"{at.address}:{at.control_port}", at.endpoint}
         if (record := self.members.records.get(node)) is not None and "host" in record.labels:
             names.add(record.labels["host"])
             names.add("/".join(record.labels[level] for level in LEVELS if level in record.labels))
@@ -129,12 +128,12 @@ class Cluster:
         size_bytes, longest_s = 0.0, 0.0
         for node, count in self.joining.items():
             report = self.reports.get(node, {})
-            left = report.get("filling_bytes_left")
+            left = report.get("resync_bytes_left")
             left = float(left) if isinstance(left, int) else count * share
-            seconds = report.get("filling_seconds_left")
+            rate = report.get("resync_bytes_per_s")
             size_bytes += left
             longest_s = max(
-                longest_s, seconds if isinstance(seconds, float | int) else left / self._rate
+                longest_s, left / (rate if isinstance(rate, int) and rate else self._rate)
             )
         return Moving(self.joining.total(), int(size_bytes), longest_s)
 
@@ -178,14 +177,6 @@ class Cluster:
         reports = [self.own_faults.report(), *(msgspec.convert(one, FaultReport) for one in told)]
         some = {fault.what: fault for report in reports for fault in report.some}
         return max(len(some), *(report.number for report in reports)), [*some.values()]
-
-    def candidates(self) -> list[Candidate]:
-        """Return the nodes that groups should be on now: alive and not draining."""
-        return [
-            Candidate(node, record.weight, record.labels)
-            for node, record in self.members.records.items()
-            if self.state_of(node) == "up"
-        ]
 
     def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
         """Return what the groups' leaders would copy if these were the nodes; `held` are the groups'

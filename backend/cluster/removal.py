@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import trio
 
-from ..kv import Conflict, SharedEngine
+from ..etcd.engine import EtcdEngine
+from ..kv import Conflict
 from ..model.groups import refenced
 from ..model.placement import groups_of
 from ..model.values import ConfigError
@@ -46,7 +47,7 @@ class Lost(NamedTuple):
 class Removal:
     """A view of the cluster, for removing a dead node."""
 
-    def __init__(self, engine: SharedEngine) -> None:
+    def __init__(self, engine: EtcdEngine) -> None:
         self._engine = engine
         self._members = Members()
         self._groups = Groups()
@@ -169,7 +170,7 @@ class Removal:
 
 
 @asynccontextmanager
-async def removal(engine: SharedEngine) -> AsyncIterator[Removal]:
+async def removal(engine: EtcdEngine) -> AsyncIterator[Removal]:
     """Yield a view that is up to date. Raises OSError if etcd cannot be read."""
     try:
         async with trio.open_nursery() as nursery:

@@ -3,9 +3,6 @@
 Consumers (the namespace, members, groups, a store node's catalog) each keep their part of the keys
 in memory. All of them have applied a transaction before the next one is processed and before `applied`
 includes it; so together they show the cluster as it was at one revision.
-
-The events of this process's own transaction are known with its answer. If that is the very next revision,
-they are applied at once, before the watch yields them.
 """
 
 import errno
@@ -17,7 +14,8 @@ from typing import Protocol
 
 import trio
 
-from ..kv import Compacted, Event, KeyValue, SharedEngine, WentBack
+from ..etcd.engine import EtcdEngine
+from ..kv import Compacted, Event, KeyValue, WentBack
 from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
@@ -60,7 +58,7 @@ class Replica:
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: EtcdEngine,
         consumers: Sequence[Consumer],
         *,
         faults: Faults | None = None,
@@ -83,8 +81,6 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
-        # While all records are read anew, changes applied meanwhile would be undone by them.
-        self._loading = False
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
         # Barriers in the order of their calls; an answer serves all calls that were made before its
@@ -97,7 +93,6 @@ class Replica:
     async def start(self, nursery: trio.Nursery) -> None:
         """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
         await self._load()
-        self._engine.answer_listeners.append(self._answered_to_us)
         nursery.start_soon(self._follow)
 
     async def wait_applied(self, revision: int) -> None:
@@ -146,31 +141,27 @@ class Replica:
             raise trio.ClosedResourceError("the engine is closed")
 
     async def _load(self) -> None:
-        self._loading = True
-        try:
-            if self._history is not None:
-                await self._history.check()
-            revision, found = await self._engine.snapshot(_START, _END)
-            if revision < self.applied:
-                raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
-            self._faults.forget()
-            records = self._faults.well_formed(found)
-            for consumer in self._consumers:
-                prefixes = consumer.prefixes
-                consumer.load(
-                    [record for record in records if record.key.startswith(prefixes)], revision
-                )
-        finally:
-            self._loading = False
+        if self._history is not None:
+            await self._history.check()
+        revision, found = await self._engine.snapshot(_START, _END)
+        if revision < self.applied:
+            raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
+        self._faults.forget()
+        records = self._faults.well_formed(found)
+        for consumer in self._consumers:
+            prefixes = consumer.prefixes
+            consumer.load(
+                [record for record in records if record.key.startswith(prefixes)], revision
+            )
         self._advance(revision)
 
     async def _follow(self) -> None:
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         try:
             while True:
+                before = self.applied
                 try:
-                    async for change in self._engine.watch(_START, _END, self.applied):
-                        pauses.begin_anew()
+                    async for change in self._engine.watch(_START, _END, before):
                         self._apply(change.revision, change.events)
                     return
                 except Compacted as error:
@@ -180,6 +171,8 @@ class Replica:
                         continue
                 except OSError as error:
                     log.warning("the watch broke, reading everything anew: %s", error)
+                if self.applied > before:
+                    pauses.begin_anew()
                 await self._load_again(pauses)
         except trio.ClosedResourceError:
             pass
@@ -206,10 +199,6 @@ class Replica:
                     return
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
-
-    def _answered_to_us(self, revision: int, events: Sequence[Event]) -> None:
-        if revision == self.applied + 1 and not self._loading:
-            self._apply(revision, events)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:

@@ -145,7 +145,7 @@ def _nodes_to_add(found: Cluster) -> Iterator[str]:
         group = pool << GROUP_BUCKET_BITS
         policy = policy_of(group)
         wanted[policy] = max(wanted.get(policy, 0), replicas_of(group))
-    candidates = found.candidates()
+    candidates = found.members.candidates()
     for policy, replicas in sorted(wanted.items()):
         rule = found.members.policies.get(policy, "")
         admits = policy_of_rule(rule).admits
@@ -193,7 +193,7 @@ def _node_problem(found: Cluster, node: int) -> str:
 def _unfit_rules(found: Cluster) -> list[str]:
     """Return the placement rules that no node obeys. A rule stays known when no directory has it any more,
     so this is no fault."""
-    candidates = found.candidates()
+    candidates = found.members.candidates()
     return [
         f"no node that is up fits the placement {rule!r}: below directories that have it "
         "nothing can be written"

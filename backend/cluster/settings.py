@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ..kv import SharedEngine
+from ..etcd.engine import EtcdEngine
 from ..model.records import SETTINGS_KEY, Settings, decode
 from ..model.values import ConfigError
 from .config import ClusterConfig
@@ -10,7 +10,7 @@ from .config import ClusterConfig
 __all__ = ["read_settings"]
 
 
-async def read_settings(engine: SharedEngine, config: ClusterConfig) -> Settings:
+async def read_settings(engine: EtcdEngine, config: ClusterConfig) -> Settings:
     """Return the settings. Raises ConfigError if there is no such cluster, OSError if etcd cannot be
     read."""
     found = await engine.get(SETTINGS_KEY)

@@ -5,10 +5,12 @@ import re
 
 import trio
 
+from ..kv import end_of
 from . import etcd_pb2 as pb
 from .auth import Auth
-from .calls import PERMISSION_DENIED, Calls
-from .client import DELETE, RANGE, TXN, RpcError
+from .calls import Calls
+from .errors import RpcError, Status
+from .methods import DELETE, RANGE, TXN
 from .room import EtcdRoom
 
 __all__ = ["EtcdAdmin", "roles_hold"]
@@ -44,13 +46,12 @@ class EtcdAdmin:
     @property
     def secure(self) -> bool:
         """Return whether etcd is used over TLS, and so can authenticate this process."""
-        return self._calls.client.secure and self._calls.client.user is None
+        return self._calls.client.secure
 
     async def has_others(self) -> bool:
         """Return whether this etcd has keys of other applications or clusters."""
         prefix = self._calls.prefix
-        after = prefix[:-1] + bytes([prefix[-1] + 1])
-        for start, end in ((b"\0", prefix), (after, b"\0")):
+        for start, end in ((b"\0", prefix), (end_of(prefix), b"\0")):
             request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
             if (await self._calls.call(RANGE, request)).kvs:
                 return True
@@ -67,11 +68,6 @@ class EtcdAdmin:
             return [
                 f"etcd ({where}) is spoken to in clear: whoever reaches it can read and change everything;"
                 " irdmafs cluster init makes certificates for it"
-            ]
-        if client.user:
-            return [
-                f"all processes are the one user {client.user!r} of etcd: any of them can change"
-                " everything; certificates made by irdmafs cluster init tell them apart"
             ]
         if not await self._is_restricted() and not await self.auth.is_enabled():
             return [
@@ -92,7 +88,7 @@ class EtcdAdmin:
         try:
             await self._calls.ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
         except RpcError as error:
-            return error.code == PERMISSION_DENIED
+            return error.code == Status.PERMISSION_DENIED
         return False
 
     async def warn(self) -> None:

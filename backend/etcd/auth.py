@@ -4,7 +4,9 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from . import etcd_pb2 as pb
-from .client import AUTHENTICATE, Client, Message, Method, RpcError, auth_method
+from .client import Client
+from .errors import RpcError
+from .methods import AUTHENTICATE, Message, Method, auth_method
 
 __all__ = ["Auth"]
 

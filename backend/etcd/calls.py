@@ -11,7 +11,9 @@ import trio
 
 from ..kv import NoSpace, WentBack
 from . import etcd_pb2 as pb
-from .client import RANGE, TXN, Client, Message, Method, RpcError, Unsent
+from .client import Client, Unsent
+from .errors import RpcError, Status
+from .methods import RANGE, TXN, Message, Method
 
 __all__ = ["LAST_KEY", "REPAIR", "Answered", "Calls"]
 
@@ -26,10 +28,6 @@ LAST_KEY = b"s"
 REPAIR = "irdmafs cluster repair-etcd"
 # An alarm that goes on is told again after this time.
 _ALARM_TOLD_S = 60.0
-
-# gRPC status codes
-PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 7, 8, 16
-NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE = 5, 9, 11
 
 
 class Answered(Protocol):
@@ -138,7 +136,7 @@ class Calls:
     def failure(self, error: RpcError) -> OSError:
         """Return a refusal of etcd as an error that says what to do."""
         where = f"etcd at {self.client.address}"
-        if error.code == RESOURCE_EXHAUSTED and "space exceeded" in error.text:
+        if error.code == Status.RESOURCE_EXHAUSTED and "space exceeded" in error.text:
             self._tell_alarm(
                 f"{where} refuses all writes: alarm NOSPACE. Free its room with: {REPAIR}"
             )
@@ -147,12 +145,14 @@ class Calls:
             text = f"{where} refuses all writes: alarm CORRUPT. Have its members compared with: {REPAIR}"
             self._tell_alarm(text)
             return OSError(errno.EIO, text)
-        if error.code in (PERMISSION_DENIED, UNAUTHENTICATED) or "user name is" in error.text:
-            who = "this user" if self.client.user else "nobody without a user and password"
+        if (
+            error.code in (Status.PERMISSION_DENIED, Status.UNAUTHENTICATED)
+            or "user name is" in error.text
+        ):
             return OSError(
                 errno.EACCES,
-                f"{where} lets {who} do this ({error.text}); `etcdctl user` and `etcdctl role` show"
-                f" who may use the keys under {self.prefix!r}",
+                f"{where} does not let this process do this ({error.text}); `etcdctl user` and"
+                f" `etcdctl role` show who may use the keys under {self.prefix!r}",
             )
         if "request is too large" in error.text or "larger than max" in error.text:
             return OSError(errno.EMSGSIZE, f"{where}: a transaction is too large ({error.text})")

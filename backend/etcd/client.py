@@ -8,6 +8,7 @@ can have received it.
 
 import copy
 import errno
+import functools
 import logging
 import random
 import ssl
@@ -19,60 +20,14 @@ import trio
 
 from ..pauses import Pauses
 from ..trust.renewal import Renewable
-from . import etcd_pb2 as pb
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
-from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError
+from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
 from .frames import header_block
-from .methods import (
-    ALARM,
-    AUTHENTICATE,
-    COMPACT,
-    DEFRAGMENT,
-    DELETE,
-    GRANT,
-    HASH_KV,
-    KEEP_ALIVE,
-    MEMBERS,
-    RANGE,
-    REVOKE,
-    STATUS,
-    TXN,
-    WATCH,
-    Message,
-    Method,
-    Response,
-    auth_method,
-)
+from .methods import Message, Method, Response
 from .stream import Stream
 
-__all__ = [
-    "ALARM",
-    "AUTHENTICATE",
-    "COMPACT",
-    "DEFRAGMENT",
-    "DELETE",
-    "GRANT",
-    "HASH_KV",
-    "KEEP_ALIVE",
-    "MEMBERS",
-    "RANGE",
-    "REVOKE",
-    "STATUS",
-    "TXN",
-    "WATCH",
-    "Answers",
-    "Client",
-    "DirectClient",
-    "Message",
-    "Method",
-    "Response",
-    "RpcError",
-    "Uncertain",
-    "Unsent",
-    "auth_method",
-    "longer",
-]
+__all__ = ["Answers", "Client", "DirectClient", "Uncertain", "Unsent", "longer"]
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +37,14 @@ _CONNECT_S = 2.0
 _HEAD_START_S = 0.2  # of a connection before the next endpoint is tried, too
 PAUSES_S = (0.02, 0.5)  # pauses between tries: the first, the longest
 
-# gRPC status codes
-_CANCELLED, _UNKNOWN, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED = 1, 2, 3, 4
-_PERMISSION_DENIED, _RESOURCE_EXHAUSTED, _FAILED_PRECONDITION = 7, 8, 9
-_ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
-_OLD_STORE = "auth store is old"
-_TRANSIENT = {_CANCELLED, _UNKNOWN, _DEADLINE_EXCEEDED, _ABORTED, _INTERNAL, _UNAVAILABLE}
+_TRANSIENT = {
+    Status.CANCELLED,
+    Status.UNKNOWN,
+    Status.DEADLINE_EXCEEDED,
+    Status.ABORTED,
+    Status.INTERNAL,
+    Status.UNAVAILABLE,
+}
 
 
 class Unsent(Exception):
@@ -164,11 +121,6 @@ class Client(ABC):
         """Return whether all endpoints use TLS."""
         return all(endpoint.secure for endpoint in self.endpoints)
 
-    @property
-    def user(self) -> str | None:
-        """Return the user of etcd who gives a password, None where there is none."""
-        return None
-
     def heed(
         self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
     ) -> None:
@@ -239,8 +191,6 @@ class DirectClient(Client):
         self,
         endpoints: Sequence[str],
         *,
-        user: str | None = None,
-        password: str | None = None,
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
@@ -260,9 +210,6 @@ class DirectClient(Client):
         # For new connections.
         self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
         self._ca = ca
-        self._user, self._password = user, password or ""
-        self._token: str | None = None
-        self._blocks: dict[str, bytes] = {}
         self._connection: Connection | None = None
         self._connecting = trio.Lock()
         self._worked = False
@@ -272,15 +219,10 @@ class DirectClient(Client):
     def renewables(self) -> Sequence[Renewable[Any]]:
         return [self.tls] if self.tls is not None else []
 
-    @property
-    def user(self) -> str | None:
-        return self._user
-
     def only(self, endpoint: Endpoint) -> "DirectClient":
         other = copy.copy(self)
         other.endpoints, other._current = [endpoint], 0
-        other._connection, other._connecting = None, trio.Lock()
-        other._blocks, other._failures = {}, {}
+        other._connection, other._connecting, other._failures = None, trio.Lock(), {}
         return other
 
     def close(self) -> None:
@@ -295,31 +237,24 @@ class DirectClient(Client):
         timeout_s = max(timeout_s, 0.0)
         sent_on: Connection | None = None
         with trio.move_on_after(timeout_s):
-            for _ in range(3):
-                connection = sent_on = None
-                connection = await self._connected()
-                token = await self._authenticated(connection)
-                heard = connection.frames_received
-                sent_on = connection
-                try:
-                    answer = await connection.unary(self._block(method.path), message)
-                except ConnectionLost as error:
-                    self._note(connection, str(error))
-                    raise (Uncertain if error.sent else Unsent)(str(error)) from None
-                except RpcError as error:
-                    if self._renew_token(error, token):
-                        continue
-                    if error.code in _TRANSIENT:
-                        self._leave(connection, error.text)
-                        raise Uncertain(error.text) from None
-                    if error.code == _RESOURCE_EXHAUSTED and "too many requests" in error.text:
-                        raise Unsent(error.text) from None
-                    if error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text:
-                        # Users or roles changed after etcd received the request, so etcd did not apply it.
-                        raise Unsent(error.text) from None
-                    raise
-                return method.parse(answer)
-            raise Unsent("etcd does not accept the token that it gave")
+            connection = await self._connected()
+            heard = connection.frames_received
+            sent_on = connection
+            try:
+                return method.parse(await connection.unary(self._headers(method.path), message))
+            except ConnectionLost as error:
+                self._note(connection, str(error))
+                raise (Uncertain if error.sent else Unsent)(str(error)) from None
+            except RpcError as error:
+                if error.code in _TRANSIENT:
+                    self._leave(connection, error.text)
+                    raise Uncertain(error.text) from None
+                if error.code == Status.RESOURCE_EXHAUSTED and "too many requests" in error.text:
+                    raise Unsent(error.text) from None
+                if error.code == Status.INVALID_ARGUMENT and "auth store is old" in error.text:
+                    # Users or roles changed after etcd received the request, so etcd did not apply it.
+                    raise Unsent(error.text) from None
+                raise
         reason = f"no answer within {timeout_s:.1f} s"
         if sent_on is None:
             raise Unsent(reason)
@@ -331,16 +266,15 @@ class DirectClient(Client):
     async def stream(self, method: Method[Response], request: Message) -> Stream:
         with trio.move_on_after(TRY_S):
             connection = await self._connected()
-            await self._authenticated(connection)
             try:
-                return await connection.start(self._block(method.path), request.SerializeToString())
+                return await connection.start(
+                    self._headers(method.path), request.SerializeToString()
+                )
             except ConnectionLost as error:
                 raise Unsent(str(error)) from None
         raise Unsent(f"no connection within {TRY_S:.0f} s")
 
     def stream_failed(self, error: RpcError) -> bool:
-        if self._renew_token(error, self._token):
-            return True
         if error.code in _TRANSIENT and self._connection is not None:
             self._leave(self._connection, error.text)
             return True
@@ -436,60 +370,20 @@ class DirectClient(Client):
         if connection is self._connection:
             self._failures[self.address] = reason
 
-    async def _authenticated(self, connection: Connection) -> str | None:
-        """Return the token that calls carry."""
-        if self._user is None or self._token is not None:
-            return self._token
-        request = pb.AuthenticateRequest(name=self._user, password=self._password)
-        try:
-            answer = await connection.unary(
-                self._block(AUTHENTICATE.path), request.SerializeToString()
-            )
-        except ConnectionLost as error:
-            self._note(connection, str(error))
-            raise Unsent(str(error)) from None
-        except RpcError as error:
-            if "authentication is not enabled" in error.text:
-                log.warning("etcd at %s asks nobody for a password", self.address)
-                self._user = None
-                return None
-            if error.code in _TRANSIENT:
-                self._leave(connection, error.text)
-                raise Unsent(error.text) from None
-            raise Unsent(
-                f"it does not accept the user {self._user!r} with this password ({error.text})",
-                final=True,
-            ) from None
-        self._token = AUTHENTICATE.parse(answer).token
-        self._blocks.clear()
-        return self._token
+    def _headers(self, path: str) -> bytes:
+        return _header_block(path, self.endpoints[self._current].secure)
 
-    def _renew_token(self, error: RpcError, token: str | None) -> bool:
-        """Return whether the call was refused for its token, and another token can be requested."""
-        stale = error.code == _UNAUTHENTICATED or (
-            error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text
-        )
-        if not stale or self._user is None:
-            return False
-        if self._token == token:
-            self._token = None
-            self._blocks.clear()
-        return True
 
-    def _block(self, path: str) -> bytes:
-        block = self._blocks.get(path)
-        if block is None:
-            endpoint = self.endpoints[self._current]
-            headers = [
-                (":method", "POST"),
-                (":scheme", "https" if endpoint.secure else "http"),
-                (":path", path),
-                (":authority", "etcd"),
-                ("te", "trailers"),
-                ("content-type", "application/grpc"),
-                ("hasleader", "true"),  # a member that is cut off refuses calls
-            ]
-            if self._token is not None and path != AUTHENTICATE.path:
-                headers.append(("token", self._token))
-            block = self._blocks[path] = header_block(headers)
-        return block
+@functools.cache
+def _header_block(path: str, secure: bool) -> bytes:
+    """Return the encoded headers of a call of this method."""
+    headers = [
+        (":method", "POST"),
+        (":scheme", "https" if secure else "http"),
+        (":path", path),
+        (":authority", "etcd"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        ("hasleader", "true"),  # a member that is cut off refuses calls
+    ]
+    return header_block(headers)

@@ -11,7 +11,7 @@ import ssl
 
 import trio
 
-from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError
+from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError, Status
 from .http2 import Http2
 from .stream import Stream
 
@@ -20,7 +20,6 @@ _RECEIVE_BYTES = 256 * 1024
 # etcd closes connections that are pinged more often than every 5 s (--grpc-keepalive-min-time).
 _QUIET_S = 6.0
 _PONG_S = 4.0
-_INTERNAL = 13  # gRPC's status
 _DRAINED = "the server is shutting down"
 
 
@@ -69,8 +68,8 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._watch_silence)
-                await self._read()
-                nursery.cancel_scope.cancel()
+                # In a task of its own: only one coroutine is resumed for what comes.
+                nursery.start_soon(self._read, nursery.cancel_scope)
         except* (OSError, ProtocolError, trio.ClosedResourceError) as group:
             error = _first(group)
             reason = _reason(error)
@@ -106,7 +105,7 @@ class Connection:
             answer = await stream.receive()
             # The status comes after the message: before it the call may still fail.
             if answer is None or await stream.receive() is not None:
-                raise RpcError(_INTERNAL, "the answer is not one message")
+                raise RpcError(Status.INTERNAL, "the answer is not one message")
             return answer
         finally:
             stream.close()
@@ -175,7 +174,8 @@ class Connection:
         if self._tls.selected_alpn_protocol() != "h2":
             raise ProtocolError("it does not speak HTTP/2 over TLS")
 
-    async def _read(self) -> None:
+    async def _read(self, scope: trio.CancelScope) -> None:
+        """Take what comes until the connection is closed, and then cancel `scope`."""
         http2 = self._http2
         while self._reason is None:
             await trio.lowlevel.wait_readable(self._sock)
@@ -196,6 +196,7 @@ class Connection:
             http2.take(data)
             if http2.greeted:
                 self._ready.set()
+        scope.cancel()
 
     def _decrypt(self) -> bytes:
         assert self._tls is not None

@@ -24,7 +24,7 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str, secure: bool) -> Endpoint:
-    """ "host:port" or a URL with http or https. Raises ValueError."""
+    """Return the endpoint that "host:port", or a URL with http or https, names. Raises ValueError."""
     url = urlsplit(text if "//" in text else f"//{text}")
     port = url.port or DEFAULT_PORT
     if url.scheme not in ("", "http", "https") or not url.hostname or url.path not in ("", "/"):

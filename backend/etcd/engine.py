@@ -9,13 +9,15 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from ..kv import Compare, Delete, Event, KeyValue, Put
+from ..kv import Compare, Delete, KeyValue, Put
 from ..trust.renewal import Renewable
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
-from .calls import LAST_KEY, OUT_OF_RANGE, Calls
-from .client import RANGE, TRY_S, Client, DirectClient, RpcError
+from .calls import LAST_KEY, Calls
+from .client import TRY_S, Client, DirectClient
+from .errors import RpcError, Status
 from .leases import EtcdLeases
+from .methods import RANGE
 from .past import EtcdPast
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
 from .watch import Watch, Watches
@@ -29,11 +31,12 @@ _TRY_S_MIN = 0.5
 
 
 class EtcdEngine:
-    """A SharedEngine on all keys of an etcd cluster that begin with `prefix`. It is reached by `client`; if
-    that is None, at `endpoints` with these credentials.
+    """An ordered map of all keys of an etcd that begin with `prefix`, which other processes change, too. It
+    is reached by `client`; if that is None, at `endpoints` with these credentials.
 
     A context manager; `open` and `close` do the same. Calls are repeated for `timeout_s`, then they
-    raise OSError (ETIMEDOUT: whether a transaction was applied is unknown then).
+    raise OSError (ETIMEDOUT: whether a transaction was applied is unknown then), and after `close`
+    trio.ClosedResourceError.
     """
 
     def __init__(
@@ -41,8 +44,6 @@ class EtcdEngine:
         endpoints: Sequence[str],
         prefix: bytes,
         *,
-        user: str | None = None,
-        password: str | None = None,
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
@@ -51,9 +52,7 @@ class EtcdEngine:
         reader: bool = False,
         client: Client | None = None,
     ) -> None:
-        client = client or DirectClient(
-            endpoints, user=user, password=password, ca=ca, cert=cert, key=key
-        )
+        client = client or DirectClient(endpoints, ca=ca, cert=cert, key=key)
         calls = self._calls = Calls(client, prefix, timeout_s)
         self.past = EtcdPast(calls)
         self.leases = EtcdLeases(calls, owner)
@@ -63,7 +62,6 @@ class EtcdEngine:
             calls, self.past, self._watches, self.leases, reader=reader
         )
         self.transactions = 0  # asked for, each once
-        self.answer_listeners: list[Callable[[int, Sequence[Event]], None]] = []
 
     async def open(self) -> None:
         """Check that etcd can be used. Raises OSError whose text says what to do."""
@@ -104,7 +102,7 @@ class EtcdEngine:
     def heed(
         self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
     ) -> None:
-        """Do as Client.heed."""
+        """Heed revoked certificates and store nodes, as Client.heed says."""
         self._calls.client.heed(is_revoked, nodes)
 
     @property
@@ -113,6 +111,7 @@ class EtcdEngine:
 
     @property
     def revision(self) -> int:
+        """Return the newest revision that is known here."""
         return self._calls.revision
 
     def is_ours(self, last_id: bytes) -> bool:
@@ -126,12 +125,15 @@ class EtcdEngine:
         return None
 
     async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
+        """Return the keys with start <= key < end in order."""
         return (await self._pages(start, end, 0))[1]
 
     async def page(self, start: bytes, end: bytes, limit: int) -> list[KeyValue]:
+        """Return the first `limit` keys of a range. The next page starts at the last key + b"\\0"."""
         return (await self._pages(start, end, limit))[1]
 
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
+        """Return a range and the revision it is of, from which watching goes on without a gap."""
         self._calls.check_trusted()
         revision, found = await self._pages(start, end, 0)
         self._calls.check_trusted()
@@ -141,6 +143,8 @@ class EtcdEngine:
         return revision, found
 
     async def barrier(self) -> int:
+        """Return a revision that is not older than any transaction which was acknowledged before this call.
+        A replica that has applied it is up to date."""
         self._calls.check_trusted()
         answer = await self._calls.call(RANGE, pb.RangeRequest(key=self.prefix + LAST_KEY))
         self._calls.check_trusted()
@@ -152,10 +156,11 @@ class EtcdEngine:
     async def transact(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
-        """Apply all operations, as SharedEngine says. Every transaction with operations has a revision of
-        its own.
+        """Apply all operations if every compare holds, and return the revision of that, which is a new one
+        if there are operations. It is durable then.
 
-        Raises LeaseEnded, and ValueError for more than TRANSACTION_OPERATIONS compares or operations.
+        Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than
+        TRANSACTION_OPERATIONS compares or operations, or two on one key.
         """
         if len({op.key for op in operations}) < len(operations):
             raise ValueError("a key may occur in one operation of a transaction only")
@@ -165,22 +170,16 @@ class EtcdEngine:
         if not operations:
             return await self._transactions.compare(compares)
         self.transactions += 1
-        revision, identity = await self._transactions.carry_out(compares, operations)
-        if self.answer_listeners:
-            events = [
-                Event(revision, op.key, op.value if isinstance(op, Put) else None)
-                for op in operations
-            ]
-            events.append(Event(revision, self._transactions.mark, identity))
-            for listener in self.answer_listeners:
-                listener(revision, events)
-        return revision
+        return await self._transactions.carry_out(compares, operations)
 
     async def settle(self) -> None:
         """Return when no transaction whose outcome is unknown can be applied any more."""
         await self._transactions.settle()
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:
+        """Return an iterator over every transaction with events of start <= key < end after a revision,
+        each once and in order, this process's own too. It ends when the engine is closed, and raises
+        Compacted when the events are too old to be kept."""
         return self._watches.begin(start, end, from_revision)
 
     async def _pages(self, start: bytes, end: bytes, limit: int) -> tuple[int, list[KeyValue]]:
@@ -204,7 +203,7 @@ class EtcdEngine:
                         return request.revision, found
                     request.key = prefix + found[-1].key + b"\0"
             except RpcError as error:
-                if error.code != OUT_OF_RANGE:
+                if error.code != Status.OUT_OF_RANGE:
                     raise self._calls.failure(error) from None
                 # The revision of the first page was compacted meanwhile.
         raise OSError(errno.EBUSY, "etcd's history is compacted faster than it can be read")

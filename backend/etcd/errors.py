@@ -1,6 +1,25 @@
 """Ways in which a call of etcd, or the connection that it is made on, fails."""
 
 import errno
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """Status codes of gRPC."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class NoAnswer(OSError):

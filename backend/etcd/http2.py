@@ -28,6 +28,7 @@ from .frames import (
     HEADERS,
     INITIAL_WINDOW_SIZE,
     MAX_FRAME_SIZE,
+    PADDED,
     PING,
     PREFACE,
     PRIORITY,
@@ -188,7 +189,10 @@ class Http2:
         stream = self._streams.get(number)
         if stream is None:
             return  # the call was given up; its last frames still arrive
-        stream.on_data(unpadded(flags, payload), len(payload))
+        size = len(payload)
+        if flags & PADDED:
+            payload = unpadded(flags, payload)
+        stream.on_data(payload, size)
         if flags & END_STREAM:
             raise ProtocolError("a gRPC answer has no status")
 

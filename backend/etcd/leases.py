@@ -9,8 +9,10 @@ import trio
 
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
-from .calls import FAILED_PRECONDITION, NOT_FOUND, Calls
-from .client import GRANT, KEEP_ALIVE, PAUSES_S, RANGE, REVOKE, RpcError, Uncertain, Unsent
+from .calls import Calls
+from .client import PAUSES_S, Uncertain, Unsent
+from .errors import RpcError, Status
+from .methods import GRANT, KEEP_ALIVE, RANGE, REVOKE
 
 __all__ = ["LEASE_BITS", "OWNER_BYTES", "EtcdLeases", "LeaseEnded"]
 
@@ -41,7 +43,7 @@ class EtcdLeases:
         try:
             await self._calls.ask(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
         except RpcError as error:
-            if error.code != FAILED_PRECONDITION:  # it exists: an answer was lost
+            if error.code != Status.FAILED_PRECONDITION:  # it exists: an answer was lost
                 raise self._calls.failure(error) from None
         return lease
 
@@ -80,7 +82,7 @@ class EtcdLeases:
         try:
             await self._calls.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RpcError as error:
-            if error.code != NOT_FOUND:
+            if error.code != Status.NOT_FOUND:
                 raise self._calls.failure(error) from None
 
     async def used_in(self, start: bytes, end: bytes) -> dict[bytes, int]:

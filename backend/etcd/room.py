@@ -11,20 +11,10 @@ from typing import NamedTuple
 import trio
 
 from . import etcd_pb2 as pb
-from .calls import OUT_OF_RANGE, REPAIR, Calls
-from .client import (
-    ALARM,
-    COMPACT,
-    DEFRAGMENT,
-    HASH_KV,
-    MEMBERS,
-    STATUS,
-    Client,
-    Message,
-    Method,
-    Response,
-    RpcError,
-)
+from .calls import REPAIR, Calls
+from .client import Client
+from .errors import RpcError, Status
+from .methods import ALARM, COMPACT, DEFRAGMENT, HASH_KV, MEMBERS, STATUS, Message, Method, Response
 
 __all__ = ["EtcdRoom", "Room", "remedy"]
 
@@ -130,7 +120,7 @@ class EtcdRoom:
         try:
             await self._calls.ask(COMPACT, request)
         except RpcError as error:
-            if error.code != OUT_OF_RANGE:  # it is compacted already
+            if error.code != Status.OUT_OF_RANGE:  # it is compacted already
                 raise self._calls.failure(error) from None
 
     async def _check_that_members_agree(self) -> None:

@@ -22,10 +22,12 @@ import trio
 from ..kv import Compacted, Compare, Conflict, Delete, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
-from .calls import LAST_KEY, NOT_FOUND, Calls
-from .client import PAUSES_S, REVOKE, TXN, RpcError, Uncertain, Unsent, longer
+from .calls import LAST_KEY, Calls
+from .client import PAUSES_S, Uncertain, Unsent, longer
+from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .messages import compare_of, differing, operation_of, question_of
+from .methods import REVOKE, TXN
 from .past import EtcdPast
 from .watch import Watches
 
@@ -72,11 +74,8 @@ class EtcdTransactions:
 
     async def carry_out(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> tuple[int, bytes]:
-        """Apply a transaction once. Returns its revision, and the value it put into `mark`.
-
-        Raises Conflict, LeaseEnded, OSError.
-        """
+    ) -> int:
+        """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded, OSError."""
         prefix = self._calls.prefix
         # Random: no other process can claim this transaction before it is applied.
         identity = self._process + secrets.token_bytes(8)
@@ -89,7 +88,7 @@ class EtcdTransactions:
         request.compare.add().CopyFrom(
             pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
         )
-        return await self._apply(compares, request, identity), identity
+        return await self._apply(compares, request, identity)
 
     async def compare(self, compares: Sequence[Compare]) -> int:
         """Return the revision at which all compares hold. Raises Conflict, OSError."""
@@ -163,7 +162,7 @@ class EtcdTransactions:
                     return revision
                 continue
             except RpcError as error:
-                if error.code == NOT_FOUND:
+                if error.code == Status.NOT_FOUND:
                     raise LeaseEnded from None
                 raise calls.failure(error) from None
             except BaseException:
@@ -208,7 +207,7 @@ class EtcdTransactions:
                     )
                     break
                 except RpcError as error:
-                    if error.code != NOT_FOUND:
+                    if error.code != Status.NOT_FOUND:
                         raise calls.failure(error) from None
                     self._lease = 0
             last_revision, last_id = 0, b""

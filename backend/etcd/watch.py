@@ -12,7 +12,9 @@ from ..kv import Change, Compacted, Event, KeyValue, WentBack
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
-from .client import PAUSES_S, WATCH, Answers, RpcError, Unsent
+from .client import PAUSES_S, Answers, Unsent
+from .errors import RpcError
+from .methods import WATCH
 from .past import EtcdPast
 
 log = logging.getLogger(__name__)
@@ -52,9 +54,10 @@ class Watch:
             if self._error is not None:
                 raise self._error
             try:
-                if self._stream is None and self._began:
-                    await self._past.check()
-                await self._receive()
+                if self._stream is None:
+                    await self._begin()
+                else:
+                    self._take(await self._stream.receive())
             except trio.ClosedResourceError:
                 raise StopAsyncIteration from None
             except WentBack:
@@ -82,20 +85,24 @@ class Watch:
             self._stream.close()
             self._stream = None
 
-    async def _receive(self) -> None:
-        if self._stream is None:
-            # The last revision is asked for again, and dropped. From revision C, to which etcd was
-            # compacted, deletions are missing although it does not refuse to begin there.
-            create = pb.WatchCreateRequest(
-                key=self._key, range_end=self._range_end, start_revision=max(self._revision, 1)
-            )
-            stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
-            if self._closed.is_set():
-                stream.close()
-                return
-            self._stream = stream
-            self._began = True
-        message = await self._stream.receive()
+    async def _begin(self) -> None:
+        if self._began:
+            await self._past.check()
+        # The last revision is asked for again, and dropped. From revision C, to which etcd was compacted,
+        # deletions are missing although it does not refuse to begin there.
+        create = pb.WatchCreateRequest(
+            key=self._key, range_end=self._range_end, start_revision=max(self._revision, 1)
+        )
+        stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
+        if self._closed.is_set():
+            stream.close()
+            return
+        self._stream = stream
+        self._began = True
+
+    def _take(self, message: bytes | None) -> None:
+        """Split an answer into transactions; etcd never cuts one in two. Raises Unsent, RpcError, and
+        Compacted."""
         if message is None:
             self._stream = None
             raise Unsent("etcd ended the watch")
@@ -106,15 +113,12 @@ class Watch:
             self._pauses.begin_anew()
         self._calls.heard(response.header.revision)
         if response.canceled:
-            self._stream.close()
-            self._stream = None
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
             if response.compact_revision:
                 raise Compacted(response.compact_revision)
             raise RpcError(0, response.cancel_reason or "it gave no reason")
-        self._take(response)
-
-    def _take(self, response: pb.WatchResponse) -> None:
-        """Split a batch into transactions. etcd never cuts one in two."""
         skip, revision = self._skip, self._revision
         events: list[Event] = []
         for event in response.events:

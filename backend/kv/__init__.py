@@ -1,4 +1,4 @@
-"""The transactional key-value engine that the namespace is kept on: what every engine promises.
+"""The parts of transactions on keys and values, and their errors.
 
 The model is etcd's, cut down to what a namespace needs. One counter, the revision, grows by one
 with every transaction that changes something; a key remembers the revision that last put it
@@ -8,8 +8,7 @@ a key exists, or that a range is empty.
 
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Change",
@@ -19,15 +18,13 @@ __all__ = [
     "Damaged",
     "Delete",
     "Empty",
-    "Engine",
     "Event",
     "Exists",
     "KeyValue",
     "NoSpace",
-    "Past",
     "Put",
-    "SharedEngine",
     "WentBack",
+    "end_of",
 ]
 
 
@@ -81,6 +78,11 @@ class Empty(NamedTuple):
 Compare: TypeAlias = tuple[bytes, int] | Exists | Empty
 
 
+def end_of(prefix: bytes) -> bytes:
+    """Return the first key after all keys that begin with a prefix."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
 class Conflict(Exception):
     """A compare of a transaction did not hold, on `key` (of Empty: its start); nothing was changed."""
 
@@ -119,94 +121,3 @@ class WentBack(OSError):
             f"etcd went back in time: {what}. Put its newest data back, or, if there are none, have this "
             "state accepted: irdmafs cluster accept-restore",
         )
-
-
-class Engine(Protocol):
-    """An ordered map from bytes to bytes, changed by transactions.
-
-    Every method raises OSError when the storage fails, Damaged when its contents are invalid and
-    trio.ClosedResourceError after `close`. A transaction applies all of its operations or none; a key
-    may occur in one of them only (ValueError). It returns its revision, or the current one if nothing
-    changed.
-    """
-
-    async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
-        """Return the keys with start <= key < end in order."""
-        ...
-
-    async def close(self) -> None:
-        """Release the storage; changes made before are kept. Closing twice does nothing."""
-        ...
-
-
-class Past(Protocol):
-    """Tells whether the stored state continues from the one that this process knew."""
-
-    # The newest transaction that came by `snapshot` or `watch`: the key "s" as it was then.
-    known: KeyValue | None
-
-    async def is_continued(self) -> bool:
-        """Return whether the stored state continues from `known`, as far as the history goes back."""
-        ...
-
-    async def has_transaction(self, revision: int, last_id: bytes) -> bool:
-        """Return whether the key "s" was put with this value at that revision. True if the history does not
-        go back so far, and there is a later revision. Revision 0 stands for an empty history."""
-        ...
-
-    def doubt(self, error: WentBack) -> None:
-        """Have every call except `get` and `range` raise this error from now on."""
-        ...
-
-    def trust(self) -> None:
-        """Accept the stored state from now on, whatever was known before."""
-        ...
-
-
-class SharedEngine(Engine, Protocol):
-    """An engine whose keys others change, too. A watch gives all changes, also those of this process."""
-
-    # Called with the events of a transaction of this process as soon as it is known to be applied, before
-    # `transact` returns; the watch yields them again.
-    answer_listeners: list[Callable[[int, Sequence[Event]], None]]
-
-    @property
-    def past(self) -> Past: ...
-
-    @property
-    def revision(self) -> int:
-        """Return the newest revision that is known here."""
-        ...
-
-    async def transact(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
-        """Apply all operations if every compare holds. It is durable when this returns. Raises Conflict;
-        then nothing has changed."""
-        ...
-
-    async def get(self, key: bytes) -> KeyValue | None: ...
-
-    async def page(self, start: bytes, end: bytes, limit: int) -> list[KeyValue]:
-        """Return the first `limit` keys with start <= key < end.
-
-        The next page starts at the last key + b"\\0".
-        """
-        ...
-
-    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
-        """Return a range and the revision it is of, from which watching goes on without a gap."""
-        ...
-
-    async def barrier(self) -> int:
-        """Return a revision that is not older than any transaction which was acknowledged before this
-        call. A replica that has applied it is up to date."""
-        ...
-
-    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Change]:
-        """Yield every transaction with events of start <= key < end after `from_revision`, exactly once and
-        in order.
-
-        Ends when the engine is closed. Raises Compacted when the events are too old to be kept.
-        """
-        ...

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ..model.records import decode, session_of
-from ..observe.complaints import Complaints
 from . import Event, KeyValue
 
 __all__ = ["Fault", "FaultReport", "Faults", "summary"]
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 _KEY_BYTES = {
     b"c": 1, b"s": 1, b"u": 1, b"E": 1,
     b"N": 9, b"n": 9, b"m": 9, b"P": 9, b"T": 9, b"w": 9, b"a": 9, b"l": 9, b"R": 9,
-    b"i": 9, b"t": 9, b"g": 5, b"p": 17, b"f": 17, b"L": 17,
+    b"i": 9, b"t": 9, b"g": 5, b"D": 9, b"p": 17, b"f": 17, b"L": 17, b"W": 17,
 }  # fmt: skip
 _NAME = b"d"  # and the number of a directory, and a name of any length
 _LEASED = (b"m", b"p", b"f", b"a", b"L")
@@ -61,14 +60,13 @@ class Faults:
 
     def __init__(self) -> None:
         self._found: dict[bytes, Fault] = {}  # by the beginning of the key, the rest may be long
-        self._complaints = Complaints(log)
 
     def add(self, key: bytes, why: str, value: bytes = b"") -> None:
         """Note that a record is passed over."""
         fault = _fault(key, why[:_TEXT_MAX], value)
         if len(self._found) < _KEPT_MAX:
             self._found[key[:_TEXT_MAX]] = fault
-        self._complaints.warn("damaged in etcd: %s: %s", fault.what, fault.why)
+        log.warning("damaged in etcd: %s: %s", fault.what, fault.why)
 
     def sound(self, key: bytes, value: bytes | None, kind: type[T]) -> T | None:
         """Return a record, None if there is none or it is damaged."""

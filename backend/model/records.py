@@ -15,6 +15,8 @@
     "w" + pool (8 BE)                b""                (stays: a mount wants the groups of this pool)
     "p" + lease (8) + content (8)    b""                the mount that pins this content
     "f" + lease (8) + directory ino (8)   b""           the mount that follows the directory
+    "D" + directory ino (8)          lease (8 BE)       the mount that has the claim of the directory
+    "W" + directory ino (8) + lease (8)   b""           the mount that wants it to be given up
     "l" + inode (8)                  b""                (stays: guard of its locks, lock_claims.py)
     "L" + lease (8) + inode (8)      lock_claims.Entry  the mount: what its processes have locked
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
@@ -52,6 +54,7 @@ SETTINGS_KEY = b"c"
 NEXT_INO_KEY = b"u"
 EPOCH_KEY = b"E"
 REPORT = b"R"
+CLAIM, WISH = b"D", b"W"
 
 
 def key_of(kind: bytes, *numbers: int) -> bytes:
@@ -70,6 +73,17 @@ def pool_key(pool: int) -> bytes:
 def pin_key(content: int, lease: int) -> bytes:
     """Return the key that is present while the mount with this lease pins the content."""
     return key_of(b"p", lease, content)
+
+
+def claim_key(directory: int) -> bytes:
+    """Return the key whose value is the lease of the mount that has the claim of a directory."""
+    return key_of(CLAIM, directory)
+
+
+def wish_key(directory: int, lease: int) -> bytes:
+    """Return the key that is present while the mount with this lease waits for a directory's claim to be
+    given up."""
+    return key_of(WISH, directory, lease)
 
 
 def certificate_key(serial: str) -> bytes:
@@ -129,6 +143,12 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
     free_bytes: Count
     version: Text
     name: Text = ""
+
+    @property
+    def endpoint(self) -> str:
+        """Return the address and control port as HOST:PORT."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.control_port}"
 
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):

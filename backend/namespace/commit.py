@@ -1,7 +1,7 @@
 """One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -22,9 +22,10 @@ class Commit:
     new: Inode | None = None  # did not exist; kept for the caller, though others remove it at once
     gone: Sequence[Inode] = ()  # inodes that lose their record, an empty directory for example
     times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
-    within: Sequence[int] = ()  # directories that must exist
+    within: Collection[int] = ()  # directories that must exist
     fixed: Sequence[Inode] = ()  # inodes that must not have changed
     local = False  # a change of local orphans, which is not stored
+    stores = False  # it stores new files that no other mount sees yet
     # False: a crash may lose it until a durable transaction follows. A shared engine stores it at once.
     durable = True
     urgent = False

@@ -38,6 +38,11 @@ class Listener(Protocol):
         """Called with the inode numbers before and after; 0: there was no such name, or it was removed."""
         ...
 
+    def kept(self) -> None:
+        """Called after a change of this process that is known here alone. Other changes are followed by the
+        end of their transaction."""
+        ...
+
 
 class Changes(NamedTuple):
     """`times` are those of directories, None: the inode has them from now on. `inodes` come with their

@@ -126,9 +126,10 @@ class Inodes(dict[int, Inode]):
                 inode.ctime_ns = max(inode.ctime_ns, time_ns)
         return inode
 
-    def nameless(self) -> int:
-        """Return how many inodes have no record: those that were removed and are open."""
-        return sum(not inode.revision for inode in super().values())
+    def unrecorded(self) -> list[Inode]:
+        """Return the inodes without a record: those that were removed and are open, and new files of which
+        this mount alone knows."""
+        return [inode for inode in super().values() if not inode.revision]
 
     # -- changes -------------------------------------------------------------------------------------
 

@@ -4,22 +4,29 @@ The tree may be out of date. A transaction compares every record that the decisi
 changes only when the watch yields the events, for which the mutation waits: so the tree shows all changes
 in the order of their revisions. A conflict, and likewise an error or "nothing to do" that was decided on a
 tree which may be out of date, is confirmed: the tree is brought up to date and the mutation is decided
-anew."""
+anew.
+
+In a directory of which the mount has the claim (Claims), new files that no other mount sees are kept in the
+tree, and stored with the commit that lets others see them."""
 
 import errno
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from ..kv import Compare, Conflict, Empty, Exists, Put, SharedEngine
-from ..model.records import NEXT_INO_KEY
+from ..kv import Compare, Conflict, Empty, Exists, Put
+from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
 from .inode import ROOT_INO, Inode, fail
 from .tree import Tree
 
-__all__ = ["Hub", "SharedCommitter"]
+if TYPE_CHECKING:
+    from ..etcd.engine import EtcdEngine
+
+__all__ = ["Claims", "Hub", "SharedCommitter"]
 
 # Inode numbers of a shared engine are taken in blocks; the next one when fewer are left than this.
 _BLOCK_INOS = 4096
@@ -29,6 +36,8 @@ _SPARE_INOS = 1024
 _ATTEMPTS_MAX = 40
 _PAUSE_FIRST_S = 0.002
 _PAUSE_MAX_S = 0.1
+# A transaction of new files compares two records for each, and etcd accepts 128 compares.
+_STORED_AT_ONCE = 50
 
 
 class Hub(Protocol):
@@ -43,6 +52,31 @@ class Hub(Protocol):
         ...
 
 
+class Claims(Protocol):
+    """The directories in which one mount alone puts names and nobody changes the directory's record (see
+    store/remote/claims)."""
+
+    def is_ours(self, directory: int) -> bool:
+        """Return whether this mount may keep new files in the directory to itself."""
+        ...
+
+    def revision(self, directory: int) -> int:
+        """Return the revision of this mount's claim of the directory, 0: it has none."""
+        ...
+
+    def of_others(self, directories: Iterable[int]) -> list[int]:
+        """Return those of the directories of which other mounts have the claim."""
+        ...
+
+    async def recall(self, directory: int) -> None:
+        """Return when no other mount has the claim of the directory."""
+        ...
+
+    def made_in(self, directory: int) -> None:
+        """Note that this mount has stored a new file in the directory that no other mount sees yet."""
+        ...
+
+
 class SharedCommitter:
     """Commits changes of a tree that `hub` keeps up to date. The hub has to be started first.
 
@@ -53,9 +87,10 @@ class SharedCommitter:
     def __init__(
         self,
         tree: Tree,
-        engine: SharedEngine,
+        engine: "EtcdEngine",
         hub: Hub,
         *,
+        claims: Claims | None = None,
         after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None,
         read_only: bool = False,
     ) -> None:
@@ -63,6 +98,11 @@ class SharedCommitter:
         self._tree = tree
         self._engine = engine
         self._hub = hub
+        self._claims = claims
+        # Files that no other mount sees, and that are being stored; and those of which it is not known
+        # whether they were.
+        self._storing: dict[int, trio.Event] = {}
+        self._unsure: set[int] = set()
         self._after_commit = after_commit
         self._next_ino = ROOT_INO + 1
         self._last_ino = 0
@@ -97,6 +137,11 @@ class SharedCommitter:
             elif commit.local:
                 self._tree.enact_locally(commit)
                 return commit.inode
+            elif await self._has_to_wait(commit):
+                continue
+            elif self._stays_here(commit):
+                self._tree.keep(commit)
+                return commit.inode
             elif commit.charge is not None and commit.charge.is_near and not fresh:
                 pass
             elif await self._succeeds(commit, guards):
@@ -110,19 +155,25 @@ class SharedCommitter:
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
         directories = self._directories(commit)
         tree = self._tree
+        kept = self._with_names(commit)
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
+        conditions = compares(commit, revisions)
+        if self._claims is not None:
+            conditions += [
+                (claim_key(directory), self._claims.revision(directory))
+                for directory in _makes_names_in(commit)
+            ]
         with tree.keeping(commit):
             try:
-                revision = await self._engine.transact(
-                    [*compares(commit, revisions), *guards], operations(commit)
-                )
+                revision = await self._transact([*conditions, *guards], commit, kept)
             except Conflict as conflict:
                 if any(conflict.key == _key_of(guard) for guard in guards):
                     raise
                 return False
-            await self._hub.wait_applied(revision)
             unseen = commit.new is not None and commit.new.maker
-            if self._after_commit is not None and not unseen:
+            if unseen and self._claims is not None:
+                self._claims.made_in(commit.names[0][0])
+            if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
         for inode in commit.inodes:
             inode.revision = revision
@@ -131,6 +182,109 @@ class SharedCommitter:
             if shown is not None and shown.revision == revision:
                 commit.inode = shown  # the same, with derived fields
         return True
+
+    async def _transact(
+        self, conditions: Sequence[Compare], commit: Commit, kept: Sequence[int]
+    ) -> int:
+        """Store a commit, wait until the replica has it, and return its revision. `kept` are the files in
+        it that only this mount knows."""
+        storing = trio.Event()
+        self._storing.update(dict.fromkeys(kept, storing))
+        try:
+            revision = await self._engine.transact(conditions, operations(commit))
+            await self._hub.wait_applied(revision)
+        except Conflict:
+            raise
+        except BaseException:
+            self._unsure.update(kept)
+            raise
+        finally:
+            for ino in kept:
+                self._storing.pop(ino, None)
+            storing.set()
+        if kept:
+            self._forget_former_names(commit)
+        return revision
+
+    # -- new files that this mount keeps to itself -------------------------------------------------
+
+    async def _has_to_wait(self, commit: Commit) -> bool:
+        """Wait for what a commit cannot be applied beside, and return whether there was anything: a file in
+        it is just being stored, or another mount has the claim of a directory."""
+        if self._claims is None:
+            return False
+        for inode in (*commit.inodes, *commit.gone):
+            if inode.ino in self._storing:
+                await self._storing[inode.ino].wait()
+                return True
+            if inode.ino in self._unsure:
+                await self._engine.settle()
+                await self._hub.barrier()
+                self._unsure.discard(inode.ino)
+                return True
+        others = self._claims.of_others(_makes_names_in(commit))
+        for directory in others:
+            await self._claims.recall(directory)
+        return bool(others)
+
+    def _stays_here(self, commit: Commit) -> bool:
+        """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""
+        if self._claims is None or commit.stores or commit.charge is not None:
+            return False
+        for inode in (*commit.inodes, *commit.gone):
+            if inode.revision or not inode.maker:
+                return False
+        if commit.new is not None:
+            return self._claims.is_ours(commit.names[0][0])
+        return bool(commit.inodes or commit.gone)
+
+    def _with_names(self, commit: Commit) -> list[int]:
+        """Add to a commit the names of its inodes that only this mount knows, and return their
+        numbers."""
+        tree, found = self._tree, []
+        for inode in commit.inodes:
+            if inode.revision or inode is commit.new or not tree.names_of(inode.ino):
+                continue
+            found.append(inode.ino)
+            changed = {name[:2] for name in commit.names}
+            names = [name for name in tree.names_of(inode.ino) if name not in changed]
+            parents = {parent for parent, _ in names}
+            commit.names = [*commit.names, *((*name, inode.ino) for name in names)]
+            commit.within = {*commit.within, *parents}
+            parents -= {parent for parent, _ in commit.times}
+            times = [(parent, tree.inodes[parent].mtime_ns) for parent in parents]
+            commit.times = [*commit.times, *times]
+        return found
+
+    def _forget_former_names(self, commit: Commit) -> None:
+        """Remove the names that a commit removed and that were never stored: the watch tells of none."""
+        tree, former = self._tree, Commit()
+        former.names = [
+            (parent, name, 0)
+            for parent, name, ino in commit.names
+            if not ino and tree.ino_behind(parent, name) and not tree.name_revision(parent, name)
+        ]
+        if former.names:
+            tree.keep(former)
+
+    async def store(self, directory: int) -> None:
+        """Store the files in a directory that this mount keeps to itself; no other mount sees them yet.
+        Raises OSError."""
+        while kept := [
+            inode.ino
+            for inode in self._tree.inodes.unrecorded()
+            if inode.maker and inode.nlink and directory in self._tree.parents_of(inode.ino)
+        ]:
+            await self.carry_out(partial(self._stored, kept[:_STORED_AT_ONCE]))
+
+    def _stored(self, numbers: Iterable[int]) -> Commit | None:
+        commit, inodes = Commit(), self._tree.inodes
+        found = [inode for ino in numbers if (inode := inodes.get(ino)) is not None]
+        commit.inodes = [inode.copy() for inode in found if inode.nlink and not inode.revision]
+        commit.stores = True
+        return commit if commit.inodes else None
+
+    # -- what a commit concerns ------------------------------------------------------------------
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:
         """Return the directories that a commit changes, or whose inodes it changes."""
@@ -180,6 +334,17 @@ class SharedCommitter:
                     self._next_ino, self._last_ino = first, after - 1
                     return
             raise fail(errno.EBUSY, "others take inode numbers all the time")
+
+
+def _makes_names_in(commit: Commit) -> set[int]:
+    """Return the directories that get names, change or go."""
+    found = {parent for parent, _, ino in commit.names if ino}
+    found.update(
+        inode.ino
+        for inode in (*commit.inodes, *commit.gone)
+        if inode.is_dir and inode is not commit.new
+    )
+    return found
 
 
 def _key_of(compare: Compare) -> bytes:

@@ -48,6 +48,8 @@ _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
+# The revision of a name that is not stored yet.
+_KEPT_HERE = bytes(8)
 
 
 class Tree(Names):
@@ -141,25 +143,32 @@ class Tree(Names):
 
     def _keys(self) -> Iterator[bytes]:
         for kind in (b"d", b"i", b"t"):
-            for key, _ in self.records.range(kind, bytes([kind[0] + 1])):
-                yield key
+            for key, value in self.records.range(kind, bytes([kind[0] + 1])):
+                if kind != b"d" or value[8:] != _KEPT_HERE:
+                    yield key
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
+        numbers = {int.from_bytes(event.key[1:9], "big") for event in events}
+        names = [
+            (int.from_bytes(event.key[1:9], "big"), event.key[9:])
+            for event in events
+            if event.key.startswith(b"d")
+        ]
+        with self._telling(numbers, names):
+            self.take(events)
+
+    @contextlib.contextmanager
+    def _telling(
+        self, numbers: Iterable[int], changed_names: Iterable[tuple[int, bytes]]
+    ) -> Iterator[None]:
+        """Tell the listener what becomes of these inodes and names."""
         listener = self._listener
         if listener is None:
-            self.take(events)
+            yield
             return
-        touched = {int.from_bytes(event.key[1:9], "big") for event in events}
-        inodes = {ino: self.inodes.get(ino) for ino in touched}
-        names = [
-            (parent, name, self.ino_behind(parent, name))
-            for parent, name in (
-                (int.from_bytes(event.key[1:9], "big"), event.key[9:])
-                for event in events
-                if event.key.startswith(b"d")
-            )
-        ]
-        self.take(events)
+        inodes = {ino: self.inodes.get(ino) for ino in numbers}
+        names = [(*name, self.ino_behind(*name)) for name in changed_names]
+        yield
         for ino, old in inodes.items():
             new = self.inodes.get(ino)
             if new is not old:
@@ -283,7 +292,19 @@ class Tree(Names):
 
     # -- own changes -----------------------------------------------------------------------------
 
-    def enact(self, commit: Commit) -> None:
+    def keep(self, commit: Commit) -> None:
+        """Apply a commit without storing it: its inodes and names are known here alone, without a revision,
+        until a later commit stores them. Raises as `enact`."""
+        for inode in commit.gone:
+            inode.maker = 0  # no other host has taken its name
+        changed = (*commit.inodes, *commit.gone)
+        numbers = {*(inode.ino for inode in changed), *(ino for ino, _ in commit.times)}
+        with self._telling(numbers, [name[:2] for name in commit.names]):
+            self.enact(commit, revision=0)
+        if self._listener is not None:
+            self._listener.kept()
+
+    def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> None:
         """Store a commit and apply it. Raises NoSpace, OSError; then nothing has changed."""
         records, inodes = self.records, self.inodes
         size = 0
@@ -296,7 +317,7 @@ class Tree(Names):
             for ino, time_ns in commit.times:
                 self._set_time(ino, time_ns)
             for inode in commit.inodes:
-                inode.revision = _OWN_REVISION
+                inode.revision = revision
                 inodes.replace(inode)
                 if (inode.xattrs or self.quotas.in_use) and inode.is_dir:
                     self._take_limits(inode)
@@ -307,7 +328,7 @@ class Tree(Names):
                     records.delete(time_key(inode.ino))
             names = commit.names
             for parent, name, ino in names if len(names) < 2 else removals_first(names):
-                self._rename(parent, name, ino, _OWN_REVISION)
+                self._rename(parent, name, ino, revision)
             inodes.write()
             if commit.durable:
                 records.commit()
@@ -468,6 +489,11 @@ class Tree(Names):
                 if ino in self.damaged and not inode.revision:
                     self._let_go(inode)
                     self._faults.mended(inode_key(ino))
+                elif inode.maker and not inode.revision:
+                    # It was known here alone, and its name was taken.
+                    inode.nlink = 0
+                    inode.maker = 0 if ino in self._removing else inode.maker
+                    self._let_go(inode)
         return inode.is_dir
 
     def _take_names_from(self, ino: int) -> None:
@@ -479,7 +505,8 @@ class Tree(Names):
         if inode.is_dir:
             left += ((ino, name) for name, _ in self.below(ino))
         for parent, name in left:
-            self._complain(name_key(parent, name), "it has lost its inode")
+            if self.name_revision(parent, name):
+                self._complain(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
     def _let_go(self, inode: Inode) -> None:

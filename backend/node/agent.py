@@ -10,19 +10,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import trio
 
 from ..cluster.lease import SessionEnded
 from ..cluster.membership import removed_for_good
 from ..kv import Conflict
-from ..model.groups import degraded, emptied, leader, next_step, refenced, without
-from ..model.placement import replicas_of
+from ..model.groups import emptied, leader, next_step, refenced, without
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig
+from .catalog import Catalog
 from .handover import Handover
 from .housekeeping import Housekeeping
-from .resync import Resync
 from .state import ClusterState
 
 __all__ = ["Agent"]
@@ -51,7 +49,7 @@ class Agent:
     def __init__(
         self,
         cluster: ClusterState,
-        resync: Resync,
+        catalog: Catalog,
         ping: Callable[[int], Awaitable[None]],
         handover: Handover | None = None,
         *,
@@ -62,7 +60,7 @@ class Agent:
         self.rereplicate_after_s = rereplicate_after_s
         self.joining_at_once = joining_at_once
         self._cluster = cluster
-        self._resync = resync
+        self._catalog = catalog
         self._ping = ping
         self._wake = trio.Event()
         self._shunned: dict[int, tuple[float, float]] = {}  # node -> until, for how long
@@ -152,32 +150,6 @@ class Agent:
             if await self._cluster.change(changes):
                 return alone
 
-    def status(self) -> dict[str, Any]:
-        """Return figures about all groups, and about what is copied to this node."""
-        live = self._cluster.members.nodes.keys()
-        configs = self._cluster.groups.all()
-        progress = self._resync.progress()
-        in_use = self._resync.pools_in_use()
-        return {
-            "groups": len(configs),
-            "pools_in_use": sorted(in_use),
-            "groups_led": sum(leader(c, live) == self.node for c, _ in configs.values()),
-            "groups_degraded": sum(
-                degraded(config, live, replicas_of(group)) > 0
-                for group, (config, _) in configs.items()
-                if group >> GROUP_BUCKET_BITS in in_use
-            ),
-            "groups_unavailable": sum(leader(c, live) is None for c, _ in configs.values()),
-            "groups_moving": sum(bool(config.joining) for config, _ in configs.values()),
-            "filling_groups": progress.groups,
-            "filling_bytes_left": progress.bytes_left,
-            "filling_bytes_per_s": round(progress.bytes_per_s),
-            "filling_seconds_left": progress.seconds_left,
-            "copied_bytes": progress.copied_bytes,
-            "lost_extents": progress.lost_extents,
-            "damaged_groups": progress.damaged_groups,
-        }
-
     # --- one look at everything
 
     async def _lead(self) -> bool:
@@ -225,7 +197,7 @@ class Agent:
             if all(map(self._cluster.members.is_removed, config.in_sync)) and self._live_target(
                 group
             ):
-                if self._resync.has_names(group):
+                if self._catalog.has_names(group):
                     self._waits_for_names = True
                 else:
                     lost.setdefault(config.in_sync, []).append(group)
@@ -246,7 +218,7 @@ class Agent:
             changes = {}
             for group, config in fenced.items():
                 found, target = self._cluster.groups.get(group), self._live_target(group)
-                if found and found[0] == config and target and not self._resync.has_names(group):
+                if found and found[0] == config and target and not self._catalog.has_names(group):
                     changes[group] = found[1], emptied(config, *target)
             newest, _ = await self._cluster.groups.change(self._cluster.engine, changes, guards)
             await self._cluster.replica.wait_applied(newest)

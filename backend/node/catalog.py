@@ -34,7 +34,6 @@ from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
 from ..namespace import Inode
-from ..namespace.inode import inode_key
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming
@@ -123,6 +122,10 @@ class Catalog:
             _, named = self._named[content]
             for stripe in named.stripes_in(group, self._buckets):
                 yield Extent(content, stripe), named.length(stripe)
+
+    def has_names(self, group: int) -> bool:
+        """Return whether an inode names an extent of the group."""
+        return group in self._by_group
 
     def pools_in_use(self) -> set[int]:
         """Return the pools (see placement.pool_of) in which an extent is named."""
@@ -222,32 +225,29 @@ class Catalog:
     def _take(self, key: bytes, value: bytes | None, revision: int) -> Sequence[int]:
         """Apply a change of a key. Return the contents that may have to go."""
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
-        if kind == b"i":
-            return self._take_inode(number, value, revision)
         if kind == b"p":
             return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
-        return self._take_mount(number, None if value is None else revision)
-
-    def _take_inode(self, ino: int, value: bytes | None, revision: int) -> Sequence[int]:
+        if kind == b"m":
+            return self._take_mount(number, None if value is None else revision)
         named = None
         if value is not None:
             try:
-                inode = Inode.decode(ino, value, revision)
+                inode = Inode.decode(number, value, revision)
             except msgspec.DecodeError as error:
                 # Its content is not known, so the one it named before stays.
-                self._faults.add(inode_key(ino), str(error), value)
+                self._faults.add(key, str(error), value)
                 return ()
             if inode.extent and inode.layout.replicas:
                 named = Named.by(inode)
-        before = self._by_ino.get(ino)
+        before = self._by_ino.get(number)
         if before is not None and named is not None and before.content == named.content:
             return ()
         if named is not None:
-            self._by_ino[ino] = named
-            self._name(ino, named)
+            self._by_ino[number] = named
+            self._name(number, named)
         elif before is not None:
-            del self._by_ino[ino]
-        if before is not None and self._unname(ino, before):
+            del self._by_ino[number]
+        if before is not None and self._unname(number, before):
             return (before.content,)
         return ()
 

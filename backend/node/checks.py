@@ -1,7 +1,7 @@
 """Telling right bytes from wrong ones by comparing an extent's digest with its version's record.
 
 A record has a digest for each stripe, or, for contents with many stripes, one for each run of them (see
-store/digest.py). An extent of such a run is checked together with the digests that other nodes report of
+files/digest.py). An extent of such a run is checked together with the digests that other nodes report of
 theirs: some combination of the existing copies must give the digest of the run.
 """
 

@@ -125,7 +125,7 @@ class Copier:
         return denied
 
     def _sources(self, config: GroupConfig, salt: int) -> Iterator[int]:
-        """Live members to ask, those in sync first; `salt` spreads the load."""
+        """Yield the live members to ask, those in sync first; `salt` spreads the load."""
         for nodes in (config.in_sync, config.joining):
             others = [node for node in nodes if node != self._node and node in self._members.nodes]
             turn = salt % len(others) if others else 0
@@ -174,8 +174,8 @@ class Copier:
         return [extent]
 
     async def mend(self, config: GroupConfig, extent: Extent, size: int) -> bool | None:
-        """Replace an extent that is wrong here with a right copy of another node. Returns whether it
-        was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
+        """Replace an extent that is wrong here with a right copy of another node. Return True if it was
+        replaced, or is not needed any more; None if a member in sync could not be asked. Raises OSError
         ENOSPC."""
         unasked = set(config.in_sync) - {self._node}
         allocated = self._catalog.allocated(extent, size)
@@ -227,7 +227,7 @@ class Copier:
             raise
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise  # its record told of less than is not in holes
+                raise  # more of it lies outside holes than its record says
             log.info("extent %x.%x from node %x: %s", *extent, node, error)
             return None
 
@@ -298,7 +298,8 @@ class Copier:
                 self._wrong.keep(extent)
 
     def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
-        """False if it is not needed any more: it would be nobody's to free."""
+        """Make a copy an extent of this node. Return False, without doing so, if it is not needed any more:
+        nothing would free it."""
         left.pop(extent, None)
         if not self._catalog.is_missing(extent):
             return False
@@ -322,7 +323,7 @@ class Copier:
 
 
 def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:
-    """Small extents by the dozen, large ones each by itself, the smallest first."""
+    """Yield the extents to copy, the smallest first: small ones together, large ones each by itself."""
     batch: list[Extent] = []
     batch_bytes = 0
     for extent, size in sorted(left.items(), key=lambda item: item[1]):

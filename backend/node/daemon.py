@@ -10,7 +10,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..model.records import (
 )
 from ..observe.figures import values_of
 from ..observe.logs import identify
-from ..observe.metrics import Collector, serve_metrics
+from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
 from ..transport.movers import all_movers
@@ -56,7 +56,6 @@ from .feed import Feed
 from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
-from .inspection import Inspection
 from .mark import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
@@ -258,7 +257,6 @@ class _Node:
             history=history,
         )
         cluster = ClusterState(node, engine, replica, members, groups, session)
-        self._inspection = inspection = Inspection(cluster, catalog)
 
         # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
@@ -279,7 +277,7 @@ class _Node:
         wrong = WrongExtents(catalog)
         throttle = Throttle(section.rebalance_rate)
         copier = Copier(members, catalog, peers.device, throttle, checks, wrong)
-        self._resync = resync = Resync(cluster, catalog, inspection, copier)
+        self._resync = resync = Resync(cluster, catalog, copier)
         self._scrub = scrub = Scrub(
             cluster,
             catalog,
@@ -292,7 +290,7 @@ class _Node:
         handover = Handover(catalog, checks, peers.device, scrub.doubt)
         self._agent = agent = Agent(
             cluster,
-            resync,
+            catalog,
             peers.ping,
             handover,
             rereplicate_after_s=section.rereplicate_after,
@@ -300,9 +298,7 @@ class _Node:
         self._etcd_watch = EtcdWatch(engine)
 
         # Service to other processes.
-        self._service = service = NodeService(
-            cluster, catalog, agent, inspection, scrub, self._status
-        )
+        self._service = service = NodeService(cluster, catalog, agent, resync, scrub, self._status)
         self._listener = listener = Listener(
             service,
             peers,
@@ -329,7 +325,10 @@ class _Node:
         self._rdma.check(where.advertised)
         with closing(self._peers):
             nursery.start_soon(self._peers.run)
-            async with self._listener, self._metrics():
+            labels = {"node": f"{self._files.node:016x}"}
+            address, port = self._config.node.metrics_address, self._config.node.metrics_port
+            metrics = serve_metrics("node", self._figures, labels, address, port)
+            async with self._listener, metrics:
                 await self._serve(ready)
 
     async def _serve(self, ready: Callable[[str], None]) -> None:
@@ -374,7 +373,7 @@ class _Node:
             transports=sorted(ports),
         )
         await self._session.update(record)
-        await self._nursery.start(partial(self._session.run, verify=self._inspection.look_over))
+        await self._nursery.start(partial(self._session.run, verify=self._resync.look_over))
 
     def _with_space(self) -> NodeAddress:
         record, space = self._session.record, self._files.space()
@@ -414,26 +413,6 @@ class _Node:
 
     # -- figures ---------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _metrics(self) -> AsyncIterator[None]:
-        node = self._config.node
-        if node.metrics_port is None:
-            yield
-            return
-        collector = Collector(
-            "node",
-            self._figures,
-            {"node": f"{self._files.node:016x}"},
-            trio.lowlevel.current_trio_token(),
-        )
-        server = serve_metrics(collector, node.metrics_address, node.metrics_port)
-        log.info("metrics are served on %s port %d", node.metrics_address, server.port)
-        try:
-            yield
-        finally:
-            # The server's thread may be waiting for this thread to collect figures.
-            await trio.to_thread.run_sync(server.close)
-
     def _figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
         return [
@@ -455,7 +434,7 @@ class _Node:
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
             "damaged_records": self._faults.report(),
-            **self._agent.status(),
+            "pools_in_use": sorted(self._catalog.pools_in_use()),
         }
 
     def _own_groups(self) -> dict[str, int]:

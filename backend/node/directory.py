@@ -49,6 +49,28 @@ class StoreDirectory:
     def close(self) -> None:
         self._opened.close()
 
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a small file beside the directories, None if it is not there."""
+        try:
+            with open(f"{self.path}/{name}", "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes, *, hardened: bool) -> None:
+        """Replace such a file; one that is `hardened` survives a power loss. For any thread, one at a time
+        for each name."""
+        draft = f"{name}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with open(os.open(draft, flags, 0o600, dir_fd=self.top), "wb") as file:
+            file.write(data)
+            if hardened:
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(draft, name, src_dir_fd=self.top, dst_dir_fd=self.top)
+        if hardened:
+            os.fsync(self.top)
+
     def forget_ended_mounts(self) -> int:
         """Remove the names in held/ of mounts that have ended, and return how many. For a worker thread:
         memory of files without another name is freed here."""

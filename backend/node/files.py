@@ -78,14 +78,14 @@ class Files:
         # Extents made by an application on this host, which may have their files open for writing.
         self._foreign: set[Extent] = set()
         self._made: dict[Extent, StoredFile] = {}  # made by this process
-        place = self._place = StoreDirectory(directory)
+        place = self.place = StoreDirectory(directory)
         try:
             self.power_safe = place.power_safe
             usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
             self.quarantine = Quarantine(
                 place.quarantine, usual_s if quarantine_s is None else quarantine_s
             )
-            self.identity = Identity(directory, place.top)
+            self.identity = Identity(place)
             self.node = self.identity.node
             if self.identity.is_new:
                 self._forget_strays()
@@ -106,25 +106,25 @@ class Files:
     def close(self) -> None:
         self.spares.give_up()
         self.reap()
-        self._place.close()
+        self.place.close()
 
     def _forget_strays(self) -> None:
-        if os.listdir(self._place.extents):
+        if os.listdir(self.place.extents):
             log.warning(
                 "%s: node.json is gone, so this is a new node; the extents of the former one are put into "
                 "quarantine",
                 self.directory,
             )
-        for entry in os.scandir(self._place.extents):
+        for entry in os.scandir(self.place.extents):
             extent = parsed_name(entry.name)
             if extent is not None:
-                self.quarantine.take_in(extent, entry.stat().st_size, self._place.extents)
+                self.quarantine.take_in(extent, entry.stat().st_size, self.place.extents)
 
     def _scan(self) -> None:
         """Find sealed extents. Their files are never reused, lent or not."""
-        for name in os.listdir(self._place.lent):
-            os.unlink(name, dir_fd=self._place.lent)
-        for entry in os.scandir(self._place.extents):
+        for name in os.listdir(self.place.lent):
+            os.unlink(name, dir_fd=self.place.lent)
+        for entry in os.scandir(self.place.extents):
             extent = parsed_name(entry.name)
             if extent is None or not entry.is_file(follow_symlinks=False):
                 log.warning("%s is not an extent and is passed over", entry.path)
@@ -173,10 +173,10 @@ class Files:
     def _open(self, extent: Extent) -> int:
         if extent not in self._sizes:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
-        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._place.extents)
+        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
 
     def space(self) -> Space:
-        status = os.fstatvfs(self._place.extents)
+        status = os.fstatvfs(self.place.extents)
         total = status.f_blocks * status.f_frsize
         spare = self.spares.bytes + self.quarantine.bytes
         free = min(total, status.f_bavail * status.f_frsize + spare)
@@ -243,7 +243,7 @@ class Files:
             # Before the extent can be opened, as `open` marks the file.
             self._made[extent] = incoming.file
         try:
-            self.incoming.move_out(incoming, extent_name(extent), self._place.extents)
+            self.incoming.move_out(incoming, extent_name(extent), self.place.extents)
         except OSError:
             self._made.pop(extent, None)
             raise
@@ -252,15 +252,15 @@ class Files:
         self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
-        """Do as `seal`, in place of an extent that is here: one that has turned out to be damaged, or in
-        another file. The memory of that goes with the next `reap`."""
+        """Seal as `seal` does, in place of an extent that is here: one that has turned out to be damaged,
+        or the same bytes in another file. The next `reap` gives the memory of the former file back."""
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
         self._put_in_place(incoming, extent)
 
     def _other_name(self, extent: Extent) -> str:
         """Give the file of an extent another name, in incoming/. Raises FileNotFoundError."""
-        name, place = self.incoming.new_name(), self._place
+        name, place = self.incoming.new_name(), self.place
         os.link(extent_name(extent), name, src_dir_fd=place.extents, dst_dir_fd=place.incoming)
         return name
 
@@ -275,7 +275,7 @@ class Files:
             self._named.add(extent)
             try:
                 own = 0 if extent in self._foreign else OWN_FILE
-                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self._place.extents)
+                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self.place.extents)
             except FileNotFoundError:
                 log.error("extent %s vanished from the store", extent_name(extent))
                 self.free(extent)
@@ -286,7 +286,7 @@ class Files:
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
-            os.fsync(self._place.extents)
+            os.fsync(self.place.extents)
 
     # -- going -----------------------------------------------------------------------------------
 
@@ -303,15 +303,15 @@ class Files:
             file = None
         try:
             if file is None and size <= _AT_ONCE_BYTES:
-                os.unlink(extent_name(extent), dir_fd=self._place.extents)
+                os.unlink(extent_name(extent), dir_fd=self.place.extents)
                 self._forget(extent)
                 return
             name = self.incoming.new_name()
             os.rename(
                 extent_name(extent),
                 name,
-                src_dir_fd=self._place.extents,
-                dst_dir_fd=self._place.incoming,
+                src_dir_fd=self.place.extents,
+                dst_dir_fd=self.place.incoming,
             )
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
@@ -330,15 +330,15 @@ class Files:
             return
         self._named.discard(extent)
         try:
-            self.quarantine.take_in(extent, size, self._place.extents)
+            self.quarantine.take_in(extent, size, self.place.extents)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
         self._forget(extent)
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
-        self.quarantine.give_back(extent, self._place.extents)
-        status = os.stat(extent_name(extent), dir_fd=self._place.extents)
+        self.quarantine.give_back(extent, self.place.extents)
+        status = os.stat(extent_name(extent), dir_fd=self.place.extents)
         self._count_in(extent, status)
         if not status.st_mode & OWN_FILE:
             self._foreign.add(extent)
@@ -356,7 +356,7 @@ class Files:
         for extent in due:
             name = self.incoming.new_name()
             try:
-                self.quarantine.move_out(extent, name, self._place.incoming)
+                self.quarantine.move_out(extent, name, self.place.incoming)
             except FileNotFoundError:
                 continue
             self.incoming.condemn(name)
@@ -377,8 +377,8 @@ class Files:
         self._rdma.drop_orphans()
 
     def reap(self) -> None:
-        """Do as `give_back`, but leave what is mapped for RDMA. For any thread."""
-        self._place.forget_ended_mounts()
+        """Give back memory as `give_back` does, except files that are mapped for RDMA. For any thread."""
+        self.place.forget_ended_mounts()
         self.incoming.reap()
 
     def _count_in(self, extent: Extent, status: os.stat_result) -> None:

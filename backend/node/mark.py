@@ -10,7 +10,8 @@ import time
 import trio
 
 from ..cluster.history import History, read_epoch, read_reports, report_key
-from ..kv import Put, SharedEngine, WentBack
+from ..etcd.engine import EtcdEngine
+from ..kv import Put, WentBack
 from ..model.records import Epoch, Report, encode, session_of
 from .files import Files
 
@@ -25,7 +26,7 @@ _MARK_PERIOD_S = 2.0
 class NodeHistory(History):
     """The history that the node with the store `files` knows."""
 
-    def __init__(self, engine: SharedEngine, files: Files) -> None:
+    def __init__(self, engine: EtcdEngine, files: Files) -> None:
         super().__init__(engine)
         self._identity = files.identity
         self._node = files.node

@@ -18,22 +18,11 @@ from google.protobuf.message import DecodeError, Message
 from ..cluster.etcd_rights import own_ranges
 from ..etcd import etcd_pb2 as pb
 from ..etcd.calls import LAST_KEY
-from ..etcd.client import (
-    GRANT,
-    KEEP_ALIVE,
-    RANGE,
-    REVOKE,
-    TRY_S,
-    TXN,
-    WATCH,
-    Client,
-    Method,
-    RpcError,
-    Uncertain,
-    Unsent,
-)
+from ..etcd.client import TRY_S, Client, Uncertain, Unsent
+from ..etcd.errors import RpcError
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
-from ..kv import Event, KeyValue
+from ..etcd.methods import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
+from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
 from .feed import Feed
@@ -165,14 +154,14 @@ class Readers:
             raise _denied("only a certificate makes a reader")
         asked = checked(request.method, request.body, self._prefix, peer.owner)
         if request.method == WATCH.path:
-            return await self._watch(peer, request.number, asked.message.create_request)
+            return await self._watch(peer, asked.message.create_request)
         account = self._accounts[peer.owner]
         await account.pay(asked.cost)
         is_much = request.method == RANGE.path and asked.message.range_end
         async with account.places_for_much if is_much else account.places:
             if asked.grows:
                 self._check_limits(peer.owner, account, asked)
-            said = await self._said(request.number, Method(request.method, bytes), asked)
+            said = await self._said(Method(request.method, bytes), asked)
             if request.method == TXN.path and asked.grows:
                 await self._count_puts(said)
         if said.outcome == EtcdOutcome.ANSWERED:
@@ -198,19 +187,19 @@ class Readers:
                 await self._feed.wait(last.mod_revision)
                 return said
             text = "this store node does not hear from etcd"
-            return EtcdSaid(said.number, EtcdOutcome.UNSENT, text=text)
+            return EtcdSaid(EtcdOutcome.UNSENT, text=text)
         return said
 
-    async def _said(self, number: int, method: Method[bytes], asked: Checked) -> EtcdSaid:
+    async def _said(self, method: Method[bytes], asked: Checked) -> EtcdSaid:
         try:
             body = await self._client.attempt(method, asked.message, TRY_S)
         except RpcError as error:
-            return EtcdSaid(number, EtcdOutcome.REFUSED, code=error.code, text=error.text)
+            return EtcdSaid(EtcdOutcome.REFUSED, code=error.code, text=error.text)
         except Unsent as error:
-            return EtcdSaid(number, EtcdOutcome.UNSENT, text=str(error))
+            return EtcdSaid(EtcdOutcome.UNSENT, text=str(error))
         except Uncertain as error:
-            return EtcdSaid(number, EtcdOutcome.UNCERTAIN, text=str(error))
-        return EtcdSaid(number, EtcdOutcome.ANSWERED, body)
+            return EtcdSaid(EtcdOutcome.UNCERTAIN, text=str(error))
+        return EtcdSaid(EtcdOutcome.ANSWERED, body)
 
     # -- limits ----------------------------------------------------------------------------------
 
@@ -225,7 +214,7 @@ class Readers:
 
     # -- watches ---------------------------------------------------------------------------------
 
-    async def _watch(self, peer: Peer, number: int, create: pb.WatchCreateRequest) -> EtcdSaid:
+    async def _watch(self, peer: Peer, create: pb.WatchCreateRequest) -> EtcdSaid:
         if peer.watches >= _WATCHES_MAX:
             raise OSError(errno.EDQUOT, f"a reader has {_WATCHES_MAX} watches at most")
         peer.watches += 1
@@ -237,8 +226,8 @@ class Readers:
                 if not body:
                     with trio.move_on_after(_HISTORY_S):
                         body = await self._history(peer.owner, create)
-                return EtcdSaid(number, EtcdOutcome.ANSWERED, body)
-            return EtcdSaid(number, EtcdOutcome.ANSWERED)
+                return EtcdSaid(EtcdOutcome.ANSWERED, body)
+            return EtcdSaid(EtcdOutcome.ANSWERED)
         finally:
             peer.watches -= 1
 
@@ -390,8 +379,7 @@ _CHECKS: dict[str, tuple[type[Message], Callable[[Any, bytes, int], Checked]]] =
 def _check_keys(key: bytes, range_end: bytes, prefix: bytes) -> None:
     if max(len(key), len(range_end)) > _READ_KEY_BYTES_MAX:
         raise _denied("a reader may not read such a key")
-    after = prefix[:-1] + bytes([prefix[-1] + 1])
-    if not key.startswith(prefix) or (range_end and not prefix <= range_end <= after):
+    if not key.startswith(prefix) or (range_end and not prefix <= range_end <= end_of(prefix)):
         raise _denied("a reader may not read keys outside the cluster's")
 
 

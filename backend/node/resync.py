@@ -1,4 +1,4 @@
-"""Filling a group: how a joining node gets every extent it lacks, and then becomes a member in sync.
+"""Finding and filling what this node lacks: how a joining node becomes a member in sync.
 
 The promotion is right for this reason. The group's configuration C names this node as joining. Every write
 committed under C or later went to this node, too, as each commit compares the configuration it was written
@@ -11,20 +11,18 @@ import errno
 import logging
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import trio
 
-from ..model.groups import promoted, without
+from ..model.groups import demoted, promoted, refenced, without
 from ..model.records import GroupConfig
 from ..transport import Extent
 from .catalog import Catalog
 from .copier import Copier
 from .figures import ResyncFigures
-from .inspection import Inspection
 from .state import ClusterState
 
-__all__ = ["Progress", "Resync"]
+__all__ = ["Resync"]
 
 log = logging.getLogger(__name__)
 
@@ -35,40 +33,22 @@ RETRY_MAX_S = 10.0
 DAMAGE_PAUSE_S = 1.0
 
 
-class Progress(NamedTuple):
-    """The copying still to be done to this node, and its rate in the last seconds."""
-
-    groups: int
-    extents_left: int
-    bytes_left: int
-    bytes_per_s: float
-    copied_bytes: int
-    lost_extents: int  # found on no node
-    damaged_groups: int  # this node alone is in sync, and lacks something
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Return the time left in seconds, None if nothing moves."""
-        if not self.bytes_left:
-            return 0.0
-        return self.bytes_left / self.bytes_per_s if self.bytes_per_s else None
-
-
 class Resync:
-    """Fills the groups that this node is joining, and those that lack extents."""
+    """Fills the groups that this node is joining, and those that lack extents. `damaged` are the groups
+    that lack something and of which this node alone is in sync."""
 
-    def __init__(
-        self,
-        cluster: ClusterState,
-        catalog: Catalog,
-        inspection: Inspection,
-        copier: Copier,
-    ) -> None:
+    def __init__(self, cluster: ClusterState, catalog: Catalog, copier: Copier) -> None:
         self.node = cluster.node
+        self.damaged: set[int] = set()
         self._cluster = cluster
         self._catalog = catalog
-        self._inspection = inspection
         self._copier = copier
+        # Extents that this process or an earlier one acknowledged may be lost without a trace.
+        self._forgetful = True
+        self._reported: set[Extent] = set()
+        self._damage = trio.Event()
+        self._looking_over = trio.Lock()
+        self._token = trio.lowlevel.current_trio_token()
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
         self._active: set[int] = set()
         self._touched: set[int] = set()
@@ -77,14 +57,13 @@ class Resync:
         self._lost_count = 0
         self._news: dict[int, trio.Event] = {}
         self._left: dict[int, dict[Extent, int]] = {}
-        inspection.looked.append(self._looked_over)
         cluster.groups.group_changed.append(self._group_changed)
         cluster.members.node_changed.append(self._node_changed)
 
     async def run(self) -> None:
         self._touched.update(self._cluster.groups.all())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._mend)
+            nursery.start_soon(self._drop_reported)
             while True:
                 self._wake = trio.Event()
                 for group in self._touched - self._active:
@@ -94,46 +73,101 @@ class Resync:
                 self._touched.clear()
                 await self._wake.wait()
 
-    async def _mend(self) -> None:
+    def figures(self) -> ResyncFigures:
+        return ResyncFigures(
+            resync_bytes=self._copier.copied_bytes,
+            resync_groups_left=len(self._active),
+            resync_bytes_left=sum(sum(left.values()) for left in self._left.values()),
+            resync_bytes_per_s=round(self._copier.bytes_per_s()),
+            lost_extents=self._lost_count,
+            damaged_groups=len(self.damaged),
+        )
+
+    # -- finding ---------------------------------------------------------------------------------
+
+    async def look_over(self) -> None:
+        """Look over the extents that this node should have.
+
+        If extents are missing and another member has them, the node goes back to joining. The first time in
+        a process, and when an extent was lost that nobody had named yet, every configuration that names the
+        node is changed: an acknowledged extent may be gone before it is published, and no publish may count
+        on it. Raises OSError.
+        """
+        async with self._looking_over:
+            await self._look_over()
+
+    async def _look_over(self) -> None:
+        lost = None
+        while lost is None:
+            lost = await self._compared()
+        for group in lost.keys() - self.damaged:
+            log.error(
+                "%d extents of group %#x are not in this store, and no other node is in sync: "
+                "the files they belong to cannot be read unless a member that has them joins",
+                lost[group],
+                group,
+            )
+        self.damaged = set(lost)
+        self._forgetful = False
+        self._touched.update(self.damaged)
+        self._wake.set()
+
+    async def _compared(self) -> dict[int, int] | None:
+        """Change the configurations of groups once, as `look_over` says. Return how many extents of which
+        groups are lost; None if a configuration changed meanwhile."""
+        await self._cluster.replica.barrier()
+        changes = {}
+        lost: dict[int, int] = {}
+        for group, (config, revision) in list(self._cluster.groups.all().items()):
+            if self.node not in config.members:
+                continue
+            await trio.lowlevel.checkpoint()
+            lacking = self._catalog.missing(group) if self.node in config.in_sync else []
+            if lacking and len(config.in_sync) > 1:
+                changes[group] = revision, demoted(config, self.node)
+                continue
+            if lacking:
+                lost[group] = len(lacking)
+            if self._forgetful:
+                changes[group] = revision, refenced(config)
+        newest, late = await self._cluster.groups.change(self._cluster.engine, changes)
+        await self._cluster.replica.wait_applied(newest)
+        return None if late else lost
+
+    def report(self, extent: Extent) -> None:
+        """Note that a sealed extent cannot be read. For any thread."""
+        if extent not in self._reported:
+            self._reported.add(extent)
+            self._token.run_sync_soon(lambda: self._damage.set())
+
+    async def _drop_reported(self) -> None:
+        """Drop the extents that cannot be read, whenever some are reported, and look over what is left."""
         delay_s = DAMAGE_PAUSE_S
         while True:
-            await self._inspection.wait_reported()
+            await self._damage.wait()
+            self._damage = trio.Event()
             try:
                 await self._cluster.session.wait_valid()
-                await self._inspection.mend()
+                async with self._looking_over:
+                    for extent in list(self._reported):
+                        self._drop(extent)
+                    await self._look_over()
                 delay_s = DAMAGE_PAUSE_S
             except OSError as error:
                 log.warning("what is damaged is looked for again in %.1f s: %s", delay_s, error)
-                self._inspection.again()
+                self._damage.set()
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, RETRY_MAX_S)
 
-    def _looked_over(self) -> None:
-        self._touched.update(self._inspection.damaged)
-        self._wake.set()
+    def _drop(self, extent: Extent) -> None:
+        directory = self._catalog.files.directory
+        log.error("extent %x.%x in %s is damaged and dropped", *extent, directory)
+        # If no inode has named it yet, its writer must not count on the acknowledgement any more.
+        self._forgetful |= not self._catalog.is_named(extent.content)
+        self._catalog.files.free(extent)
+        self._reported.discard(extent)
 
-    def has_names(self, group: int) -> bool:
-        """Return whether an inode names an extent of the group, as far as the replica is."""
-        return next(self._catalog.extents_of(group), None) is not None
-
-    def pools_in_use(self) -> set[int]:
-        """Return the pools in which an inode names an extent, as far as the replica is."""
-        return self._catalog.pools_in_use()
-
-    def figures(self) -> ResyncFigures:
-        now = self.progress()
-        return ResyncFigures(now.copied_bytes, now.groups, now.bytes_left)
-
-    def progress(self) -> Progress:
-        return Progress(
-            groups=len(self._active),
-            extents_left=sum(len(left) for left in self._left.values()),
-            bytes_left=sum(sum(left.values()) for left in self._left.values()),
-            bytes_per_s=self._copier.bytes_per_s(),
-            copied_bytes=self._copier.copied_bytes,
-            lost_extents=self._lost_count,
-            damaged_groups=len(self._inspection.damaged),
-        )
+    # -- filling ---------------------------------------------------------------------------------
 
     def _group_changed(self, group: int) -> None:
         if (news := self._news.get(group)) is not None:
@@ -149,7 +183,7 @@ class Resync:
         found = self._cluster.groups.get(group)
         if found is not None and (
             self.node in found[0].joining
-            or (group in self._inspection.damaged and self.node in found[0].in_sync)
+            or (group in self.damaged and self.node in found[0].in_sync)
         ):
             return found
         return None
@@ -206,7 +240,7 @@ class Resync:
     async def _finish(self, group: int, config: GroupConfig, revision: int) -> None:
         if self.node in config.in_sync:
             log.info("group %#x is whole again", group)
-            self._inspection.damaged.discard(group)
+            self.damaged.discard(group)
             return
         await self._cluster.change({group: (revision, promoted(config, self.node))})
 

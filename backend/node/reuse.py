@@ -16,7 +16,8 @@ whoever still refers to its pages would see what it is used for next. So a file 
     it has the right length  Exactly that of the new extent.
     it lies in memory        On a disk, a power loss could give it its old name back.
 
-If in doubt, it is not. Files that wait to be used again count as free room.
+A file for which one of these is in doubt is removed instead. Files that wait to be used again count as
+free room.
 """
 
 import errno

@@ -12,7 +12,6 @@ STORE/scrub.json    {"finished": when the last round ended, "began": when the pr
                     "at": the last extent it came to, "wrong": those that are not mended yet}
 """
 
-import json
 import logging
 import os
 import time
@@ -74,14 +73,13 @@ class Scrub:
         period_s: float,
     ) -> None:
         self._cluster = cluster
-        self._files = files = catalog.files
+        self._files = catalog.files
         self._catalog = catalog
         self.checks = checks
         self._copier = copier
         self._throttle = Throttle(bytes_per_s)
         self._doubts_throttle = Throttle(_DOUBTS_HASTE * bytes_per_s)
         self._period_s = period_s
-        self._path = f"{files.directory}/{_NAME}"
         self._state = self._load()
         self._saved_at = 0.0
         self._round_bytes = 0
@@ -288,12 +286,10 @@ class Scrub:
 
     def _load(self) -> _State:
         try:
-            with open(self._path, "rb") as file:
-                return msgspec.json.decode(file.read(), type=_State)
-        except FileNotFoundError:
-            return _State()
+            text = self._files.place.read(_NAME)
+            return _State() if text is None else msgspec.json.decode(text, type=_State)
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s: %s: everything is looked over anew", self._path, error)
+            log.warning("%s: %s: everything is looked over anew", _NAME, error)
             return _State()
 
     def _save(self) -> None:
@@ -301,13 +297,10 @@ class Scrub:
         self._state.wrong = [(extent.content, extent.stripe) for extent in self._wrong][
             :_DOUBTS_MAX
         ]
-        draft = f"{self._path}.new"
         try:
-            with open(draft, "w") as file:
-                json.dump(msgspec.to_builtins(self._state), file)
-            os.rename(draft, self._path)
+            self._files.place.write(_NAME, msgspec.json.encode(self._state), hardened=False)
         except OSError as error:
-            log.info("%s: %s", self._path, error)
+            log.info("%s: %s", _NAME, error)
 
 
 def _past_the_cache(fd: int) -> int:

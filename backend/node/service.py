@@ -23,8 +23,8 @@ from ..transport.session_keys import session_digest
 from .agent import Agent
 from .catalog import Catalog
 from .files import Held, Incoming
-from .inspection import Inspection
 from .own_copies import OwnCopies
+from .resync import Resync
 from .scrub import Scrub
 from .state import ClusterState
 
@@ -52,7 +52,7 @@ class NodeService(Service[Incoming]):
         cluster: ClusterState,
         catalog: Catalog,
         agent: Agent,
-        inspection: Inspection,
+        resync: Resync,
         scrub: Scrub | None = None,
         figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
@@ -63,7 +63,7 @@ class NodeService(Service[Incoming]):
         self._own_copies = OwnCopies(files)
         self._agent = agent
         self._figures = figures
-        self._inspection = inspection
+        self._resync = resync
         self._scrub = scrub
         self._started = time.monotonic()
         self._closed = False
@@ -194,7 +194,7 @@ class NodeService(Service[Incoming]):
             close(opened)
         # An extent that was freed a moment ago is gone from the files, and not damaged.
         if self._files.size(extent) is not None:
-            self._inspection.report(extent)
+            self._resync.report(extent)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------

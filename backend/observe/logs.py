@@ -29,7 +29,7 @@ LOG_LIMIT_BYTES = 16 << 20
 # The most lines of one place in the code in this time; further lines are only counted.
 REPEATS_MAX = 10
 REPEAT_WINDOW_S = 10.0
-NETWORK_LOGGERS = ("irdmafs.backend.transport",)
+NETWORK_LOGGERS = ("irdmafs.backend.transport", "irdmafs.backend.kv.faults")
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -68,8 +68,9 @@ def request(request_id: str = "") -> Iterator[str]:
 
 
 class RepeatLimit(logging.Filter):
-    """Lets REPEATS_MAX lines of each place in the network's code through per REPEAT_WINDOW_S. The next
-    one that passes carries the number of those that did not, as `record.dropped`."""
+    """Lets REPEATS_MAX lines of each place in the code that works on what others send through per
+    REPEAT_WINDOW_S. The next line that passes carries the number of those that did not, as
+    `record.dropped`."""
 
     def __init__(self, loggers: tuple[str, ...] = NETWORK_LOGGERS) -> None:
         super().__init__()

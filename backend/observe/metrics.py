@@ -4,13 +4,11 @@
 # ruff: noqa: RUF009
 
 import dataclasses
-import socket
-import threading
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from socketserver import ThreadingMixIn
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import trio
 
@@ -20,11 +18,11 @@ from .figures import counts, gauge
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["Collector", "MetricsServer", "MountCounters", "serve_metrics"]
+__all__ = ["MountCounters", "serve_metrics"]
 
-# A scrape is short; a client that sends nothing must not keep a thread.
-SCRAPE_TIMEOUT_S = 10.0
-SCRAPES_AT_ONCE = 8
+log = logging.getLogger(__name__)
+
+Figures = Callable[[], Iterable[Any]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,32 +34,49 @@ class MountCounters:
     open_handles: int = gauge("Open files and directories")
 
 
-class Collector:
-    """Makes metrics `irdmafs_NAME_...` of dataclasses of figures for each scrape.
+@asynccontextmanager
+async def serve_metrics(
+    name: str, figures: Figures, labels: Mapping[str, str], host: str, port: int | None
+) -> AsyncIterator[int]:
+    """Serve metrics `irdmafs_NAME_...` over HTTP, made of the dataclasses that `figures` returns in this
+    event loop, and the process's own (memory, descriptors). Yield the port: 0 chooses a free one, None
+    serves nothing. Raises ConfigError if the address cannot be used."""
+    if port is None:
+        yield 0
+        return
+    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
-    `figures` returns the dataclasses, in the event loop of `token`; without one, in any thread.
-    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(name, figures, labels))
+    ProcessCollector(registry=registry)
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host} port {port}: {error.strerror}; choose another with "
+            "--metrics-port or metrics_address"
+        ) from error
+    log.info("metrics are served on %s port %d", host, server.server_port)
+    try:
+        yield server.server_port
+    finally:
+        with trio.CancelScope(shield=True):
+            # One of the server's threads may be waiting for this thread to collect figures.
+            await trio.to_thread.run_sync(server.shutdown)
+        server.server_close()
 
-    def __init__(
-        self,
-        name: str,
-        figures: Callable[[], Iterable[Any]],
-        labels: Mapping[str, str] | None = None,
-        token: trio.lowlevel.TrioToken | None = None,
-    ) -> None:
+
+class _Collector:
+    """Makes metrics of figures, in the threads of the HTTP server."""
+
+    def __init__(self, name: str, figures: Figures, labels: Mapping[str, str]) -> None:
         self._name = name
         self._figures = figures
-        self._labels = dict(labels or {})
-        self._token = token
+        self._labels = dict(labels)
+        self._token = trio.lowlevel.current_trio_token()
 
     def collect(self) -> Iterator["Metric"]:
-        """Called from threads of the HTTP server."""
-        figures = self._figures
-        found = (
-            figures()
-            if self._token is None
-            else trio.from_thread.run_sync(lambda: list(figures()), trio_token=self._token)
-        )
+        found = trio.from_thread.run_sync(lambda: list(self._figures()), trio_token=self._token)
         for each in found:
             yield from self._metrics_of(each)
 
@@ -85,91 +100,3 @@ class Collector:
                 for key, number in sorted(dict(value).items()):
                     metric.add_metric([*values, str(key)], number)
             yield metric
-
-
-class MetricsServer:
-    """Serves /metrics until it is closed."""
-
-    def __init__(self, server: WSGIServer) -> None:
-        self._server = server
-        self._thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True, name="metrics"
-        )
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def serve_metrics(collector: Collector, host: str, port: int) -> MetricsServer:
-    """Serve the collector's metrics and the process's own (memory, descriptors) over HTTP; port 0 chooses
-    a free one. Raises ConfigError if the address cannot be used."""
-    try:
-        from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-    except ImportError:
-        raise ConfigError(
-            "--metrics-port needs the Python package prometheus_client: pip install prometheus_client"
-        ) from None
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    server_class = _Server6 if ":" in host else _Server
-    try:
-        server = make_server(host, port, make_wsgi_app(registry), server_class, _Handler)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve metrics on {host} port {port}: {error.strerror}; choose another with "
-            "--metrics-port or metrics_address"
-        ) from error
-    return MetricsServer(server)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_TIMEOUT_S
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def address_string(self) -> str:
-        # The inherited method asks the name service.
-        return str(self.client_address[0])
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    address_family = socket.AF_INET
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(SCRAPES_AT_ONCE)
-        super().__init__(*arguments)
-
-    def server_bind(self) -> None:
-        # WSGIServer's own asks the name service for the host's name.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.socket.getsockname()[:2]
-        self.setup_environ()
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._free.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        # The client closed the connection, or the event loop has ended.
-        pass
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6

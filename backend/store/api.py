@@ -49,6 +49,11 @@ class Freshness(Protocol):
         a small file is fetched, too. Raises OSError ETIMEDOUT."""
         ...
 
+    def is_missing(self, directory: int, name: bytes) -> bool:
+        """Return whether there is no such name, as is known without asking: only this mount makes names in
+        the directory."""
+        ...
+
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often

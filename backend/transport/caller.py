@@ -4,14 +4,15 @@ import itertools
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import trio
 
 from ..model.records import NodeAddress
+from ..observe.logs import current_request
 from ..trust.security import Credentials, describe_tls_error
 from . import Unreachable
 from .codec import Codec
@@ -77,16 +78,24 @@ class Ends(NamedTuple):
 
 
 class Expected:
-    """An answer that is awaited."""
+    """An answer that is awaited inside of a `with` block: the one to a request, or a second one. `group` is
+    the group that a Fenced is about."""
 
-    def __init__(self, control: "ControlClient", number: int) -> None:
+    def __init__(self, control: "ControlClient", group: int) -> None:
         self._control = control
+        self._group = group
         self._event = trio.Event()
         self._answer: Answer | None = None
         self._why = ""
-        self.number = number
+        self.number = control.expect(self)
         # When it was first seen to be late, if it was.
         self.late_since: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.waiting.pop(self.number, None)
 
     def take(self, answer: Answer) -> None:
         self._answer = answer
@@ -96,16 +105,15 @@ class Expected:
         self._why = why
         self._event.set()
 
-    async def answer(self, group: int = 0) -> Answer:
-        """Return the answer. Raises OSError: Unreachable, or the node's error; `group` is that of a
-        Fenced."""
+    async def answer(self) -> Answer:
+        """Return the answer. Raises OSError: Unreachable, or the node's error."""
         if self._control.is_open and not self._event.is_set():
             await self._event.wait()
         if self._answer is None:
             raise Unreachable(self._control.node, self._why or self._control.why)
         if isinstance(self._answer, Failed):
             failed = self._answer
-            raise error_of(failed.code, failed.node, failed.text, group)
+            raise error_of(failed.code, failed.node, failed.text, self._group)
         return self._answer
 
 
@@ -121,14 +129,14 @@ class ControlClient:
         ends: Ends,
         silent: Callable[[str], None],
     ) -> None:
-        self._caller = caller
+        self.caller = caller
         self.node = node
         self.ends = ends
         self._frames = frames
         self._silent = silent
         self._session = caller.session()
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Expected] = {}
+        self.waiting: dict[int, Expected] = {}
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE - 2)
         self._scope = trio.CancelScope()
         self.why = ""
@@ -143,15 +151,15 @@ class ControlClient:
         self.is_open = True
 
     def start(self) -> None:
-        self._caller.counters.connections += 1
-        self._caller.nursery.start_soon(self._run)
+        self.caller.counters.connections += 1
+        self.caller.nursery.start_soon(self._run)
 
     def close(self, why: str) -> None:
         if self.is_open:
             self.is_open = False
             self.why = why
-            self._caller.counters.connections -= 1
-            for expected in self._waiting.values():
+            self.caller.counters.connections -= 1
+            for expected in self.waiting.values():
                 expected.give_up(why)
             for close in self.closers:
                 close(why)
@@ -164,7 +172,7 @@ class ControlClient:
 
     @property
     def _is_awaited(self) -> bool:
-        return bool(self._waiting or self.watchers)
+        return bool(self.waiting or self.watchers)
 
     def watch(self) -> None:
         """Check that the node is alive until `watchers` is decreased again."""
@@ -176,17 +184,16 @@ class ControlClient:
             self._began += 1
             self._wake.set()
 
-    async def ask(self, make: Callable[[int], Request], group: int = 0) -> Answer:
+    async def ask(self, request: Request) -> Answer:
         """Send a request and return its answer. Raises as `Expected.answer`."""
-        counters = self._caller.counters
+        counters = self.caller.counters
         await acquire(self._slots)
         try:
-            with self.expecting() as expected:
-                request = make(expected.number)
+            with Expected(self, request.group) as expected:
                 counters.requests[type(request).__name__.lower()] += 1
                 counters.round_trips += 1
-                await self._send(request)
-                return await expected.answer(group)
+                await self._send(request, expected)
+                return await expected.answer()
         finally:
             self._slots.release()
 
@@ -213,19 +220,16 @@ class ControlClient:
             self._frames.put(message)
             self._put_off.set()
 
-    @contextmanager
-    def expecting(self) -> Iterator[Expected]:
-        """Expect an answer of this number: that of a request, or a second one."""
-        expected = Expected(self, next(self._numbers))
+    def expect(self, expected: Expected) -> int:
+        """Return the number of an answer that is awaited from now on."""
+        number = next(self._numbers)
         self._begin_waiting()
-        self._waiting[expected.number] = expected
-        try:
-            yield expected
-        finally:
-            self._waiting.pop(expected.number, None)
+        self.waiting[number] = expected
+        return number
 
-    async def _send(self, request: Request) -> None:
-        session = self._caller.session()
+    async def _send(self, request: Request, expected: Expected) -> None:
+        request.number, request.trace = expected.number, current_request()
+        session = self.caller.session()
         if session != self._session:
             self._session = session
             await self.say(Renewed(session))
@@ -255,15 +259,15 @@ class ControlClient:
 
     async def _receive(self) -> None:
         while True:
-            answer = self._caller.codec.decode_answer(await self._frames.receive())
+            answer = self.caller.codec.decode_answer(await self._frames.receive())
             self._heard += 1
-            expected = self._waiting.get(answer.number)
+            expected = self.waiting.get(answer.number)
             if expected is not None:
                 expected.take(answer)
 
     async def _watch(self) -> None:
         """Ping the node while calls wait for it, and periodically."""
-        timeout_s = self._caller.timeout_s
+        timeout_s = self.caller.timeout_s
         look_s = timeout_s / _LOOKS
         heard, began = self._heard, self._began
         heard_at = silent_since = trio.current_time()
@@ -284,20 +288,20 @@ class ControlClient:
                 self.close(why)
                 return
             if now - heard_at >= timeout_s / 4:
-                self._caller.nursery.start_soon(self._ping)
+                self.caller.nursery.start_soon(self._ping)
             self._give_up_late_ones(now)
 
     def _give_up_late_ones(self, now: float) -> None:
-        for expected in self._waiting.values():
+        for expected in self.waiting.values():
             if expected.late_since is None:
                 expected.late_since = now
             elif now - expected.late_since >= ANSWER_LIMIT_S:
                 expected.give_up(f"it did not answer for {ANSWER_LIMIT_S:g} s")
 
     async def _ping(self) -> None:
-        if len(self._waiting) <= REQUESTS_AT_ONCE:
-            with suppress(OSError), self.expecting() as expected:
-                await self._send(Ping(expected.number, ""))
+        if len(self.waiting) <= REQUESTS_AT_ONCE:
+            with suppress(OSError), Expected(self, 0) as expected:
+                await self._send(Ping(), expected)
                 await expected.answer()
 
     async def _say_what_was_put_off(self) -> None:

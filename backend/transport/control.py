@@ -118,17 +118,20 @@ class Control:
         self._counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
-                answer = await self._answer(request, request.number, self._do(request))
+                number = request.number
+                answer = await self._answer(request, self._do(request))
                 while isinstance(answer, Lasting):
-                    await self._send(answer.first, connection)
-                    answer = await self._answer(request, answer.number, answer.then())
-            await self._send(answer, connection)
+                    await self._send(number, answer.first, connection)
+                    number = answer.number
+                    answer = await self._answer(request, answer.then())
+            await self._send(number, answer, connection)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             connection.cancel()
         finally:
             self._slots.release()
 
-    async def _send(self, answer: Answer, connection: trio.CancelScope) -> None:
+    async def _send(self, number: int, answer: Answer, connection: trio.CancelScope) -> None:
+        answer.number = number
         self._frames.put(answer)
         if not self._frames.flush_now():
             with trio.move_on_after(self._patience_s) as sending:
@@ -138,7 +141,7 @@ class Control:
                 connection.cancel()
 
     async def _answer(
-        self, request: Request, number: int, done: Awaitable[Answer | Lasting]
+        self, request: Request, done: Awaitable[Answer | Lasting]
     ) -> Answer | Lasting:
         """Return the answer, or the error."""
         try:
@@ -151,10 +154,10 @@ class Control:
                 tell_of_denial(self._peer, error)
             elif not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
-            return Failed(number, code, node, text)
+            return Failed(code, node, text)
         except Exception:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return Failed(number, errno.EIO, self._node.service.node, "internal error; see its log")
+            return Failed(errno.EIO, self._node.service.node, "internal error; see its log")
 
     async def _do(self, request: Request) -> Answer | Lasting:
         content: int | None = None

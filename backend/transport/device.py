@@ -4,12 +4,10 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 import trio
 
 from ..files.sparse import empty, is_sparse
-from ..observe.logs import current_request
 from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .growth import Growth
 from .link import Link
@@ -51,9 +49,7 @@ class Device:
         _check_chain(target)
         if len(data) > PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        await self.link.ask(
-            lambda number: Put(number, current_request(), extent, target, data), target.group
-        )
+        await self.link.ask(Put(extent, target, data))
         self._counters.message_bytes += len(data)
         self._counters.sent_bytes += len(data)
 
@@ -64,7 +60,7 @@ class Device:
         limit = min(limit, PUT_BYTES_MAX)
         while len(found) < len(extents):
             wanted = list(extents[len(found) : len(found) + GET_EXTENTS_MAX])
-            answer = await self.link.ask(partial(_get, wanted, limit))
+            answer = await self.link.ask(Get(wanted, limit))
             if not isinstance(answer, Contents) or not 0 < len(answer.data) <= len(wanted):
                 raise OSError(errno.EPROTO, "a node's answer makes no sense")
             found += answer.data
@@ -77,23 +73,18 @@ class Device:
         """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
         send it down the chain. On the node's host only."""
         _check_chain(target)
-        await self.link.ask(
-            lambda number: Adopt(number, current_request(), extent, target, name), target.group
-        )
+        await self.link.ask(Adopt(extent, target, name))
 
     async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
         """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
         is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
-        await self.link.ask(
-            lambda number: Share(number, current_request(), extent, target, source, length),
-            target.group,
-        )
+        await self.link.ask(Share(extent, target, source, length))
 
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Receive a whole extent that has holes; they become holes of the file."""
-        answer = await self.link.ask(lambda number: Map(number, current_request(), extent))
+        answer = await self.link.ask(Map(extent))
         if not isinstance(answer, Mapped):
             raise OSError(errno.EPROTO, "a node's answer makes no sense")
         fd, offset, length, _ = into
@@ -107,16 +98,16 @@ class Device:
 
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest (backend/files/digest.py) of the node's bytes."""
-        answer = await self.link.ask(lambda number: Digest(number, current_request(), extent))
+        answer = await self.link.ask(Digest(extent))
         return answer.digest if isinstance(answer, Digested) else b""
 
     async def doubt(self, extent: Extent) -> None:
         """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        await self.link.ask(lambda number: Doubt(number, current_request(), extent))
+        await self.link.ask(Doubt(extent))
 
     async def abort(self, content: int) -> None:
         """Remove the extents of a content that will not be published."""
-        await self.link.ask(lambda number: Abort(number, current_request(), content))
+        await self.link.ask(Abort(content))
 
     async def write(
         self,
@@ -226,10 +217,6 @@ def _lengthen(into: FileRange) -> None:
     """Extend the file to the end of the range."""
     if os.fstat(into.fd).st_size < into.offset + into.length:
         os.ftruncate(into.fd, into.offset + into.length)
-
-
-def _get(extents: list[Extent], limit: int, number: int) -> Get:
-    return Get(number, current_request(), extents, limit)
 
 
 def _check_chain(target: Target) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import trio
 
-from ..observe.complaints import Complaints
 from ..trust.security import Identity, peer_identity
 from .counters import ServerFigures
 from .frames import BadMessage
@@ -47,7 +46,6 @@ class Door:
         self._nursery = nursery
         self._counters = counters
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
-        self._complaints = Complaints(log)
 
     @property
     def strangers(self) -> int:
@@ -90,7 +88,7 @@ class Door:
                 await serve(sock, address)
         except BadMessage as error:
             self._counters.rejected_peers += 1
-            self._complaints.warn("connection from %s closed: %s", address, str(error))
+            log.warning("connection from %s closed: %s", address, str(error))
         except _ENDS as error:
             log.debug("connection from %s ended: %s", address, str(error))
         except Exception:

@@ -65,12 +65,12 @@ class Link:
         finally:
             self._operations.release()
 
-    async def ask(self, make: Callable[[int], Request], group: int = 0) -> Answer:
-        """Send a request and return its answer. `group` is that of a Fenced. Raises OSError."""
+    async def ask(self, request: Request) -> Answer:
+        """Send a request and return its answer. Raises OSError."""
         control = await self.connected()
         counters = self.caller.counters
         try:
-            return await control.ask(make, group)
+            return await control.ask(request)
         except OSError as error:
             counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
             raise

@@ -15,7 +15,7 @@ from . import Extent, Fenced, Target, Unreachable
 from .frames import BadMessage
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 7
+VERSION = 8
 
 PUT_BYTES_MAX = 1 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.
@@ -71,11 +71,17 @@ class Renewed(Message, tag=4):
     session: int
 
 
-class Request(Message):
-    """A message that is answered. `trace` is the id of the call that it is made for, for log lines."""
+class Request(Message, kw_only=True):
+    """A message that is answered. The connection sets `number` when it sends the request, and `trace`, the
+    id of the call that the request is made for, for log lines."""
 
-    number: int
-    trace: str
+    number: int = 0
+    trace: str = ""
+
+    @property
+    def group(self) -> int:
+        """Return the group whose configuration the request names, 0 if it names none."""
+        return 0
 
     def check(self) -> None:
         """Raise BadMessage for values that our own software never sends."""
@@ -90,17 +96,29 @@ class AboutExtent(Request):
         check_extent(self.extent)
 
 
-class Ping(Request, tag=10):
-    pass
+class ToTarget(AboutExtent):
+    """The base of requests that store an extent."""
 
-
-class Put(AboutExtent, tag=11):
     target: Target
-    data: bytes
+
+    @property
+    def group(self) -> int:
+        return self.target.group
 
     def check(self) -> None:
         check_extent(self.extent)
         check_target(self.target)
+
+
+class Ping(Request, tag=10):
+    pass
+
+
+class Put(ToTarget, tag=11):
+    data: bytes
+
+    def check(self) -> None:
+        ToTarget.check(self)
         if len(self.data) > PUT_BYTES_MAX:
             raise BadMessage(f"an extent of {len(self.data)} bytes in a message")
 
@@ -116,13 +134,11 @@ class Get(Request, tag=12):
             check_extent(extent)
 
 
-class Adopt(AboutExtent, tag=13):
-    target: Target
+class Adopt(ToTarget, tag=13):
     name: str
 
     def check(self) -> None:
-        check_extent(self.extent)
-        check_target(self.target)
+        ToTarget.check(self)
         if len(self.name) > NAME_MAX:
             raise BadMessage(f"a file name of {len(self.name)} characters")
 
@@ -146,18 +162,16 @@ class Status(Request, tag=16):
     pass
 
 
-class Share(AboutExtent, tag=37):
+class Share(ToTarget, tag=37):
     """Asks the node to make an extent of the bytes of another one, `source`, of `length` bytes, that it has
     already. Both keep them: sealed extents never change."""
 
-    target: Target
     source: Extent
     length: int
 
     def check(self) -> None:
-        check_extent(self.extent)
+        ToTarget.check(self)
         check_extent(self.source)
-        check_target(self.target)
         check_range(0, self.length)
 
 
@@ -189,8 +203,10 @@ class AskEtcd(Request, tag=41):
             raise BadMessage(f"a request to etcd of {len(self.body)} bytes")
 
 
-class Answer(Message):
-    number: int
+class Answer(Message, kw_only=True):
+    """The base of answers; `number` is the request's."""
+
+    number: int = 0
 
 
 class Done(Answer, tag=20):

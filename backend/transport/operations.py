@@ -77,39 +77,39 @@ class Operation(NamedTuple):
 
 
 async def _ping(node: StoreNode, request: Ping) -> Done:
-    return Done(request.number)
+    return Done()
 
 
 async def _abort(node: StoreNode, request: Abort) -> Done:
     node.give_up(request.content)
     node.service.abort(request.content)
-    return Done(request.number)
+    return Done()
 
 
 async def _suspect(node: StoreNode, request: Suspect) -> Verdict:
-    return Verdict(request.number, await node.service.suspect(request.group, request.node))
+    return Verdict(await node.service.suspect(request.group, request.node))
 
 
 async def _doubt(node: StoreNode, request: Doubt) -> Done:
     node.service.doubt(request.extent)
-    return Done(request.number)
+    return Done()
 
 
 async def _digest(node: StoreNode, request: Digest) -> Digested:
-    return Digested(request.number, await node.service.digest(request.extent))
+    return Digested(await node.service.digest(request.extent))
 
 
 async def _map(node: StoreNode, request: Map) -> Mapped:
-    return Mapped(request.number, await node.service.segments(request.extent))
+    return Mapped(await node.service.segments(request.extent))
 
 
 async def _scrub(node: StoreNode, request: Scrub) -> Done:
     node.service.scrub()
-    return Done(request.number)
+    return Done()
 
 
 async def _status(node: StoreNode, request: Status) -> Report:
-    return Report(request.number, node.service.status())
+    return Report(node.service.status())
 
 
 async def _ask_etcd(node: StoreNode, request: AskEtcd) -> EtcdSaid:
@@ -134,7 +134,7 @@ async def _put(node: StoreNode, request: Put) -> Done:
 
     with closing(incoming) if incoming is not None else nullcontext():
         await _here_and_further(target, store, forward)
-    return Done(request.number)
+    return Done()
 
 
 async def _adopt(node: StoreNode, request: Adopt) -> Done:
@@ -164,7 +164,7 @@ async def _adopt(node: StoreNode, request: Adopt) -> Done:
         await _here_and_further(target, nothing, forward)
     finally:
         os.close(fd)
-    return Done(request.number)
+    return Done()
 
 
 async def _share(node: StoreNode, request: Share) -> Done:
@@ -173,7 +173,7 @@ async def _share(node: StoreNode, request: Share) -> Done:
     if service.size(extent) is None:
         with closing(await service.share(request.source, request.length)) as incoming:
             await service.seal(extent, incoming)
-    return Done(request.number)
+    return Done()
 
 
 async def _get(node: StoreNode, request: Get) -> Contents:
@@ -183,7 +183,7 @@ async def _get(node: StoreNode, request: Get) -> Contents:
     else:
         data = await trio.to_thread.run_sync(_read, node.service, extents, limit)
     node.counters.sent_bytes += sum(len(one) for one in data if one is not None)
-    return Contents(request.number, data)
+    return Contents(data)
 
 
 def _are_few(request: Get) -> bool:

@@ -11,7 +11,6 @@ from contextlib import ExitStack, asynccontextmanager, closing
 import trio
 
 from ..model.records import NodeAddress, Settings
-from ..observe.logs import current_request
 from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
@@ -110,14 +109,12 @@ class Peers:
 
     async def ping(self, node: int) -> None:
         """Check that a node answers. Raises Unreachable."""
-        await self.device(node).link.ask(lambda number: Ping(number, current_request()))
+        await self.device(node).link.ask(Ping())
 
     async def suspect(self, asked: int, group: int, node: int) -> bool:
         """Have node `asked` check another member of the group, and return whether that is not a member any
         more. Raises OSError."""
-        answer = await self.device(asked).link.ask(
-            lambda number: Suspect(number, current_request(), group, node)
-        )
+        answer = await self.device(asked).link.ask(Suspect(group, node))
         return isinstance(answer, Verdict) and answer.yes
 
     async def doubt(self, node: int, extent: Extent) -> None:
@@ -126,11 +123,11 @@ class Peers:
 
     async def scrub(self, node: int) -> None:
         """Have a node check everything it keeps, beginning now. Raises OSError."""
-        await self.device(node).link.ask(lambda number: Scrub(number, current_request()))
+        await self.device(node).link.ask(Scrub())
 
     async def status(self, node: int) -> dict[str, object]:
         """Return the report of a node. Raises OSError."""
-        answer = await self.device(node).link.ask(lambda number: Status(number, current_request()))
+        answer = await self.device(node).link.ask(Status())
         return answer.status if isinstance(answer, Report) else {}
 
     def node_changed(self, node: int) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import TRY_S, Client, Message, Method, Response, RpcError, Uncertain, Unsent
+from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.endpoint import Endpoint
+from ..etcd.errors import RpcError
+from ..etcd.methods import Message, Method, Response
 from ..model.records import NodeAddress
 from ..trust.renewal import Renewable
 from ..trust.security import Credentials
@@ -98,7 +100,7 @@ class Relay(Client):
     async def ask(self, control: ControlClient, path: str, body: bytes) -> bytes:
         """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
         try:
-            said = await control.ask(lambda number: AskEtcd(number, "", path, body))
+            said = await control.ask(AskEtcd(path, body))
         except Unreachable as error:
             self._leave(control, _reason(error))
             raise Uncertain(_reason(error)) from None

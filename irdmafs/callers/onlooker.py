@@ -21,12 +21,12 @@ __all__ = [
     "main", "open_files", "read_status",
 ]  # fmt: skip
 
-# A request: its number and kind, a process or thread, and arguments. Bytes may follow.
-REQUEST = struct.Struct("<QBiQQ")
+# A request: its kind, a process or thread, and arguments. Bytes may follow.
+REQUEST = struct.Struct("<BiQQ")
 REQUEST_MAX_BYTES = REQUEST.size + 4096
-# An answer: the number of the request, an error code (0: none) and how many bytes are lent; then data, or
-# the text of the error. Descriptors may come with it.
-REPLY = struct.Struct("<QiI")
+# An answer: an error code (0: none) and how many loans there are; then data, or the text of the error.
+# Descriptors may come with it.
+REPLY = struct.Struct("<iI")
 REPLY_MAX_BYTES = REPLY.size + 8192
 # Kinds of requests. LEND: take the memory and the lifeline, given by their descriptors' numbers; a pidfd
 # comes with it. WATCH: open statm and stat of a process. STATUS: read its status. HOLDS: tell whether it
@@ -192,7 +192,7 @@ class _Onlooker:
         request, came, _, _ = socket.recv_fds(self._channel, REQUEST_MAX_BYTES, 1)
         if not request:
             return False
-        number, kind, pid, one, other = REQUEST.unpack_from(request)
+        kind, pid, one, other = REQUEST.unpack_from(request)
         code, data = 0, b""
         given: list[int] = []
         try:
@@ -212,7 +212,7 @@ class _Onlooker:
             code = error.errno or errno.EINVAL
             data = str(error.strerror).encode(errors="replace")
         _close_all(came)
-        reply = REPLY.pack(number, code, len(self._lifelines)) + data
+        reply = REPLY.pack(code, len(self._lifelines)) + data
         socket.send_fds(self._channel, [reply], given)
         _close_all(given)
         return True

@@ -56,7 +56,6 @@ class _Onlooker:
         ours.setblocking(False)
         self._channel = ours
         self._turn = trio.Lock()
-        self._requests = 0
         self._lent = 0
         self.is_stuck = False
 
@@ -87,8 +86,7 @@ class _Onlooker:
         async with self._turn:
             # Not cancelled in between: the answer would be taken for that of the next request.
             with trio.move_on_after(_PATIENCE_S, shield=True):
-                self._requests += 1
-                request = onlooker.REQUEST.pack(self._requests, kind, pid, one, other) + more
+                request = onlooker.REQUEST.pack(kind, pid, one, other) + more
                 return await self._exchange(request, fds)
             self.is_stuck = True
             self._process.kill()
@@ -104,7 +102,7 @@ class _Onlooker:
             raise _Gone from error
         if not reply:
             raise _Gone
-        _, code, self._lent = onlooker.REPLY.unpack_from(reply)
+        code, self._lent = onlooker.REPLY.unpack_from(reply)
         data = reply[onlooker.REPLY.size :]
         if code:
             raise OSError(code, data.decode(errors="replace"))
@@ -119,9 +117,6 @@ class Onlookers:
 
     def __init__(self) -> None:
         self._onlookers: dict[_Key, _Onlooker] = {}
-
-    def __len__(self) -> int:
-        return len(self._onlookers)
 
     async def lend(
         self, uid: int, process: int, thread: int, memory: int, lifeline: int

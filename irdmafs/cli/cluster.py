@@ -10,12 +10,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..backend.model.values import ConfigError
+from ..mount import mounting
 from ..mount_options import MountError
 from . import status
 
@@ -47,19 +48,15 @@ def rdma_wanted(path: str | None, flags: dict[str, dict[str, Any]]) -> tuple[Cho
     from ..backend.cluster.config import ClusterConfig, find_config
     from ..backend.cluster.config_sections import ClusterSection
 
-    with one_line_errors():
-        if find_config(path) is None:
-            given = {name: value for name, value in flags["cluster"].items() if value is not None}
-            try:
-                section = msgspec.convert(given, ClusterSection)
-            except msgspec.ValidationError as error:
-                raise MountError(str(error)) from None
-            return section.rdma_choice(encrypt_data=False), None
-        config = ClusterConfig.load(path, flags)
-        return (
-            config.cluster.rdma_choice(config.mount.encrypt_data),
-            config.cluster.endpoints[0][0],
-        )
+    if find_config(path) is None:
+        given = {name: value for name, value in flags["cluster"].items() if value is not None}
+        try:
+            section = msgspec.convert(given, ClusterSection)
+        except msgspec.ValidationError as error:
+            raise MountError(str(error)) from None
+        return section.rdma_choice(encrypt_data=False), None
+    config = ClusterConfig.load(path, flags)
+    return config.cluster.rdma_choice(config.mount.encrypt_data), config.cluster.endpoints[0][0]
 
 
 def say(text: str, err: bool = False) -> None:
@@ -70,21 +67,28 @@ def print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    from ..backend.model.values import ConfigError
+def consent(question: str, consequence: str, yes: bool) -> None:
+    """Ask for consent, unless --yes was given. Raises MountError without it."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise MountError(f"nothing was changed; --yes {consequence}")
+    if not click.confirm(question, err=True):
+        raise MountError("nothing was changed")
 
-    try:
-        yield
-    except ConfigError as error:
-        raise MountError(str(error)) from error
+
+def mount_of(path: str) -> mounting.Mount:
+    """Return the mount that a path is on. Raises MountError if it is none of irdmafs."""
+    found = mounting.containing_mount(path)
+    if found is None or found.fstype != mounting.FSTYPE:
+        raise MountError(f"{path} is not on an irdmafs mount")
+    return found
 
 
 def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:
     from ..backend.cluster.config import ClusterConfig
 
-    with one_line_errors():
-        return ClusterConfig.load(path, overrides)
+    return ClusterConfig.load(path, overrides)
 
 
 def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]]) -> T:
@@ -97,17 +101,13 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
         async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
             return await task(engine)
 
-    with one_line_errors():
-        try:
-            return trio.run(run)
-        except RpcError as error:
-            raise MountError(
-                f"etcd at {', '.join(config.cluster.etcd)} refuses: {error.text}"
-            ) from error
-        except OSError as error:
-            raise MountError(
-                f"etcd at {', '.join(config.cluster.etcd)}: {error.strerror or error}"
-            ) from error
+    where = f"etcd at {', '.join(config.cluster.etcd)}"
+    try:
+        return trio.run(run)
+    except RpcError as error:
+        raise MountError(f"{where} refuses: {error.text}") from error
+    except OSError as error:
+        raise MountError(f"{where}: {error.strerror or error}") from error
 
 
 async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
@@ -155,8 +155,6 @@ def cluster() -> None:
               "certificate; may be repeated  [default: the hosts of --etcd]")  # fmt: skip
 @click.option("--etcd-plain", is_flag=True, help="Talk to etcd without TLS: everybody who reaches it may "
               "change everything.")  # fmt: skip
-@click.option("--etcd-user", metavar="USER")
-@click.option("--etcd-password-file", metavar="FILE")
 @click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
 @click.option("--etcd-cert", metavar="FILE", help="Our certificate for etcd.")
 @click.option("--etcd-key", metavar="FILE")
@@ -194,8 +192,7 @@ def init(
     if not endpoints:
         raise click.UsageError("--etcd names no HOST:PORT")
     if not (no_tls or etcd_plain or any(etcd_options.values())):
-        with one_line_errors():
-            etcd_hosts = etcd_hosts or hosts_of(endpoints)
+        etcd_hosts = etcd_hosts or hosts_of(endpoints)
     plan = Plan(
         name=name,
         etcd=endpoints,
@@ -206,7 +203,7 @@ def init(
     stripe_bytes = 0 if stripe == "0" else size_of("--stripe", stripe, STRIPE_MIN_BYTES)
     directory = os.path.abspath(directory)
     refused: MountError | None = None
-    with one_line_errors(), made_files(directory, plan) as path:
+    with made_files(directory, plan) as path:
         config = load(path)
 
         async def make(engine: EtcdEngine) -> list[str]:
@@ -304,7 +301,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
         health = with_etcd(config, show)
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
-    except MountError as error:
+    except ConfigError as error:
         # The exit code is that of a cluster whose nodes are all gone.
         say(str(error), err=True)
         ctx.exit(_EXIT_CODES["unavailable"])

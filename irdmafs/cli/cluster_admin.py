@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
-    "admit_again",
     "etcd_arguments",
     "forget_node",
     "hosts_of",
@@ -106,8 +105,7 @@ def _config_text(plan: Plan, directory: str) -> str:
         options |= {"etcd_ca": "ca.pem", "etcd_cert": "{role}.pem", "etcd_key": "{role}.key"}
     for key, value in options.items():
         # Flags are relative to the working directory, keys of the file to the file's directory.
-        is_path = key != "etcd_user" and not plan.etcd_hosts
-        values[key] = os.path.abspath(value) if is_path else value
+        values[key] = value if plan.etcd_hosts else os.path.abspath(value)
     if plan.tls:
         values |= {"ca": "ca.pem", "cert": "{role}.pem", "key": "{role}.key"}
     # A JSON string, or array of strings, is also valid TOML.
@@ -204,14 +202,3 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
         await engine.transact([(alive, 0)], [Delete(key)])
     except Conflict:
         raise ConfigError(f"node {node:016x} is up again; drain it first") from None
-
-
-async def admit_again(engine: EtcdEngine, node: int) -> bool:
-    """Undo `forget_node`, and return whether the node had been removed. It registers its weight and labels
-    when it starts again."""
-    key = key_of(b"N", node)
-    try:
-        await engine.transact([(key, 0)], [Put(key, encode(NodeRecord("up", 1.0, {})))])
-    except Conflict:
-        return False
-    return True

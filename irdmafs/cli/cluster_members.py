@@ -16,7 +16,7 @@ from ..backend.cluster.lease import MOUNT, NODE
 from ..backend.etcd.auth import ROOT
 from ..backend.etcd.calls import REPAIR
 from ..backend.etcd.leases import LEASE_BITS
-from ..backend.kv import Conflict, NoSpace, Put
+from ..backend.kv import Conflict, NoSpace, Put, end_of
 from ..backend.model.records import (
     CertificateRecord,
     MountRecord,
@@ -176,7 +176,7 @@ async def protect(engine: EtcdEngine) -> None:
 
 async def _set_shared_roles(engine: EtcdEngine, more: Iterable[Identity] = ()) -> None:
     """Set the rights of nodes and of mounts. `more` are members who are not recorded yet."""
-    everything = engine.prefix, _after(engine.prefix)
+    everything = engine.prefix, end_of(engine.prefix)
     records = [member.record for member in await list_members(engine)]
     readers = {one.owner for one in records if one.role == "reader" and not one.revoked_s}
     readers |= {identity.owner for identity in more if identity.role == "reader"}
@@ -216,8 +216,8 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
     owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []
     for kind in (MOUNT, NODE):
-        leases = await engine.leases.used_in(kind, _after(kind))
-        for pair in await engine.range(kind, _after(kind)):
+        leases = await engine.leases.used_in(kind, end_of(kind))
+        for pair in await engine.range(kind, end_of(kind)):
             lease = leases.get(pair.key, 0)
             what, said = _describe(pair.key, pair.value)
             if said == name or lease >> LEASE_BITS in owners:
@@ -228,11 +228,9 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
 async def node_addresses(engine: EtcdEngine) -> list[str]:
     """Return the addresses of the store nodes that are up, HOST:PORT."""
     found = []
-    for pair in await engine.range(NODE, _after(NODE)):
+    for pair in await engine.range(NODE, end_of(NODE)):
         with suppress(msgspec.DecodeError):
-            node = decode(pair.value, NodeAddress)
-            host = f"[{node.address}]" if ":" in node.address else node.address
-            found.append(f"{host}:{node.control_port}")
+            found.append(decode(pair.value, NodeAddress).endpoint)
     return found
 
 
@@ -349,7 +347,3 @@ def _cluster_of(engine: EtcdEngine) -> str:
 
 def _absolute(engine: EtcdEngine, keys: Range) -> tuple[bytes, bytes]:
     return engine.prefix + keys.start, engine.prefix + keys.end
-
-
-def _after(prefix: bytes) -> bytes:
-    return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -9,132 +9,105 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from ..backend.model.policy import LEVELS
 from ..backend.model.sizes import human_bytes
 from .status import human_duration, print_table, printable
 
 __all__ = ["Progress", "print_cluster", "print_moves"]
 
-_STYLES = {
-    "up": "green",
-    "draining": "yellow",
-    "down": "bold red",
-    "ok": "green",
-    "degraded": "yellow",
-    "unavailable": "bold red",
-}
+_NODE_COLUMNS = (
+    "node",
+    "state",
+    "address",
+    "where",
+    "weight",
+    "primary",
+    "in sync",
+    "joining",
+    "used",
+    "free",
+    "scrubbed",
+)
 _MOVES_SHOWN = 20
 _LINE_PERIOD_S = 5.0
 
 
 def print_cluster(data: Mapping[str, Any]) -> None:
     """Print the report of `irdmafs cluster status` for people."""
-    settings = data.get("settings") or {}
-    groups = data.get("groups") or {}
-    moving = data.get("moving") or {}
+    settings = data["settings"]
+    stripe_bytes = settings["stripe_bytes"]
     rows = [
-        ("health", str(data.get("health", "-"))),
-        ("etcd", ", ".join(data.get("etcd") or ())),
-        ("room in etcd", _etcd_line(data.get("etcd_room") or {})),
-        ("replicas", str(settings.get("replicas", "-"))),
-        (
-            "stripes of",
-            human_bytes(settings.get("stripe_bytes")) if settings.get("stripe_bytes") else "-",
-        ),
-        ("lease", human_duration(settings.get("lease_ttl_s"))),
-        ("groups", _groups_line(groups)),
-        ("being moved", _moving_line(moving)),
+        ("health", data["health"]),
+        ("etcd", ", ".join(data["etcd"])),
+        ("room in etcd", _etcd_line(data["etcd_room"])),
+        ("replicas", str(settings["replicas"])),
+        ("stripes of", human_bytes(stripe_bytes) if stripe_bytes else "-"),
+        ("lease", human_duration(settings["lease_ttl_s"])),
+        ("groups", _groups_line(data["groups"])),
+        ("being moved", _moving_line(data["moving"])),
     ]
-    print_table(("", ""), rows, title=f"cluster {data.get('cluster', '-')}", styles=_STYLES)
+    print_table(("", ""), rows, title=f"cluster {data['cluster']}")
     print()
-    nodes = data.get("nodes") or ()
-    if nodes:
-        print_table(
-            (
-                "node",
-                "state",
-                "address",
-                "where",
-                "weight",
-                "primary",
-                "in sync",
-                "joining",
-                "used",
-                "free",
-                "scrubbed",
-            ),
-            [_node_row(node) for node in nodes],
-            styles=_STYLES,
-            right=frozenset({4, 5, 6, 7, 8, 9, 10}),
-        )
+    if data["nodes"]:
+        print_table(_NODE_COLUMNS, [_node_row(node) for node in data["nodes"]])
     else:
         print("no store nodes")
-    mounts = data.get("mounts") or ()
-    if mounts:
+    if data["mounts"]:
         print()
-        columns = ("mount on", "mountpoint", "pid", "version")
-        print_table(
-            columns,
-            [
-                [str(m.get(k, "-")) for k in ("host", "mountpoint", "pid", "version")]
-                for m in mounts
-            ],
-        )
-    problems, notes = data.get("problems") or (), data.get("notes") or ()
-    warnings = data.get("warnings") or ()
-    if problems or notes or warnings:
-        print()
-    for warning in warnings:
-        print(printable(f"WARNING: {warning}"))
-    for problem in problems:
-        print(printable(f"! {problem}"))
-    for note in notes:
-        print(printable(f"  {note}"))
+        keys = ("host", "mountpoint", "pid", "version")
+        rows_of_mounts = [[str(mount[key]) for key in keys] for mount in data["mounts"]]
+        print_table(("mount on", *keys[1:]), rows_of_mounts)
+    lines = [f"WARNING: {warning}" for warning in data["warnings"]]
+    lines += [f"! {problem}" for problem in data["problems"]]
+    lines += [f"  {note}" for note in data["notes"]]
+    if lines:
+        print(printable("\n".join(["", *lines])))
 
 
 def _etcd_line(room: Mapping[str, Any]) -> str:
     """Return the room of the fullest member of etcd, and how much of it went lately."""
-    members = [one for one in (room.get("members") or {}).values() if "file_bytes" in one]
+    members = [one for one in room["members"].values() if "file_bytes" in one]
     if not members:
         return "not known"
     fullest = max(members, key=lambda one: int(one["file_bytes"]))
     text = f"{human_bytes(fullest['file_bytes'])}, {human_bytes(fullest['used_bytes'])} in use"
     if fullest["quota_bytes"]:
         text += f", quota {human_bytes(fullest['quota_bytes'])}"
-    if room.get("grown_seconds"):
+    if room["grown_seconds"]:
         grown = int(room["grown_bytes"])
         text += (
             f"; {'less' if grown < 0 else 'more'} by {human_bytes(abs(grown))} in "
             f"{human_duration(room['grown_seconds'])}"
         )
-    alarms = ", ".join(room.get("alarms") or ())
+    alarms = ", ".join(room["alarms"])
     return f"ALARM {alarms}; {text}" if alarms else text
 
 
 def _groups_line(groups: Mapping[str, Any]) -> str:
-    if not groups.get("total"):
+    if not groups["total"]:
         return "none yet: the first file makes them"
-    bad = [f"{groups[name]:,} {name}" for name in ("degraded", "unavailable") if groups.get(name)]
+    bad = [f"{groups[name]:,} {name}" for name in ("degraded", "unavailable") if groups[name]]
     return f"{groups['total']:,}, {', '.join(bad) or 'all in sync'}"
 
 
 def _moving_line(moving: Mapping[str, Any]) -> str:
-    if not moving.get("replicas"):
+    if not moving["replicas"]:
         return "nothing"
     return (
-        f"{moving['replicas']:,} replicas of groups, about {human_bytes(moving.get('bytes_about'))}, "
-        f"{human_duration(moving.get('seconds_about'))}"
+        f"{moving['replicas']:,} replicas of groups, about {human_bytes(moving['bytes_about'])}, "
+        f"{human_duration(moving['seconds_about'])}"
     )
 
 
 def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
-    labels = node.get("labels") or {}
+    labels = node["labels"]
     return (
-        str(node.get("id", "-")),
-        str(node.get("state", "-")),
-        f"{node['address']}:{node.get('port', '-')}" if "address" in node else "-",
-        "/".join(labels[name] for name in ("zone", "rack", "host") if labels.get(name)) or "-",
-        f"{node['weight']:g}" if node.get("weight") is not None else "-",
-        *(str(node.get(f"groups_{kind}", "-")) for kind in ("primary", "in_sync", "joining")),
+        node["id"],
+        node["state"],
+        f"{node['address']}:{node['port']}" if "address" in node else "-",
+        "/".join(labels[name] for name in LEVELS if labels.get(name)) or "-",
+        f"{node['weight']:g}" if node["weight"] is not None else "-",
+        *(str(node[f"groups_{kind}"]) for kind in ("primary", "in_sync", "joining")),
         human_bytes(node.get("bytes")),
         human_bytes(node.get("free_bytes")),
         _scrubbed(node),
@@ -166,7 +139,6 @@ def print_moves(plan: Mapping[str, Any]) -> None:
     print_table(
         ("from", "to", "groups", "bytes"),
         [(*pair, f"{replicas[pair]:,}", human_bytes(sizes[pair])) for pair in pairs[:_MOVES_SHOWN]],
-        right=frozenset({2, 3}),
     )
     if len(pairs) > _MOVES_SHOWN:
         print(f"... and {len(pairs) - _MOVES_SHOWN} more pairs of nodes (--json lists all)")

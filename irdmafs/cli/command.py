@@ -7,7 +7,6 @@ and exit code 1; wrong usage is exit code 2.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ import click
 
 from .. import __version__
 from ..backend.model.sizes import human_bytes
+from ..backend.model.values import ConfigError
 from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
 from ..mount_options import (
@@ -28,13 +28,12 @@ from ..mount_options import (
     parse_mount_options,
 )
 from . import status
-from .cluster import config_option, load, rdma_wanted, say, size_of
+from .cluster import config_option, load, mount_of, print_json, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
-from .repair import repair_etcd
-from .restore import accept_restore
+from .restore import accept_restore, repair_etcd
 from .serve import serve
 from .train import train
 from .transfer import prefetch, rebalance
@@ -56,7 +55,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except MountError as error:
+        except ConfigError as error:
             raise _Failure(str(error)) from error
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)
@@ -146,7 +145,7 @@ def mount(
             ready(background.start(config))
     except background.DaemonFailedError:
         raise
-    except MountError:
+    except ConfigError:
         if chosen.created:
             stores.discard_store(chosen.path)
         raise
@@ -164,7 +163,7 @@ def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
             stores.claim_cache(store.path, cluster.path or "FILE")
             if cluster.mount.cache_size is not None:
                 _check_cache_size(store.path, cluster.mount.cache_size)
-    except MountError:
+    except ConfigError:
         if store.created:
             stores.discard_store(store.path)
         raise
@@ -342,19 +341,17 @@ def _describe_users(mountpoint: str) -> str:
 def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> None:
     """Show one mount, or all of them and the stores that no mount uses."""
     if directory is not None:
-        found = mounting.containing_mount(directory)
-        if found is None or found.fstype != mounting.FSTYPE:
-            raise MountError(f"{directory} is not on an irdmafs mount")
+        found = mount_of(directory)
         entry = status.report(found)
         if as_json:
-            _print_json(entry.to_json())
+            print_json(entry.to_json())
         else:
             status.print_mount(entry)
         ctx.exit(0 if entry.state == "ok" else 1)
     reports = [status.report(found) for found in mounting.irdmafs_mounts()]
     leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "mounts": [entry.to_json() for entry in reports],
                 "leftover_stores": [
@@ -373,9 +370,7 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def versions(path: str, as_json: bool) -> None:
     """List the versions kept of the file PATH: the current one and those that are open."""
-    found = mounting.containing_mount(path)
-    if found is None or found.fstype != mounting.FSTYPE:
-        raise MountError(f"{path} is not on an irdmafs mount")
+    found = mount_of(path)
     try:
         data = status.read_versions(os.path.abspath(path))
     except TimeoutError:
@@ -385,7 +380,7 @@ def versions(path: str, as_json: bool) -> None:
             f"cannot list the versions of {path}: {_why_no_versions(error)}"
         ) from error
     if as_json:
-        _print_json(data)
+        print_json(data)
     else:
         status.print_versions(path, data)
 
@@ -424,17 +419,13 @@ def doctor(
     if find_config(config_path) is not None:
         found = replace(found, checks=(*found.checks, *check_trust(load(config_path))))
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         status.print_checks(
             (check.name, check.verdict, check.found, check.remedy) for check in found.checks
         )
         print(found.summary())
     ctx.exit(0 if found.sessions else 1)
-
-
-def _print_json(value: object) -> None:
-    click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
 for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,9 @@ from ..mount_options import MountError
 from .cluster import (
     cluster,
     config_option,
+    consent,
     json_option,
     load,
-    one_line_errors,
     print_json,
     say,
     with_etcd,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from .cluster_members import Member, Use
 
 __all__ = ["cluster"]
-
-_STYLES = {"valid": "green", "expired": "yellow", "revoked": "bold red"}
 
 
 @cluster.command()
@@ -64,24 +61,23 @@ def cert(
     from .cluster_members import node_addresses, owner_of, register_all
 
     config = _with_ca(config_path)
-    with one_line_errors():
-        assert config.cluster.ca is not None
-        authority = os.path.dirname(config.cluster.ca)
-        target, owner = directory or authority, 0
-        if renew and role != "etcd":
-            owner = with_etcd(config, lambda engine: owner_of(engine, name, role))
-        with _drafts(target) if renew else nullcontext(target) as drafts:
-            made = issue(drafts, name, role, hosts, days, authority, owner)
-            try:
-                if role != "etcd":
-                    with_etcd(config, lambda engine: register_all(engine, [made.cert]))
-            except BaseException:
-                # A certificate that etcd does not know cannot be revoked.
-                os.unlink(made.cert)
-                os.unlink(made.key)
-                raise
-            for path in (made.key, made.cert):
-                os.replace(path, os.path.join(target, os.path.basename(path)))
+    assert config.cluster.ca is not None
+    authority = os.path.dirname(config.cluster.ca)
+    target, owner = directory or authority, 0
+    if renew and role != "etcd":
+        owner = with_etcd(config, lambda engine: owner_of(engine, name, role))
+    with _drafts(target) if renew else nullcontext(target) as drafts:
+        made = issue(drafts, name, role, hosts, days, authority, owner)
+        try:
+            if role != "etcd":
+                with_etcd(config, lambda engine: register_all(engine, [made.cert]))
+        except BaseException:
+            # A certificate that etcd does not know cannot be revoked.
+            os.unlink(made.cert)
+            os.unlink(made.key)
+            raise
+        for path in (made.key, made.cert):
+            os.replace(path, os.path.join(target, os.path.basename(path)))
     names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
     say(f"made {names[0]} and {names[1]}")
     if role == "reader":
@@ -124,7 +120,7 @@ def members(as_json: bool, config_path: str | None) -> None:
         for member in found
     ]
     columns = ("name", "role", "state", "issued", "expires", "revoked", "serial number")
-    print_table(columns, rows, styles=_STYLES)
+    print_table(columns, rows)
 
 
 @cluster.command()
@@ -171,16 +167,11 @@ def _tell_etcd(config: ClusterConfig) -> None:
 
 
 def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
-    """Ask for consent. Raises MountError if it is not given."""
+    """Name the processes that are cut off, and ask for consent. Raises MountError without it."""
     say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
     for use in uses:
         click.echo(f"  {use.what}", err=True)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise MountError("nothing was changed; --yes agrees to cutting them off")
-    if not click.confirm("Cut them off?", err=True):
-        raise MountError("nothing was changed")
+    consent("Cut them off?", "agrees to cutting them off", yes)
 
 
 @cluster.command("rotate-ca")
@@ -197,14 +188,13 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
     config = _with_ca(config_path)
     assert config.cluster.ca is not None
     directory = os.path.dirname(config.cluster.ca)
-    with one_line_errors():
-        if finish:
-            finish_ca_change(directory)
-            say(
-                f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart what runs"
-            )
-            return
-        begin_ca_change(directory, config.cluster.name)
+    if finish:
+        finish_ca_change(directory)
+        say(
+            f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart what runs"
+        )
+        return
+    begin_ca_change(directory, config.cluster.name)
     say(
         f"{config.cluster.ca} holds both CAs: copy it to all hosts, those of etcd too, and restart what "
         "runs; then give everybody a new certificate (irdmafs cluster cert), and finish with: irdmafs "
@@ -228,7 +218,7 @@ def protect_command(config_path: str | None) -> None:
     async def work(engine: Any) -> None:
         if not engine.admin.secure:
             raise MountError(
-                "etcd knows nobody by a certificate: it is spoken to in clear, or with a password "
+                "etcd knows nobody by a certificate: it is spoken to in clear "
                 "(etcd_ca, etcd_cert, etcd_key in [cluster])"
             )
         await register_all(engine, certificates_in(directory))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import click
 from ..backend.model.sizes import human_bytes
 from ..mount_options import MountError
 from . import status
-from .cluster import config_option, find_node, load, read_state, say, with_etcd
+from .cluster import config_option, consent, find_node, load, read_state, say, with_etcd
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
@@ -188,12 +187,7 @@ def _consent(name: str, lost: Lost, yes: bool) -> None:
         ) as file:
             file.writelines(f"{_one_line(path)}\n" for path in lost.paths)
         say(f"all {len(lost.paths)} names are in {file.name}", err=True)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise MountError("nothing was changed; --yes agrees to the removal of these files")
-    if not click.confirm("Remove them for ever?", err=True):
-        raise MountError("nothing was changed")
+    consent("Remove them for ever?", "agrees to the removal of these files", yes)
 
 
 async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
@@ -236,7 +230,8 @@ def admit(node: str, config_path: str | None) -> None:
 
     NODE is its full id, as in its log. A new node needs no admission.
     """
-    from .cluster_admin import admit_again
+    from ..backend.cluster.membership import admit
+    from ..backend.model.records import NodeRecord
 
     config = load(config_path)
     try:
@@ -245,6 +240,8 @@ def admit(node: str, config_path: str | None) -> None:
         number = 0
     if not 0 < number < 1 << 63:
         raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
-    if not with_etcd(config, lambda engine: admit_again(engine, number)):
+    # It registers its weight and labels when it starts again.
+    record = NodeRecord("up", 1.0, {})
+    if not with_etcd(config, lambda engine: admit(engine, number, record)):
         raise MountError(f"node {number:016x} was not removed")
     say(f"node {number:016x} may start again: irdmafs serve STORE")

@@ -1,15 +1,14 @@
-"""The command `irdmafs cluster accept-restore`: going on with an etcd that was restored from a backup."""
+"""The commands that mend a cluster's etcd: accept-restore, repair-etcd."""
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import click
 
 from ..mount_options import MountError
-from .cluster import config_option, load, say, with_etcd
+from .cluster import config_option, consent, load, say, with_etcd
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
@@ -52,11 +51,7 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
         f"{floor} first, so that no number is used twice",
         err=True,
     )
-    if not yes:
-        if not sys.stdin.isatty():
-            raise MountError("nothing was changed; --yes accepts the restored state")
-        if not click.confirm("Accept the restored state?", err=True):
-            raise MountError("nothing was changed")
+    consent("Accept the restored state?", "accepts the restored state", yes)
 
     async def go_on(engine: EtcdEngine) -> Epoch | None:
         with Progress(
@@ -69,3 +64,19 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
     say(
         "the restored state is accepted; nodes and mounts go on by themselves: irdmafs cluster status"
     )
+
+
+@click.command("repair-etcd")
+@config_option
+def repair_etcd(config_path: str | None) -> None:
+    """Free the room that etcd does not use, and take its alarms back, so that it takes writes again.
+
+    Each member of etcd is defragmented, one after the other: it answers nothing else meanwhile, for some
+    seconds per GiB. After the alarm CORRUPT the members' data are compared first.
+    """
+
+    async def repair(engine: EtcdEngine) -> None:
+        await engine.admin.room.repair(say)
+
+    with_etcd(load(config_path), repair)
+    say("see how it is now with: irdmafs cluster status")

@@ -13,7 +13,7 @@ import click
 
 from ..mount.stores import refuse_other_purpose
 from ..mount_options import MountError
-from .cluster import config_option, load, one_line_errors, say
+from .cluster import config_option, load, say
 from .flags import overrides, section_flags
 
 
@@ -47,9 +47,8 @@ def serve(
             "which cluster? give --cluster FILE (irdmafs cluster init writes one) or --etcd HOST:PORT"
         )
     config = load(config_path, {**given, "node": {"store": store, **given["node"]}})
-    with one_line_errors():
-        config.listen()
-        config.cluster.credentials("node")
+    config.listen()
+    config.cluster.credentials("node")
     store = os.path.abspath(store)
     refuse_other_purpose(store, "node")
     try:
@@ -67,16 +66,15 @@ def serve(
         from ..backend.node.daemon import serve_node
         from ..backend.observe.logs import set_up_logging
 
-        with one_line_errors():
-            set_up_logging("node", config.log.format, config.log.level, log or config.log.file)
-            try:
-                trio.run(partial(serve_node, config, ready, waits, patient=foreground))
-            except Damaged as error:
-                raise MountError(str(error)) from error
-            except OSError as error:
-                # Errors of etcd and of the network name their origin in the text.
-                where = f"{error.filename}: " if error.filename else ""
-                raise MountError(f"{where}{error.strerror or error}") from error
+        set_up_logging("node", config.log.format, config.log.level, log or config.log.file)
+        try:
+            trio.run(partial(serve_node, config, ready, waits, patient=foreground))
+        except Damaged as error:
+            raise MountError(str(error)) from error
+        except OSError as error:
+            # Errors of etcd and of the network name their origin in the text.
+            where = f"{error.filename}: " if error.filename else ""
+            raise MountError(f"{where}{error.strerror or error}") from error
 
     def ready(text: str) -> None:
         say(f"{store} is served ({text})")

@@ -1,17 +1,17 @@
 """Print the reports of `irdmafs status`, `versions` and `doctor` for people.
 
-On a terminal the tables are rich's; elsewhere they are aligned text, and rich is not imported.
 A key that the daemon does not report shows as "-": the two may be of different releases.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
+import click
 
 from ..backend.model.sizes import human_bytes
 from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
@@ -19,7 +19,13 @@ from ..mount.stores import LeftoverStore, cluster_of, default_store_path
 
 _ASK_TIMEOUT_S = 5.0
 
-_VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan"}
+# The colours of words that tell how something is, on a terminal.
+_COLOURS = {
+    **dict.fromkeys(("ok", "up", "valid", "current"), "green"),
+    **dict.fromkeys(("warn", "degraded", "draining", "expired", "denied", "working"), "yellow"),
+    **dict.fromkeys(("fail", "unavailable", "down", "revoked", "stale", "hung"), "red"),
+    "info": "cyan",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,56 +148,31 @@ def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    title: str = "",
-    styles: Mapping[str, str] | None = None,
-    right: frozenset[int] = frozenset(),
-) -> None:
-    """Print rows of text on stdout. `styles` colours cells by their text; the columns in `right` are
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print rows of text on stdout, with words for states in colour on a terminal. Columns of numbers are
     right-aligned. Without column names there is no head line."""
     table = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        _print_rich(columns, table, printable(title), styles or {}, right)
-        return
     if title:
-        print(printable(title))
-    lines = [list(columns), *table] if any(columns) else table
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        click.secho(printable(title), bold=True)
+    head = [list(columns)] if any(columns) else []
+    lines = [*head, *table]
+    down = list(zip(*lines, strict=True))
+    widths = [max(map(len, cells)) for cells in down]
+    right = [
+        all(cell == "-" or cell[:1].isdigit() for cell in cells[len(head) :]) for cells in down
+    ]
     for line in lines:
-        cells = (
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())
+        cells = [
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(line, widths, right, strict=True)
+        ]
+        cells[-1] = cells[-1].rstrip()
+        colours = (_COLOURS.get(cell) for cell in line)
+        click.echo("  ".join(map(_coloured, cells, colours)).rstrip())
 
 
-def _print_rich(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    title: str,
-    styles: Mapping[str, str],
-    right: frozenset[int],
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        show_header=any(columns),
-        box=box.SIMPLE,
-    )
-    for index, column in enumerate(columns):
-        table.add_column(
-            Text(column), justify="right" if index in right else "left", overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
-    Console().print(table)
+def _coloured(text: str, colour: str | None) -> str:
+    return click.style(text, fg=colour) if colour else text
 
 
 def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverStore]) -> None:
@@ -214,7 +195,7 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
                     human_duration(data.get("uptime_s")),
                 )
             )
-        print_table(columns, rows, styles=_STATE_STYLES, right=frozenset({3, 4, 5}))
+        print_table(columns, rows)
     for entry in reports:
         for line in _advice(entry):
             print(printable(line))
@@ -228,11 +209,7 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
             rows_left,
             title="stores without a mount (mount there again to use them, "
             "or irdmafs umount --discard DIR)",
-            right=frozenset({1}),
         )
-
-
-_STATE_STYLES = {"ok": "green", "stale": "bold red", "hung": "bold red", "denied": "yellow"}
 
 
 def _session(data: Mapping[str, Any]) -> str:
@@ -295,7 +272,6 @@ def print_mount(entry: MountReport) -> None:
             print_table(
                 (title, "count"),
                 [(str(kind), _count(count)) for kind, count in ordered],
-                right=frozenset({1}),
             )
     warnings = data.get("warnings") or ()
     if warnings:
@@ -319,7 +295,7 @@ def _print_quotas(quotas: Sequence[Mapping[str, Any]]) -> None:
     ]
     print()
     columns = ("quota of", "bytes", "limit", "inodes", "limit")
-    print_table(columns, rows, right=frozenset({1, 2, 3, 4}))
+    print_table(columns, rows)
 
 
 def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -347,6 +323,7 @@ def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("RDMA", _rdma(cluster)),
         ("published", human_bytes(cluster.get("published_bytes"))),
         ("directories followed", _count(cluster.get("followed_directories"))),
+        ("directories claimed", _count(cluster.get("claimed_directories"))),
     ]
 
 
@@ -379,20 +356,16 @@ def print_versions(path: str, data: Mapping[str, Any]) -> None:
         ("version", "state", "size", "modified", "open in processes"),
         rows,
         title=f"{path} (inode {data.get('ino', '-')})",
-        styles={"current": "green", "working": "yellow"},
-        right=frozenset({0, 2}),
     )
 
 
 def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
     """Print the doctor's findings: (name, verdict, found, remedy)."""
     rows = list(rows)
-    if sys.stdout.isatty():
-        print_table(("check", "verdict", "found", "remedy"), rows, styles=_VERDICT_STYLES)
-        return
-    # Remedies are sentences, so each has a line of its own.
     width = max((len(name) for name, *_ in rows), default=0)
     for name, verdict, found, remedy in rows:
-        print(printable(f"{name.ljust(width)}  {verdict.ljust(4)}  {found}"))
+        shown = _coloured(verdict.ljust(4), _COLOURS.get(verdict))
+        click.echo(f"{printable(name).ljust(width)}  {shown}  {printable(found)}")
         if remedy:
-            print(printable(f"{' ' * width}        -> {remedy}"))
+            # Remedies are sentences, so each has a line of its own.
+            click.echo(printable(f"{' ' * width}        -> {remedy}"))

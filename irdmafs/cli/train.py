@@ -64,9 +64,6 @@ def train() -> None:
               help="Make model.safetensors of every Nth version (0: of none).")  # fmt: skip
 @click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
               help="Pieces to push, reduce and pull  [default: one for each store node].")  # fmt: skip
-@click.option(
-    "--torch", is_flag=True, help="Have torch do the arithmetic, on every reducer's host."
-)
 def init(
     directory: str,
     rule: str,
@@ -80,7 +77,6 @@ def init(
     keep: int,
     whole_every: int,
     shards: int | None,
-    torch: bool,
 ) -> None:
     """Train the models in DIR: all its .safetensors files."""
     from ..train import TrainConfig, begin
@@ -89,7 +85,7 @@ def init(
         config = TrainConfig(
             rule=rule, lr=lr, options=dict(map(_setting, settings)), sync=sync,
             workers=_workers(workers), clip_norm=clip_norm, nonfinite=nonfinite,
-            staleness=staleness, keep=keep, whole_every=whole_every, torch=torch,
+            staleness=staleness, keep=keep, whole_every=whole_every,
         )  # fmt: skip
         layout = begin(directory, config, shards=shards)
     elements = sum(parameter.size for parameter in layout.parameters)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..mount import mounting
 from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
@@ -21,6 +20,7 @@ from .cluster import (
     find_node,
     json_option,
     load,
+    mount_of,
     print_json,
     read_state,
     say,
@@ -74,7 +74,7 @@ def rebalance(
         settings = found.members.settings
         assert settings is not None
         gone = {find_node(found, name) for name in leaving}
-        candidates = [c for c in found.candidates() if c.node not in gone]
+        candidates = [c for c in found.members.candidates() if c.node not in gone]
         # The ids of new nodes are random anyway.
         candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))
         held = await read_group_bytes(engine, settings.buckets)
@@ -87,9 +87,9 @@ def rebalance(
         with Progress("rebalancing", "replicas", 0) as progress:
             while True:
                 found = await read_state(config, engine)
-                if not found.candidates():
+                if not found.members.candidates():
                     raise MountError("no store node is up that could take anything")
-                left = len(found.plan(found.candidates(), {})["moves"])
+                left = len(found.plan(found.members.candidates(), {})["moves"])
                 total = max(total, left)
                 progress.update(total - left, total)
                 if not left:
@@ -123,9 +123,7 @@ def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
     from .cluster_status import Progress
 
     for path in paths:
-        mount = mounting.containing_mount(path)
-        if mount is None or mount.fstype != mounting.FSTYPE:
-            raise MountError(f"{path} is not on an irdmafs mount")
+        mount_of(path)
         _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_NOW_XATTR))
     if no_wait:
         return

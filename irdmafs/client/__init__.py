@@ -11,9 +11,7 @@
 
 **Names.** A name is components joined by "/". It means the array in the file ``NAME.npy``; or, if
 a component before the last ends in ``.safetensors``, the tensor of that file whose name is the
-rest; or the file ``NAME`` itself if it has the extended attributes ``user.irdmafs.dtype`` (such as
-``float32``, ``<f4`` or ``bfloat16``) and ``user.irdmafs.shape`` (such as ``[2, 3]``). A file that
-is empty has nothing published in it yet and counts as missing.
+rest. A file that is empty has nothing published in it yet and counts as missing.
 
 **Versions.** Each lookup opens the version that is current then: there is nothing to refresh. An
 array keeps the version it was taken from for as long as it lives, whatever happens to the name.
@@ -35,9 +33,8 @@ The mount of a cluster reads into it straight from the store nodes, past the hos
 is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
 of a file on its host; files that several processes read are better read from the cache.
 
-**bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
-otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
-as what they are; ``torch.from_numpy(bits).view(torch.bfloat16)`` makes a tensor of the bits.
+**bfloat16 and 8-bit floats** are arrays of the package ml_dtypes. torch tensors of these types are
+published as what they are.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ the buffer's pipe is closed, at the latest when the process ends.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -23,19 +22,18 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from . import _device
-from ._dtypes import Array, Layout, Value
+from ._dtypes import Array, Layout
 from ._files import Mapping, naming, open_to_read, read_version, view
 
 log = logging.getLogger(__name__)
 
 _READ_INTO_XATTR = "user.irdmafs.read_into"
 # Errors after which a file is opened and copied instead: the filesystem or mount cannot read into memory,
-# the mount may not trace the caller, the file went between two lookups of its name, or signals come so
-# often that the mount never completes the call.
+# the mount may not trace the caller, the file went between two lookups of its name, or an interrupt from
+# the keyboard that the program handles has ended the call.
 _OPEN_INSTEAD = (
     errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ESTALE, errno.EINTR,
 )  # fmt: skip
-_TRIES = 3
 
 
 class Buffer:
@@ -109,7 +107,7 @@ class Buffer:
             return False
         try:
             with naming(path):
-                text = _get_xattr(path, f"{_READ_INTO_XATTR}.{fd}.{self._lifeline}")
+                text = os.getxattr(path, f"{_READ_INTO_XATTR}.{fd}.{self._lifeline}")
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise self._too_small(path, os.stat(path).st_size) from None
@@ -147,14 +145,6 @@ class Buffer:
     def show(self, path: str, layout: Layout) -> Any:
         """Return the array or tensor of this layout in the buffer. Raises FormatError, TypeError."""
         return self._memory.show(path, layout)
-
-
-def _get_xattr(path: str, name: str) -> bytes:
-    """Call getxattr(2), again after a signal, which Python itself does not do. Raises OSError."""
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(InterruptedError):
-            return os.getxattr(path, name)
-    return os.getxattr(path, name)
 
 
 def _close(descriptors: list[int]) -> None:
@@ -206,10 +196,7 @@ class _HostMemory:
                 done += count
 
     def show(self, path: str, layout: Layout) -> Array:
-        return Value(
-            view(path, self.bytes, layout.dtype, layout.shape, layout.offset, layout.order),
-            layout.extension,
-        ).shown
+        return view(path, self.bytes, layout)
 
 
 class _DeviceMemory:

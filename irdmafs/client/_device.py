@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._dtypes import Array, DType, Layout, Value, size_bytes
+from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, size_bytes
 from ._errors import FormatError
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Run(NamedTuple):
     items: list[_Item]
 
 
-def to_device(values: Mapping[str, Value], device: object) -> dict[str, Any]:
+def to_device(arrays: Mapping[str, Array], device: object) -> dict[str, Any]:
     """Return torch tensors of these arrays, which lie in mapped files, in memory of their own on a device.
 
     Returns when all of it is there. Raises ImportError without torch, TypeError for elements that torch
@@ -73,16 +73,15 @@ def to_device(values: Mapping[str, Value], device: object) -> dict[str, Any]:
     """
     torch = _torch()
     target = torch.device(device)
-    tensors: dict[str, Any] = dict.fromkeys(values)  # in the order of the arguments
+    tensors: dict[str, Any] = dict.fromkeys(arrays)  # in the order of the arguments
     items = []
-    for name, value in values.items():
-        array, turned = _in_memory_order(value.array)
-        dtype = _dtype(torch, name, array.dtype, value.extension)
+    for name, given in arrays.items():
+        array, turned = _in_memory_order(given)
+        dtype = _dtype(torch, name, array.dtype)
         if array.nbytes == 0:
-            tensors[name] = torch.empty(value.array.shape, dtype=dtype, device=target)
+            tensors[name] = torch.empty(given.shape, dtype=dtype, device=target)
         elif not array.dtype.isnative or not array.flags.c_contiguous:
-            native = np.array(array, array.dtype.newbyteorder("="), order="C")
-            tensors[name] = _turned(torch.from_numpy(native), turned).to(target)
+            tensors[name] = _turned(tensor_of(array), turned).to(target)
         else:
             items.append(_Item(name, array.ctypes.data, array.nbytes, array.shape, turned, dtype))
     runs = list(_runs(items))
@@ -117,15 +116,26 @@ def _turned(tensor: Any, turned: bool) -> Any:
     return tensor.permute(*reversed(range(tensor.dim()))) if turned else tensor
 
 
-def _dtype(torch: Any, name: str, dtype: DType, extension: str | None) -> Any:
+def tensor_of(array: Array) -> Any:
+    """Return a tensor of its own with the elements of an array. Raises TypeError for elements that torch
+    has no type for."""
+    torch = _torch()
+    native = np.array(array, array.dtype.newbyteorder("="), order="C")
+    if array.dtype in EXTENSIONS.values():
+        bits = torch.from_numpy(native.view(bits_of(array.dtype)))
+        return bits.view(_dtype(torch, "array", array.dtype))
+    return torch.from_numpy(native)
+
+
+def _dtype(torch: Any, name: str, dtype: DType) -> Any:
     found = None
-    if extension is not None:
-        found = getattr(torch, extension, None)
+    if dtype in EXTENSIONS.values():
+        found = getattr(torch, dtype.name, None)
     else:
         with contextlib.suppress(TypeError):
             found = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     if found is None:
-        raise TypeError(f"{name!r}: torch has no type for elements of {extension or dtype}")
+        raise TypeError(f"{name!r}: torch has no type for elements of {dtype}")
     return found
 
 
@@ -279,8 +289,8 @@ def view(path: str, memory: Any, layout: Layout) -> Any:
     """Return the tensor of this layout in a tensor of bytes: a view, or a copy if torch cannot view
     elements that are not aligned. Raises FormatError, and TypeError for unknown elements."""
     torch = _torch()
-    dtype, extension, shape, offset, order = layout
-    kind = _dtype(torch, path, dtype, extension)
+    dtype, shape, offset, order = layout
+    kind = _dtype(torch, path, dtype)
     size = size_bytes(dtype, shape)
     flat = memory[offset : offset + size]
     if len(flat) != size:

@@ -11,16 +11,14 @@ import secrets
 import stat
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 
-from ._dtypes import Array, DType, size_bytes
+from ._dtypes import Array, Layout, size_bytes
 from ._errors import FormatError
 
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
-_KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 _NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 _IOV_MAX = 1024
 # Buffers are gathered up to this size before they are written; larger ones are written at once.
@@ -70,16 +68,10 @@ class Mapping:
         return np.asarray(self)
 
 
-def view(
-    path: str,
-    data: Array | None,
-    dtype: DType,
-    shape: tuple[int, ...],
-    offset: int,
-    order: Literal["C", "F"] = "C",
-) -> Array:
-    """Return the array at ``offset`` in a file's mapped bytes; ``data`` may be None for an array
+def view(path: str, data: Array | None, layout: Layout) -> Array:
+    """Return the array of this layout in a file's mapped bytes; ``data`` may be None for an array
     without elements. Raises FormatError for what numpy cannot represent."""
+    dtype, shape, offset, order = layout
     try:
         if size_bytes(dtype, shape) == 0:
             array: Array = np.ndarray(shape, dtype)
@@ -118,16 +110,6 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
             yield fd, status
         finally:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def open_privately(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
-    socket or device: when it is closed and unmapped, a store node here may use its memory again."""
-    with contextlib.suppress(OSError):
-        os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
-    with open_to_read(path) as found:
-        yield found
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
@@ -195,7 +177,7 @@ def write_version(
         try:
             write_all(fd, contents)
         except BaseException:
-            _discard(fd)
+            discard(fd)
             raise
     return fd
 
@@ -226,8 +208,8 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
             raise
 
 
-def _discard(fd: int) -> None:
-    # Closing publishes what was written so far, unless the mount is told to discard it.
+def discard(fd: int) -> None:
+    """Close a file without publishing what was written so far."""
     try:
         os.setxattr(fd, _DISCARD_XATTR, b"1")
     except OSError:

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from enum import Enum
-
-from ._files import read_xattr
 
 NPY = ".npy"
 SAFETENSORS = ".safetensors"
-DTYPE_XATTR = "user.irdmafs.dtype"
-SHAPE_XATTR = "user.irdmafs.shape"
-
-
-class Kind(Enum):
-    """The container of a file of arrays."""
-
-    NPY = "npy"
-    SAFETENSORS = "safetensors"
-    RAW = "raw"
 
 
 def check_name(name: str) -> list[str]:
@@ -51,9 +38,9 @@ def is_addressable(tensor: str) -> bool:
     return True
 
 
-def walk(root: str, prefix: str) -> Iterator[tuple[str, Kind]]:
-    """Yield every file of arrays under ``root``/``prefix``: its path from there, and its kind; in no
-    particular order. Symbolic links to directories are not followed.
+def walk(root: str, prefix: str) -> Iterator[str]:
+    """Yield the path from ``root`` of every file of arrays below ``root``/``prefix``, in no order.
+    Symbolic links to directories are not followed.
 
     Raises OSError where a directory cannot be read; one that vanishes meanwhile is passed over.
     """
@@ -64,19 +51,16 @@ def walk(root: str, prefix: str) -> Iterator[tuple[str, Kind]]:
     with entries:
         for entry in entries:
             path = f"{prefix}/{entry.name}" if prefix else entry.name
+            is_array = entry.name.endswith((NPY, SAFETENSORS))
             if entry.is_dir(follow_symlinks=False):
                 if not entry.name.endswith(SAFETENSORS):
                     yield from walk(root, path)
-            elif entry.is_file() and (kind := _kind(entry)) is not None:
-                yield path, kind
+            elif is_array and entry.is_file() and _size(entry):
+                yield path
 
 
-def _kind(entry: os.DirEntry[str]) -> Kind | None:
+def _size(entry: os.DirEntry[str]) -> int:
     try:
-        if entry.name.endswith((NPY, SAFETENSORS)):
-            if entry.stat().st_size == 0:
-                return None
-            return Kind.NPY if entry.name.endswith(NPY) else Kind.SAFETENSORS
-        return Kind.RAW if read_xattr(entry.path, DTYPE_XATTR) is not None else None
+        return entry.stat().st_size
     except FileNotFoundError:
-        return None
+        return 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.lib import format as npy_format
 
-from ._dtypes import Array, DType, Layout, Value, bits_of, buffers, size_bytes
+from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, buffers, size_bytes
 from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_at, view
 
@@ -30,16 +30,17 @@ _MAGIC = b"\x93NUMPY"
 _LENGTH_FORMATS = {1: ("<H", "latin1"), 2: ("<I", "latin1"), 3: ("<I", "utf-8")}
 
 
-def encode(value: Value) -> Iterator[memoryview]:
-    """Yield the contents of a file that holds ``value``; data begins at a multiple of 64 bytes.
+def encode(array: Array) -> Iterator[memoryview]:
+    """Yield the contents of a file that holds ``array``; data begins at a multiple of 64 bytes.
 
     Raises ValueError, before anything is yielded, for a type that needs too long a header.
     """
-    array = value.array
     fortran_order = array.flags.f_contiguous and not array.flags.c_contiguous
-    descr: object = npy_format.dtype_to_descr(array.dtype)
-    if value.extension is not None:
-        descr = [(value.extension, array.dtype.str)]
+    descr: object
+    if array.dtype in EXTENSIONS.values():
+        descr = [(array.dtype.name, bits_of(array.dtype).str)]
+    else:
+        descr = npy_format.dtype_to_descr(array.dtype)
     header = _encode_header(descr, fortran_order, array.shape)
     return _contents(header, array.T if fortran_order else array)
 
@@ -80,11 +81,10 @@ def layout(path: str, read: Callable[[int], bytes], size: int) -> Layout:
     if data_start + data_bytes > size:
         defect = f"{data_bytes} bytes of data are announced, {size - data_start} are there"
         raise FormatError(path, defect)
-    bits, extension = _extension_of(dtype)
-    return Layout(bits, extension, shape, data_start, "F" if fortran_order else "C")
+    return Layout(_extension_of(dtype), shape, data_start, "F" if fortran_order else "C")
 
 
-def load(path: str) -> Value | None:
+def load(path: str) -> Array | None:
     """Map the array in a file; None for an empty file, which nothing was published to yet.
 
     Raises FileNotFoundError, other OSErrors, and FormatError.
@@ -95,8 +95,7 @@ def load(path: str) -> Value | None:
             return None
         found = layout(path, lambda count: read_at(fd, count, 0), size)
         data = Mapping(path, fd, size).bytes if size_bytes(found.dtype, found.shape) else None
-    array = view(path, data, found.dtype, found.shape, found.offset, found.order)
-    return Value(array, found.extension)
+    return view(path, data, found)
 
 
 def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
@@ -154,10 +153,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _extension_of(dtype: DType) -> tuple[DType, str | None]:
-    """Return the type of the bits, and the name of the extension type."""
-    names = dtype.names
-    bits = bits_of(names[0]) if names is not None and len(names) == 1 else None
-    if names is None or bits is None or dtype[0] != bits:
-        return dtype, None
-    return bits, names[0]
+def _extension_of(dtype: DType) -> DType:
+    """Return the extension type that a type of records stands for, or the type itself."""
+    found = EXTENSIONS.get(dtype.names[0]) if dtype.names and len(dtype.names) == 1 else None
+    return found if found is not None and dtype[0] == bits_of(found) else dtype

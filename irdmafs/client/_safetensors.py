@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ._dtypes import Array, DType, Layout, Value, buffers, dtype_of_code, size_bytes
+from ._dtypes import Array, DType, Layout, buffers, code_of, dtype_of_code, size_bytes
 from ._errors import FormatError
 from ._files import view
 
@@ -48,11 +48,9 @@ class Header:
     metadata: dict[str, str]
     has_data: bool
 
-    def value(self, path: str, data: Array | None, name: str) -> Value:
+    def array(self, path: str, data: Array | None, name: str) -> Array:
         """Return the tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
-        tensor = self.tensors[name]
-        array = view(path, data, tensor.dtype, tensor.shape, tensor.offset)
-        return Value(array, tensor.extension)
+        return view(path, data, self.tensors[name])
 
 
 def header_size(path: str, first: bytes, size: int) -> int:
@@ -81,8 +79,8 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     tensors = {}
     ranges = []
     for name, raw in fields.items():
-        dtype, extension, shape, first, end = _parse_entry(path, name, raw)
-        tensors[name] = Layout(dtype, extension, shape, data_start + first)
+        dtype, shape, first, end = _parse_entry(path, name, raw)
+        tensors[name] = Layout(dtype, shape, data_start + first)
         ranges.append((first, end, name))
     # As in the reference implementation: every byte of data belongs to exactly one tensor.
     position = 0
@@ -97,15 +95,13 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     return Header(tensors, metadata, position > 0)
 
 
-def _parse_entry(
-    path: str, name: str, raw: msgspec.Raw
-) -> tuple[DType, str | None, tuple[int, ...], int, int]:
+def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[int, ...], int, int]:
     try:
         entry = _decode_entry(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(path, f"tensor {name!r}: {error}") from None
     try:
-        dtype, extension = dtype_of_code(entry.dtype)
+        dtype = dtype_of_code(entry.dtype)
     except KeyError:
         raise FormatError(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}") from None
     shape = tuple(entry.shape)
@@ -118,7 +114,7 @@ def _parse_entry(
     if end - first != needed:
         defect = f"tensor {name!r} takes {needed} bytes, its offsets span {end - first}"
         raise FormatError(path, defect)
-    return dtype, extension, shape, first, end
+    return dtype, shape, first, end
 
 
 class Head(NamedTuple):
@@ -142,7 +138,7 @@ def head_of(
     ):
         raise TypeError("metadata of a .safetensors file must be a mapping of str to str")
     fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
-    sizes = {code: dtype_of_code(code)[0].itemsize for code, _ in forms.values()}
+    sizes = {code: dtype_of_code(code).itemsize for code, _ in forms.values()}
     position = 0
     starts = {}
     for name, (code, shape) in sorted(
@@ -163,19 +159,19 @@ def head_of(
     return Head(struct.pack("<Q", len(text)) + text, offsets)
 
 
-def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """Yield the contents of a file that holds ``values``.
+def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+    """Yield the contents of a file that holds ``arrays``.
 
     Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.
     """
     forms = {}
-    for name, value in values.items():
-        code = value.code
+    for name, array in arrays.items():
+        code = code_of(array.dtype)
         if code is None:
-            raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {value.array.dtype}")
-        forms[name] = (code, value.array.shape)
+            raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {array.dtype}")
+        forms[name] = (code, array.shape)
     head = head_of(forms, metadata)
-    return _contents(head.text, [values[name].array for name in head.offsets])
+    return _contents(head.text, [arrays[name] for name in head.offsets])
 
 
 def _contents(head: bytes, ordered: list[Array]) -> Iterator[memoryview]:

@@ -11,20 +11,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Self, overload
 
-from . import _device, _files, _npy, _raw, _safetensors
+from . import _device, _files, _npy, _safetensors
 from ._buffer import Buffer
-from ._dtypes import Array, Value, value_of
+from ._dtypes import Array, array_of
 from ._errors import FormatError
-from ._names import (
-    DTYPE_XATTR,
-    NPY,
-    SAFETENSORS,
-    Kind,
-    check_name,
-    is_addressable,
-    split_name,
-    walk,
-)
+from ._names import NPY, SAFETENSORS, check_name, is_addressable, split_name, walk
 
 # How many parsed headers are kept: programs read a few files of many tensors again and again.
 _HEADERS_MAX = 64
@@ -91,13 +82,24 @@ class Store(MutableMapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         """Map the array ``name``: read-only, without copying it."""
-        return self._load(name).shown
+        file, tensor = split_name(name)
+        array: Array | None
+        try:
+            if tensor is not None:
+                array = self._load_tensors(file, [tensor]).get(tensor)
+            else:
+                array = _npy.load(self._path(file + NPY))
+        except FileNotFoundError:
+            array = None
+        if array is None:
+            raise KeyError(name)
+        return array
 
     def to_device(self, name: str, device: object = "cuda") -> Any:
         """Return the array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
         torch.device), its own and writable. Raises ImportError without torch, TypeError for elements
         that torch has no type for."""
-        return _device.to_device({name: self._load(name)}, device)[name]
+        return _device.to_device({name: self[name]}, device)[name]
 
     def read_into(self, name: str, buffer: Buffer) -> Any:
         """Read the file of the array ``name``, whole, into ``buffer``, and return the array there: a numpy
@@ -147,28 +149,11 @@ class Store(MutableMapping[str, Array]):
             except FileNotFoundError:
                 raise KeyError(name) from None
         found: dict[str, Any] = {}
-        for values in self._files_of(name):
-            if device is not None:
-                found |= _device.to_device(values, device)
-            else:
-                found |= {key: value.shown for key, value in values.items()}
+        for arrays in self._files_of(name):
+            found |= arrays if device is None else _device.to_device(arrays, device)
         return found
 
-    def _load(self, name: str) -> Value:
-        file, tensor = split_name(name)
-        value: Value | None
-        try:
-            if tensor is not None:
-                value = self._load_tensors(file, [tensor]).get(tensor)
-            else:
-                value = self._load_array(file)
-        except FileNotFoundError:
-            value = None
-        if value is None:
-            raise KeyError(name)
-        return value
-
-    def _files_of(self, name: str) -> Iterator[dict[str, Value]]:
+    def _files_of(self, name: str) -> Iterator[dict[str, Array]]:
         """Yield the arrays of state_dict(), a dict for each file."""
         if not name:
             yield from self._load_tree("")
@@ -214,7 +199,7 @@ class Store(MutableMapping[str, Array]):
             if tensor is not None:
                 with _files.open_to_read(self._path(file)) as (fd, status):
                     return tensor in self._parse(self._path(file), fd, status).header.tensors
-            return self._file_of(file) is not None
+            return self._has_array(file)
         except FileNotFoundError:
             return False
 
@@ -222,11 +207,9 @@ class Store(MutableMapping[str, Array]):
         """Yield every name, sorted. Tensors whose own name cannot be part of a name (one with an empty
         component, say) are left out; state_dict() has them."""
         names = set()
-        for file, kind in walk(self._path(""), ""):
-            if kind is Kind.NPY:
+        for file in walk(self._path(""), ""):
+            if file.endswith(NPY):
                 names.add(file.removesuffix(NPY))
-            elif kind is Kind.RAW:
-                names.add(file)
             else:
                 try:
                     with _files.open_to_read(self._path(file)) as (fd, status):
@@ -256,7 +239,7 @@ class Store(MutableMapping[str, Array]):
                 f"{name!r} lies inside the file {file!r}, which is published as a whole: "
                 "use publish_state_dict"
             )
-        self._replace(file + NPY, _npy.encode(value_of(array)))
+        self._replace(file + NPY, _npy.encode(array_of(array)))
 
     def publish_state_dict(
         self,
@@ -270,15 +253,15 @@ class Store(MutableMapping[str, Array]):
         TypeError and ValueError for what the format cannot hold, and OSError as publish() does.
         """
         self._check_file(path)
-        values: dict[str, Value] = {}
+        arrays: dict[str, Array] = {}
         for name, array in state.items():
             if not isinstance(name, str):
                 raise TypeError(f"tensor names must be str, not {name!r}")
             try:
-                values[name] = value_of(array)
+                arrays[name] = array_of(array)
             except TypeError as error:
                 raise TypeError(f"tensor {name!r}: {error}") from None
-        self._replace(path, _safetensors.encode(values, metadata))
+        self._replace(path, _safetensors.encode(arrays, metadata))
 
     def publish_file(self, source: str | os.PathLike[str], path: str) -> None:
         """Make the bytes of the file ``source`` the next version of the .npy or .safetensors file
@@ -298,11 +281,10 @@ class Store(MutableMapping[str, Array]):
         file, tensor = split_name(name)
         if tensor is not None:
             raise ValueError(f"{name!r} cannot be removed from the file {file!r} it lies in")
-        path = self._file_of(file)
-        if path is None:
-            raise KeyError(name)
         try:
-            os.unlink(path)
+            if not self._has_array(file):
+                raise KeyError(name)
+            os.unlink(self._path(file + NPY))
         except FileNotFoundError:
             raise KeyError(name) from None
 
@@ -334,41 +316,18 @@ class Store(MutableMapping[str, Array]):
             versioned = self._is_versioned(directory)
         _files.replace_file(path, contents, versioned=versioned)
 
-    def _file_of(self, file: str) -> str | None:
-        """Return the path of the .npy or raw file that holds an array, None where there is none."""
-        path = self._path(file + NPY)
+    def _has_array(self, file: str) -> bool:
+        """Return whether there is a .npy file of that name in which something was published. Raises
+        FileNotFoundError where there is no file."""
         try:
-            status = os.stat(path)
-            if stat.S_ISREG(status.st_mode) and status.st_size:
-                return path
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        path = self._path(file)
-        try:
-            raw = (
-                stat.S_ISREG(os.stat(path).st_mode)
-                and _files.read_xattr(path, DTYPE_XATTR) is not None
-                and not path.endswith((NPY, SAFETENSORS))
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return path if raw else None
-
-    def _load_array(self, file: str) -> Value | None:
-        try:
-            return _npy.load(self._path(file + NPY))
-        except FileNotFoundError:
-            return _raw.load(self._path(file))
+            status = os.stat(self._path(file + NPY))
+        except NotADirectoryError as error:
+            raise FileNotFoundError(*error.args) from error
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
     def _read_array_into(self, buffer: Buffer, file: str) -> Any:
         path = self._path(file + NPY)
-        try:
-            size = buffer.fill(path)
-        except FileNotFoundError:
-            path = self._path(file)
-            size = buffer.fill(path)
-            bare = _raw.layout(path, path, size)
-            return None if bare is None else buffer.show(path, bare)
+        size = buffer.fill(path)
         return buffer.show(path, _npy.layout(path, buffer.head, size)) if size else None
 
     def _read_tensors_into(
@@ -385,20 +344,20 @@ class Store(MutableMapping[str, Array]):
         wanted = header.tensors.keys() if names is None else header.tensors.keys() & names
         return {name: buffer.show(path, header.tensors[name]) for name in wanted}
 
-    def _load_tree(self, prefix: str) -> Iterator[dict[str, Value]]:
-        for file, kind in sorted(walk(self._path(""), prefix), key=lambda item: item[0]):
+    def _load_tree(self, prefix: str) -> Iterator[dict[str, Array]]:
+        for file in sorted(walk(self._path(""), prefix)):
             name = file.removeprefix(f"{prefix}/") if prefix else file
             try:
-                if kind is Kind.SAFETENSORS:
+                if file.endswith(SAFETENSORS):
                     tensors = self._load_tensors(file, None)
-                    yield {f"{name}/{tensor}": value for tensor, value in tensors.items()}
-                elif (found := self._load_array(file.removesuffix(NPY))) is not None:
+                    yield {f"{name}/{tensor}": array for tensor, array in tensors.items()}
+                elif (found := _npy.load(self._path(file))) is not None:
                     yield {name.removesuffix(NPY): found}
             except FileNotFoundError:
                 # The file was removed since the directory was read.
                 continue
 
-    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Value]:
+    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Array]:
         """Map those of ``names`` (None: all) that a .safetensors file has.
 
         Raises FileNotFoundError, also for an empty file.
@@ -413,7 +372,7 @@ class Store(MutableMapping[str, Array]):
         header = parsed.header
         data = None if mapping is None else mapping.bytes
         wanted = header.tensors if names is None else header.tensors.keys() & names
-        return {name: header.value(path, data, name) for name in wanted}
+        return {name: header.array(path, data, name) for name in wanted}
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
         """Return the header of an open .safetensors file, with the mapping that its other arrays use.

@@ -143,7 +143,8 @@ class Shared(Coherence):
         return inode
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
-        await self.freshen(parent)
+        if not self._freshness.is_missing(parent.ino, name):
+            await self.freshen(parent)
         inode = self.namespace.lookup(parent.ino, name)
         if inode is not None and inode.is_dir:
             inode = await self._movable(parent.ino, name, inode, pid)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from ..backend.model.values import ConfigError
 from ..backend.process import MANAGER_VARIABLE, has_terminal
 from ..mount_options import MountConfig, MountError
 
@@ -169,7 +170,7 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
         run(ready, lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
         code = 0
-    except MountError as error:
+    except ConfigError as error:
         _log.error("%s", error)
         answer(error=str(error))
     except BaseException as error:

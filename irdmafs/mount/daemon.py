@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from itertools import islice
 
 import trio
@@ -12,7 +12,6 @@ import trio
 from .._version import __version__
 from ..backend.files.storedir import StoreInUse
 from ..backend.kv import Damaged
-from ..backend.model.values import ConfigError
 from ..backend.process import (
     calm_the_collector,
     has_terminal,
@@ -67,7 +66,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
                 await _Daemon(config, cluster, session, status).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
-    except (ConfigError, Damaged) as error:
+    except Damaged as error:
         raise MountError(str(error)) from error
     except OSError as error:
         # Errors of a cluster name their source themselves.
@@ -247,27 +246,15 @@ class _Daemon:
         tell_manager("READY=1", status="; ".join((f"{name} session", *reasons)))
         ready(words)
 
-    @asynccontextmanager
-    async def _metrics(self) -> AsyncIterator[None]:
-        cluster = self._config.cluster
-        if cluster is None or cluster.mount.metrics_port is None:
-            yield
-            return
-        from ..backend.observe.metrics import Collector, serve_metrics
+    def _metrics(self) -> AbstractAsyncContextManager[int]:
+        if self._config.cluster is None:
+            return nullcontext(0)
+        from ..backend.observe.metrics import serve_metrics
 
+        section = self._config.cluster.mount
         labels = {"mountpoint": self._config.mountpoint}
-        token = trio.lowlevel.current_trio_token()
-        collector = Collector("mount", self._status.figures, labels, token)
-        section = cluster.mount
-        assert section.metrics_port is not None
-        server = serve_metrics(collector, section.metrics_address, section.metrics_port)
-        log.info("metrics are served on %s port %d", section.metrics_address, server.port)
-        try:
-            yield
-        finally:
-            # The server's thread may be waiting for this thread to collect figures.
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(server.close)
+        address, port = section.metrics_address, section.metrics_port
+        return serve_metrics("mount", self._status.figures, labels, address, port)
 
     async def _stop_on_signal(self) -> None:
         """Unmount on SIGINT, SIGTERM or SIGHUP. In a cluster's mount without a terminal, SIGHUP reads the

@@ -35,7 +35,7 @@ class Census:
             elif content.state.ended and content.extent:
                 kept += 1
         return {
-            "inodes": totals.inodes + self._inodes.nameless(),
+            "inodes": totals.inodes + len(self._inodes.unrecorded()),
             "files": totals.files,
             "directories": totals.directories,
             "versions_kept": kept,

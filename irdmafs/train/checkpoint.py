@@ -19,7 +19,7 @@ import msgspec
 
 from ..client import _files
 from ..client._safetensors import encode
-from .directory import COMPLAINT, NORMS, PLAN, TrainDirectory, params_of, read_small
+from .directory import COMPLAINT, NORM, PLAN, TrainDirectory, params_of, read_small
 from .errors import TrainError
 from .layout import ModelLayout
 from .shard_files import ShardFile, gather
@@ -81,12 +81,12 @@ def _read_index(path: Path) -> dict[str, Any]:
 def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
     """Copy the other files of the models' directory: they are in each version. Return their names. Raises
     OSError."""
-    ours = {PLAN, NORMS, *layout.parts, *map(shown, layout.indices)}
+    ours = {PLAN, *layout.parts, *map(shown, layout.indices)}
     kept = [
         path
         for path in sorted(train.models.iterdir())
         if path.is_file()
-        and not path.name.startswith((".", COMPLAINT))
+        and not path.name.startswith((".", NORM, COMPLAINT))
         and not path.name.endswith(".safetensors")
         and path.name not in ours
         and path.stat().st_size <= _KEPT_MAX_BYTES
@@ -99,7 +99,7 @@ def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
 
 
 def add_kept_files(train: TrainDirectory, names: Iterable[str], version: Path) -> None:
-    """Give a version that is begun files that were kept. Raises OSError."""
+    """Give a version that is begun the files that were kept. Raises OSError."""
     for name in names:
         # Somebody may have removed it.
         with contextlib.suppress(FileNotFoundError):

@@ -52,8 +52,6 @@ class TrainConfig:
     infinity is refused, skipped (it counts, with weight 0), or counted (it takes part). `staleness`:
     "inverse" has a push count 1 / (1 + versions since its base) of what it would. `keep`: versions that
     stay. `whole_every`: of every so many versions a file with all parameters is made (0: of none).
-    `ahead`: steps that a worker may push before the first of them counts. `torch`: torch's kernels do the
-    arithmetic, on every host.
     """
 
     rule: str = "sgd"
@@ -66,8 +64,6 @@ class TrainConfig:
     staleness: Literal["none", "inverse"] = "none"
     keep: int = 3
     whole_every: int = 1
-    ahead: int = 64
-    torch: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -76,14 +72,14 @@ class TrainConfig:
                 raise TrainError(f"{name} is {_KIND_NAMES[kind]}, not {value!r}")
         parse_sync(self.sync)
         try:
-            make_rule(self.rule, self.options, torch=False)
+            make_rule(self.rule, self.options)
         except ValueError as error:
             raise TrainError(str(error)) from None
         if self.nonfinite not in ("refuse", "skip", "count"):
             raise TrainError(f"nonfinite is refuse, skip or count, not {self.nonfinite!r}")
         if self.staleness not in ("none", "inverse"):
             raise TrainError(f"staleness is none or inverse, not {self.staleness!r}")
-        for name, least in (("keep", 2), ("whole_every", 0), ("ahead", 1), ("clip_norm", 0)):
+        for name, least in (("keep", 2), ("whole_every", 0), ("clip_norm", 0)):
             if getattr(self, name) < least:
                 raise TrainError(f"{name} is at least {least}")
         rule = RULES[self.rule]
@@ -132,13 +128,12 @@ class TrainConfig:
 
 _KINDS: dict[str, type] = {
     "rule": str, "lr": float, "options": Mapping, "sync": str, "clip_norm": float, "keep": int,
-    "whole_every": int, "ahead": int, "torch": bool,
+    "whole_every": int,
 }  # fmt: skip
 _KIND_NAMES = {
     str: "text",
     float: "a number of fp32",
     int: "a whole number",
-    bool: "true or false",
     Mapping: "a table",
 }
 
@@ -146,7 +141,7 @@ _KIND_NAMES = {
 def _is(value: object, kind: type) -> bool:
     if kind is float:
         return is_fp32(value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _workers_make_sense(workers: object) -> bool:

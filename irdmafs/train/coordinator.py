@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from .config import TrainConfig
 from .directory import (
     COMPLAINT,
     LOOK_S,
-    NORMS,
+    NORM,
     PLAN,
     TrainDirectory,
     discard,
@@ -41,8 +42,8 @@ from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .staging import without_worker
-from .status import StatusFile, progress_of
-from .trees import Folder, Trees
+from .status import StatusFile, text_of
+from .trees import Folder, Trees, look
 
 __all__ = ["Coordinator"]
 
@@ -75,7 +76,7 @@ class Coordinator:
         self._train = train
         self._layout = layout
         self._trees = trees
-        self._status = StatusFile(train)
+        self._status = StatusFile(train.status)
         # By name in push/; of refused ones the inode, time and size of the file that was refused, by the
         # configuration of then.
         self._config: TrainConfig | None = None
@@ -88,11 +89,12 @@ class Coordinator:
         self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
+        # The version after which it was tidied, and the oldest one that was left then.
         self._tidied = -1
-        # In empty/: the directories of the next plan. In files/: what each version has. In aside/: what is
-        # to be removed; None: not known.
-        self._empty: Path | None = None
-        self._kept: list[str] | None = None
+        self._oldest = 0
+        # What each version has of files/.
+        self._kept = os.listdir(train.kept_files)
+        # What is to be removed from aside/; None: not known.
         self._litter: list[str] | None = None
 
     def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
@@ -115,7 +117,8 @@ class Coordinator:
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
         if not enough:
-            self._status.show(progress_of(config, newest, waiting, awaited, self._members))
+            progress = (config, newest, waiting, awaited, self._members)
+            self._status.show(partial(text_of, self._train, *progress))
             return self._has_unread(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
@@ -123,7 +126,9 @@ class Coordinator:
         return True
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
-        made, self._empty = self._empty or self._make_empty(), None
+        made = self._train.path / f".plan.{secrets.token_hex(8)}"
+        made.mkdir()
+        add_kept_files(self._train, self._kept, made)
         (made / PLAN).write_bytes(msgspec.json.encode(plan))
         try:
             os.rename(made, target)
@@ -133,16 +138,6 @@ class Coordinator:
                 raise
             remove(made)
         self._lacking_s = time.monotonic()
-
-    def _make_empty(self) -> Path:
-        """Make the directories of a version, which get their name with a plan."""
-        path = self._train.empty / secrets.token_hex(8)
-        for name in ("", NORMS):
-            (path / name).mkdir()
-        if self._kept is None:
-            self._kept = os.listdir(self._train.kept_files)
-        add_kept_files(self._train, self._kept, path)
-        return path
 
     def _try_again(self, target: Path, plan: Plan) -> bool:
         """Plan the version once more, in another directory, if a push of the plan is gone or broken, which
@@ -234,13 +229,14 @@ class Coordinator:
         self, config: TrainConfig, newest: Plan, name: str, folder: Folder | None
     ) -> Push | None:
         try:
-            now = seen((self._train.push / name).lstat())
+            path = self._train.push / name
+            now = seen(path.lstat()) if folder is None else Seen(folder.ino, 0, 0)
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
             push = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
             if push is not None and not _is_past(push, newest):
-                pushes.check_turn(self._train, config, push)
+                pushes.check_turn(self._train, config, newest, push)
             return push
         except FileNotFoundError:
             return None
@@ -307,6 +303,10 @@ class Coordinator:
             return False
         if config.whole_every and plan.version % config.whole_every == 0:
             assemble(self._train, self._layout, plan.version, target)
+        for name in there.names:
+            # They are not needed any more; those with a dot are what a killed process was writing.
+            if name.startswith((".", NORM, COMPLAINT)):
+                remove(target / name)
         try:
             move(target, self._train.version(plan.version))
         except OSError as error:
@@ -319,46 +319,37 @@ class Coordinator:
         """Give the pushes that count back to their workers, and put aside versions that nobody wants any
         more, and what was left behind."""
         train = self._train
-        staged = os.listdir(train.staging)
+        homes = look(train.staging).folders
         for push in newest.pushes:
             path = train.push / push.path
-            if not path.is_dir():
-                remove(path)
-            elif not any(
+            if not any(
                 give_back(path, train.staging / name)
-                for name in staged
+                for name in homes
                 if owner_of(name) == push.worker
             ):
                 put_aside(train, path)
-        for number in train.version_numbers():
-            if number <= newest.version - config.keep:
-                self._put_aside_version(train.version(number))
-        for name in os.listdir(train.next):
+        for number in range(self._oldest, newest.version - config.keep + 1):
+            self._put_aside_version(train.version(number))
+            self._oldest = number + 1
+        for name in self._trees.look(train.next).folders:
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
                 put_aside(train, train.next / name)
-        version = train.version(newest.version)
-        for name in os.listdir(version):
-            if name == NORMS or name.startswith((".", COMPLAINT)):
-                put_aside(train, version / name)
         self._litter = None
 
     def _put_aside_version(self, version: Path) -> None:
         """Put a version aside, whole, and give its parts to those who make them: they write the next ones
         into the same files."""
         gone = put_aside(self._train, version)
-        if gone is None:
-            return
-        for name in os.listdir(self._train.ahead):
-            give_back(gone / owner_of(name), self._train.ahead / name)
+        if gone is not None:
+            for name in look(self._train.ahead).folders:
+                give_back(gone / owner_of(name), self._train.ahead / name)
 
     def tidy_up(self) -> bool:
-        """Do for a little while what nobody waits for: make directories for the next plan, and remove what
-        was put aside. Return whether there was something to do. Raises OSError."""
+        """Remove for a little while what was put aside. Return whether there was something to do. Raises
+        OSError."""
         aside = self._train.aside
         did = False
-        if self._empty is None:
-            self._empty, did = self._make_empty(), True
         if self._litter is None:
             self._litter = os.listdir(aside)
         until_s = time.monotonic() + _TIDY_S
@@ -371,8 +362,7 @@ class Coordinator:
 
     def _sweep(self) -> None:
         """Remove what processes were making when they were killed."""
-        for name in os.listdir(self._train.empty):
-            put_aside(self._train, self._train.empty / name)
+        self._oldest = min(self._train.version_numbers(), default=0)
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
                 put_aside(self._train, self._train.ahead / name)
@@ -380,7 +370,7 @@ class Coordinator:
             for name in os.listdir(folder):
                 path = folder / name
                 if name.startswith(".") and _is_old(path) and not is_locked(path):
-                    remove(path)
+                    put_aside(self._train, path)
 
 
 def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:

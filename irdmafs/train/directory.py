@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 # The directories of .train.
 FOLDERS = (
-    "push", "staging", "since", "versions", "next", "ahead", "empty", "aside", "workers",
-    "reducers", "refused", "files",
+    "push", "staging", "since", "versions", "next", "ahead", "aside", "workers", "reducers",
+    "refused", "files",
 )  # fmt: skip
 
 # The lock of the reducer that plans.
 COORDINATOR = "coordinator"
-# The plan of a version lies in its directory from the beginning; the norms of its parts until it is made.
+# The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
-NORMS = "norm"
-# A complaint of a reducer about a plan begins so.
-COMPLAINT = "bad."
+# Until a version is made, its directory also has the norms of its parts, and what reducers complain of. The
+# names of these files begin so, and end with the part's.
+NORM, COMPLAINT = "version.norm.", "version.bad."
 # In the metadata of a file with parameters or state: the number of the version that it is of.
 VERSION = "version"
 # The directories of a part of a version, which have a file for each shard.
@@ -52,7 +52,7 @@ _NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.E
 LOOK_S = 1.0
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
-# Small files that are not read again as long as they are the same.
+# So many small files are not read again as long as they are the same.
 _READ_KEPT = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
@@ -71,8 +71,6 @@ class TrainDirectory:
         self.path = self.models / name
         self._keeps_open = keeps_open
         self._read: dict[Path, tuple[Seen, Any]] = {}
-        # The counter of changes below versions/, and the plan that was the newest then.
-        self._newest: tuple[int, Plan] | None = None
         self.reopen()
 
     def close(self) -> None:
@@ -83,13 +81,16 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
+        # Plans by their paths: the last ones that were read. A plan never changes.
+        self._plans: dict[Path, Plan] = {}
+        # The counter of changes below versions/, and the plan that was the newest then.
+        self._newest: tuple[int, Plan] | None = None
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")
         self.versions = self._folder("versions")
         self.next = self._folder("next")
         self.ahead = self._folder("ahead")
-        self.empty = self._folder("empty")
         self.aside = self._folder("aside")
         self.workers = self._folder("workers")
         self.reducers = self._folder("reducers")
@@ -168,11 +169,8 @@ class TrainDirectory:
         return sorted(int(name) for name in os.listdir(self.versions) if name.isdecimal())
 
     def newest(self) -> int:
-        """Return the number of the newest version. Raises TrainError where there is none."""
-        numbers = self.version_numbers()
-        if not numbers:
-            raise TrainError(f"{self.versions} has no version: irdmafs train init makes the first")
-        return numbers[-1]
+        """Return the number of the newest version, which since/0 leads to. Raises OSError."""
+        return int(os.path.basename(os.readlink(self.since / "0")))
 
     def version(self, number: int) -> Path:
         return self.versions / str(number)
@@ -182,10 +180,13 @@ class TrainDirectory:
         return self._plan(self.version(number) / PLAN)
 
     def _plan(self, path: Path) -> Plan:
-        try:
-            plan: Plan = self._once(path, partial(msgspec.json.decode, type=Plan))
-        except msgspec.MsgspecError as error:
-            raise TrainError(f"{path}: {error}") from None
+        plan = self._plans.get(path)
+        if plan is None:
+            try:
+                plan = msgspec.json.decode(read_small(path), type=Plan)
+            except msgspec.MsgspecError as error:
+                raise TrainError(f"{path}: {error}") from None
+            _keep(self._plans, path, plan)
         return plan
 
     def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
@@ -195,21 +196,21 @@ class TrainDirectory:
         known = self._read.pop(path, None)
         if known is None or known[0] != now:
             known = (now, read(read_small(path)))
-        self._read[path] = known
-        while len(self._read) > _READ_KEPT:
-            del self._read[next(iter(self._read))]
+        _keep(self._read, path, known)
         value: T = known[1]
         return value
 
-    def newest_plan(self) -> Plan:
-        """Return the plan of the newest version that the mount has been told of. Raises TrainError."""
-        counter = count_changes(self.versions)
+    def newest_plan(self, counter: int | None = None) -> Plan:
+        """Return the plan of the newest version that the mount has been told of. `counter`: of changes
+        below versions/, if it was just asked for. Raises TrainError."""
+        if counter is None:
+            counter = count_changes(self.versions)
         if self._newest is None or self._newest[0] != counter:
             self._newest = (counter, self._read_newest_plan())
         return self._newest[1]
 
     def _read_newest_plan(self) -> Plan:
-        """Read the plan of the newest version, which may have gone since its directory was listed."""
+        """Read the plan of the newest version, which may have gone since the link to it was read."""
         while True:
             number = self.newest()
             try:
@@ -237,6 +238,13 @@ class TrainDirectory:
             return self._once(self.members, partial(msgspec.json.decode, type=dict[str, int]))
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
+
+
+def _keep(kept: dict[Path, T], path: Path, value: T) -> None:
+    """Add a value to those that are kept, and drop the oldest ones."""
+    kept[path] = value
+    while len(kept) > _READ_KEPT:
+        del kept[next(iter(kept))]
 
 
 def _attempts(version: int, names: Iterable[str]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..client import _files
 
-__all__ = ["Directories", "Directory", "Past", "Seen", "is_published", "seen"]
+__all__ = ["Directories", "Directory", "Past", "Seen", "is_published", "seen", "view_of"]
 
 _PAST_MAX = 1 << 16
 _OPEN_MAX = 128
@@ -53,6 +53,12 @@ class Past:
 
     def __contains__(self, file: Seen) -> bool:
         return self._files.get(file.ino) == file
+
+
+def view_of(directory: Path) -> Path | None:
+    """Return the path of a directory's private view. None where there is none."""
+    view = directory / _PRIVATE_VIEW
+    return view if view.is_dir() else None
 
 
 class Directory:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
-from ..client._dtypes import code_of
+from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
 from .scales import SUFFIX
 
@@ -37,6 +37,11 @@ class Parameter(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     file: str
+
+    @property
+    def type(self) -> DType:
+        """Return the type of its elements in numpy."""
+        return dtype_of_code(self.dtype)
 
     @property
     def size(self) -> int:
@@ -175,18 +180,16 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tu
 
 class Run(NamedTuple):
     """Elements [at, at + size) of a shard, which lie one after the other at `offset` of a file, in bytes.
-    They are multiplied by `scale` when they are read. `scaled`: the slice that they are, if the file has
-    scales for blocks of it."""
+    `scaled`: the slice that they are, if the file has scales for it."""
 
     at: int
     size: int
-    dtype: str
+    dtype: DType
     offset: int
-    scale: float = 1.0
     scaled: Slice | None = None
 
 
-def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: bool) -> list[Run]:
+def runs_of(shard: Shard, header: Header, *, cut: bool) -> list[Run]:
     """Return where a file has the elements of a shard, in their order; parameters that it lacks are left
     out. `cut`: the file has the shard's slices, otherwise whole parameters."""
     runs: list[Run] = []
@@ -195,11 +198,10 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
         count = part.size
         if found is None or not count:
             continue
-        code = code_of(found.dtype, found.extension)
-        assert code in FLOAT_CODES, "the push was checked"
-        offset = found.offset + (0 if cut else part.start * FLOAT_CODES[code])
+        assert code_of(found.dtype) in FLOAT_CODES, "the push was checked"
+        offset = found.offset + (0 if cut else part.start * found.dtype.itemsize)
         scaled = part if part.scales in header.tensors else None
-        run = Run(part.at, count, code, offset, scales.get(part.parameter.name, 1.0), scaled)
+        run = Run(part.at, count, found.dtype, offset, scaled)
         if runs and _follows(runs[-1], run):
             runs[-1] = runs[-1]._replace(size=runs[-1].size + count)
         else:
@@ -209,7 +211,7 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
 
 def _follows(one: Run, other: Run) -> bool:
     return (
-        (one.dtype, one.scale, one.scaled, other.scaled) == (other.dtype, other.scale, None, None)
+        (one.dtype, one.scaled, other.scaled) == (other.dtype, None, None)
         and one.at + one.size == other.at
-        and one.offset + one.size * FLOAT_CODES[one.dtype] == other.offset
+        and one.offset + one.size * one.dtype.itemsize == other.offset
     )

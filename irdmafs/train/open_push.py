@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from ..client._dtypes import Value
+from ..client._dtypes import Array
 from .errors import Refused
 from .layout import ModelLayout, Shard
-from .pushes import values_of
+from .pushes import arrays_of
 from .staging import Staging
 
 __all__ = ["OpenPush", "Publish"]
@@ -61,7 +61,7 @@ class OpenPush:
             for part in shard.slices:
                 self._holders.setdefault(part.parameter.name, []).append(shard)
                 self._holders.setdefault(part.scales, []).append(shard)
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
         # By shard: its file, which is being written or was, and then published.
         self._written: dict[str, Future[Future[None]]] = {}
@@ -71,7 +71,7 @@ class OpenPush:
     def put(self, name: str, gradient: object) -> None:
         """Add a gradient, or replace the one of that name. Raises Refused where it does not fit the
         parameter."""
-        value = values_of(self._layout, {name: gradient})[name]
+        value = arrays_of(self._layout, {name: gradient})[name]
         with self._lock:
             self._values[name] = value
             for shard in self._holders.get(name, ()):
@@ -83,7 +83,7 @@ class OpenPush:
                 elif self._is_complete(shard):
                     self._write(shard)
 
-    def put_all(self, values: Mapping[str, Value]) -> None:
+    def put_all(self, values: Mapping[str, Array]) -> None:
         """Add values that were checked. Their files are written by `finish`."""
         with self._lock:
             self._values |= values

@@ -16,7 +16,7 @@ from . import refusals
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
-    NORMS,
+    NORM,
     PARAMS,
     SPARE,
     STATE,
@@ -138,7 +138,7 @@ class Part:
         reductions = self._reductions(config, missing, target, plan)
         norms: list[float] = []
         if plan.clip_norm:
-            own = target / NORMS / self._name
+            own = target / f"{NORM}{self._name}"
             if not is_published(own):
                 lines = [reductions[shard.name].square_norms() for shard in self._shards]
                 text = "\n".join(" ".join(map(float.hex, line)) for line in lines)
@@ -197,7 +197,7 @@ class Part:
         found: dict[str, list[float]] = {}
         for name, shards in self._layout.parts.items():
             try:
-                lines = read_small(target / NORMS / name).decode().split("\n")
+                lines = read_small(target / f"{NORM}{name}").decode().split("\n")
                 found |= {
                     shard.name: [*map(float.fromhex, line.split())]
                     for shard, line in zip(shards, lines, strict=True)

@@ -70,7 +70,6 @@ class Plan(msgspec.Struct, frozen=True):
     options: dict[str, float | bool]
     lr: float
     clip_norm: float
-    torch: bool
     apart: bool = False
     updates: int = 0
     made_ns: int = 0
@@ -91,7 +90,7 @@ def first_plan(config: TrainConfig, now_ns: int) -> Plan:
     """Return the plan of version 0, which no push is in."""
     return Plan(
         0, (), {}, config.rule, dict(config.options), config.learning_rate, config.clip_norm,
-        config.torch, made_ns=now_ns,
+        made_ns=now_ns,
     )  # fmt: skip
 
 

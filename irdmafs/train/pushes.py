@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ..client import FormatError, _files
-from ..client._dtypes import Layout, Value, code_of, dtype_of_code, size_bytes, value_of
+from ..client._dtypes import Array, Layout, array_of, code_of, size_bytes
 from ..client._safetensors import Header
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
@@ -23,15 +22,15 @@ from .errors import Refused
 from .folders import is_published
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .liveness import is_locked
-from .plan import Push
-from .scales import blocks_of
+from .plan import Plan, Push
+from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
 from .trees import Folder
 
 __all__ = [
     "STEP",
+    "arrays_of",
     "check_finite",
-    "check_scales",
     "check_shard",
     "check_turn",
     "has_nonfinite",
@@ -41,9 +40,7 @@ __all__ = [
     "push_by_name",
     "push_in_shards",
     "read_file",
-    "scales_of",
     "slices_of",
-    "values_of",
     "worker_of",
 ]
 
@@ -65,6 +62,8 @@ _NUMBERS = {
     "base": (int, "a whole number"),
     "lr": (float, "a number"),
 }
+# Steps that a worker may push before the first of them counts.
+_AHEAD_MAX = 64
 # So much of a text that others chose is in an error.
 _SHOWN_MAX = 100
 # Bytes that are looked at at once for NaN and infinity.
@@ -226,32 +225,14 @@ def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) 
         header = read_header(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, error.defect) from None
-    scales_of(header)
+    if "scales" in header.metadata:
+        raise Refused(errno.EINVAL, f"its metadata has scales: they are tensors NAME{SUFFIX}")
     push = _push_in_file(name, header.metadata)
     _check_whole(layout, header.tensors)
     if finite:
         for parameter, found in header.tensors.items():
             _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
     return push
-
-
-def scales_of(header: Header) -> dict[str, float]:
-    """Return what the tensors of a push are multiplied by: its metadata `scales` is a JSON object. Raises
-    Refused."""
-    try:
-        scales = msgspec.json.decode(header.metadata.get("scales", "{}"), type=dict[str, float])
-    except msgspec.MsgspecError as error:
-        raise Refused(
-            errno.EINVAL, f"its scales are not a JSON object of numbers: {error}"
-        ) from None
-    check_scales(scales)
-    return scales
-
-
-def check_scales(scales: Mapping[str, float]) -> None:
-    """Raises Refused for factors that are no fp32 numbers."""
-    if not all(abs(scale) <= F32_MAX for scale in scales.values()):
-        raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
 
 
 def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
@@ -296,22 +277,21 @@ def _check_tensors(
                 errno.EINVAL,
                 f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}",
             )
-        if code_of(found.dtype, found.extension) not in FLOAT_CODES:
-            raise Refused(errno.EINVAL, f"{name!r} has the type {found.extension or found.dtype}")
+        if code_of(found.dtype) not in FLOAT_CODES:
+            raise Refused(errno.EINVAL, f"{name!r} has the type {found.dtype}")
 
 
 # -- whether it may count -------------------------------------------------------------------------
 
 
-def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
-    """Raises Refused for a worker, a step or a base that cannot count."""
-    newest = train.newest_plan()
+def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: Push) -> None:
+    """Raises Refused for a worker, a step or a base that cannot count after the newest version."""
     clocks = newest.clocks
     _check_numbers(push)
     if isinstance(config.workers, tuple) and push.worker not in config.workers:
         raise Refused(errno.EPERM, f"{push.worker!r} is not one of the workers")
     others = max(clocks.values(), default=0)
-    if push.step > others + config.ahead:
+    if push.step > others + _AHEAD_MAX:
         raise Refused(
             errno.EINVAL, f"step {push.step} is too far ahead: the others are at {others}"
         )
@@ -324,7 +304,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, push: Push) -> None:
         raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
     # Where nobody waits for the others, a base may be older than all versions that are kept.
     lockstep = config.synchronization.kind in ("bsp", "local")
-    if lockstep and push.base >= 0 and not train.version(push.base).is_dir():
+    if lockstep and 0 <= push.base <= newest.version - config.keep:
         raise Refused(errno.ESTALE, f"version {push.base} is gone")
 
 
@@ -338,12 +318,10 @@ def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collec
         raise Refused(errno.EPERM, f"{worker!r} is a worker too many: {limit} take part")
 
 
-def check_finite(values: Mapping[str, Value]) -> None:
+def check_finite(arrays: Mapping[str, Array]) -> None:
     """Raises Refused for values with NaN, or with numbers that are infinite in fp32."""
-    for name, value in values.items():
-        assert value.code is not None
-        bits = value.array.reshape(-1).astype(dtype_of_code(value.code)[0], copy=False)
-        _refuse_nonfinite(name, count_nonfinite(bits, value.code))
+    for name, array in arrays.items():
+        _refuse_nonfinite(name, count_nonfinite(array.reshape(-1)))
 
 
 def _refuse_nonfinite(name: str, bad: int) -> None:
@@ -353,52 +331,40 @@ def _refuse_nonfinite(name: str, bad: int) -> None:
 
 def has_nonfinite(file: ShardFile) -> bool:
     """Return whether a file of a push has NaN or infinity."""
-    for name, found in file.header.tensors.items():
-        code = code_of(found.dtype, found.extension)
-        assert code is not None
-        if count_nonfinite(file.tensor(name).reshape(-1), code):
-            return True
-    return False
+    return any(count_nonfinite(file.tensor(name).reshape(-1)) for name in file.header.tensors)
 
 
 def _nonfinite_in(fd: int, found: Layout) -> int:
     """Count NaN and infinity in a tensor of an open file."""
-    code = code_of(found.dtype, found.extension)
-    assert code is not None
     bad = 0
     end = found.offset + size_bytes(found.dtype, found.shape)
     for offset in range(found.offset, end, _BLOCK_BYTES):
         data = _files.read_at(fd, min(_BLOCK_BYTES, end - offset), offset)
-        bad += count_nonfinite(np.frombuffer(data, found.dtype), code)
+        bad += count_nonfinite(np.frombuffer(data, found.dtype))
     return bad
 
 
 # -- making pushes --------------------------------------------------------------------------------
 
 
-def slices_of(shard: Shard, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what a shard's file has of values of whole parameters, some of which may lack. All scales of a
+def slices_of(shard: Shard, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what a shard's file has of arrays of whole parameters, some of which may lack. All scales of a
     parameter are in every file that has some of it."""
     slices = {}
     for part in shard.slices:
-        value = values.get(part.parameter.name)
-        if value is None:
+        array = arrays.get(part.parameter.name)
+        if array is None:
             continue
-        array = value.array
         if not part.is_whole:
             array = array.reshape(-1)[part.start : part.stop]
-        slices[part.parameter.name] = Value(array, value.extension)
-        if part.scales in values:
-            slices[part.scales] = values[part.scales]
+        slices[part.parameter.name] = array
+        if part.scales in arrays:
+            slices[part.scales] = arrays[part.scales]
     return slices
 
 
-def values_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Value]:
-    """Return the values that are to be pushed. Raises Refused where they do not fit the parameters."""
-    values = {name: value_of(one) for name, one in gradients.items()}
-    found = {
-        name: Layout(value.array.dtype, value.extension, value.array.shape)
-        for name, value in values.items()
-    }
-    _check_whole(layout, found)
-    return values
+def arrays_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Array]:
+    """Return the arrays that are to be pushed. Raises Refused where they do not fit the parameters."""
+    arrays = {name: array_of(one) for name, one in gradients.items()}
+    _check_whole(layout, {name: Layout(one.dtype, one.shape) for name, one in arrays.items()})
+    return arrays

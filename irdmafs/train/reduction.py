@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ..client import FormatError
-from ..client._dtypes import Array, Value, code_of, dtype_of_code
+from ..client._dtypes import Array
 from ..client._safetensors import head_of
 from .arithmetic import (
     BLOCK,
@@ -24,17 +24,16 @@ from .arithmetic import (
     Weight,
     accumulate,
     count_nonfinite,
-    from_float32,
     square_sum,
     to_float32,
 )
 from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
-from .folders import Directory
-from .layout import FLOAT_CODES, Run, Shard, Slice, runs_of
+from .folders import Directory, view_of
+from .layout import Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_shard, has_nonfinite, scales_of
+from .pushes import check_shard, has_nonfinite
 from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
@@ -72,10 +71,10 @@ class _Term(NamedTuple):
         start = scaled.start + first - self.run.at
         return lambda part: scales.factors(start + part.start, start + part.stop, self.weight)
 
-    def bits(self, first: int, count: int) -> Array:
+    def elements(self, first: int, count: int) -> Array:
         """Return elements of the shard, from `first` on, as they lie in the file."""
-        offset = self.run.offset + (first - self.run.at) * FLOAT_CODES[self.run.dtype]
-        return self.file.bits(dtype_of_code(self.run.dtype)[0], offset, count)
+        offset = self.run.offset + (first - self.run.at) * self.run.dtype.itemsize
+        return self.file.elements(self.run.dtype, offset, count)
 
 
 class _Span(NamedTuple):
@@ -113,7 +112,7 @@ class Reduction:
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
-        self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
+        self.rule: Rule = make_rule(plan.rule, plan.options)
         last = plan.version - 1
         is_kept = True
         if shard.is_fp32:
@@ -142,7 +141,7 @@ class Reduction:
                 raise BadPush(counted.path, self._train.shown(str(error))) from None
             if self._nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
-            for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
+            for run in runs_of(self._shard, file.header, cut=cut):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
     def _open(self, counted: PushInPlan) -> tuple[ShardFile, bool]:
@@ -153,7 +152,13 @@ class Reduction:
         cut = path.is_dir()
         if cut:
             path /= self._shard.name
-        file = ShardFile(path, header_max_bytes=self._header_max_bytes)
+        # The mount was told of the push before it was told of the plan.
+        file = ShardFile(
+            path,
+            shown=False,
+            view=view_of(path.parent),
+            header_max_bytes=self._header_max_bytes,
+        )
         check_shard(self._shard, file.header, cut=cut)
         return file, cut
 
@@ -220,12 +225,10 @@ class Reduction:
 def _scales(file: ShardFile, run: Run) -> BlockScales | None:
     if run.scaled is None:
         return None
-    found = file.header.tensors[run.scaled.scales]
-    code = code_of(found.dtype, found.extension)
-    assert code is not None
-    scales = np.empty(math.prod(found.shape), np.float32)
-    to_float32(file.tensor(run.scaled.scales).reshape(-1), code, scales)
-    return BlockScales(run.scaled.parameter.shape, scales.reshape(found.shape))
+    given = file.tensor(run.scaled.scales)
+    scales = np.empty(given.size, np.float32)
+    to_float32(given.reshape(-1), scales)
+    return BlockScales(run.scaled.parameter.shape, scales.reshape(given.shape))
 
 
 def _spans(size: int, updates: Sequence[Sequence[_Term]], *, mean: bool) -> list[_Span]:
@@ -242,15 +245,12 @@ def _weighted(terms: Sequence[_Term], start: int, stop: int, *, mean: bool) -> t
     """Return the terms that have these elements, with their final weights."""
     here = [t for t in terms if t.run.at <= start and stop <= t.run.at + t.run.size]
     total = math.fsum(t.weight for t in here) if mean else 1.0
-    return tuple(t._replace(weight=t.weight / total * t.run.scale) for t in here if total)
+    return tuple(t._replace(weight=t.weight / total) for t in here if total)
 
 
 def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
     """Sum up the elements of a shard from `first` on, which all terms have, in the order of the plan."""
-    accumulate(
-        out,
-        [(term.bits(first, len(out)), term.run.dtype, term.weight_from(first)) for term in terms],
-    )
+    accumulate(out, [(term.elements(first, len(out)), term.weight_from(first)) for term in terms])
     return out
 
 
@@ -263,7 +263,7 @@ def _is_surely_finite(elements: F32) -> bool:
 def _check_finite(terms: Sequence[_Term], first: int, count: int) -> None:
     """Raises BadPush for one with NaN or infinity among these elements."""
     for term in terms:
-        if bad := count_nonfinite(term.bits(first, count), term.run.dtype):
+        if bad := count_nonfinite(term.elements(first, count)):
             raise BadPush(term.path, f"it has {bad} elements that are NaN or infinite")
 
 
@@ -317,9 +317,8 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         for part in self._shard.slices:
             start, stop = max(first, part.at), min(first + len(master), part.at + part.size)
             if start < stop:
-                code = part.parameter.dtype
-                converted = np.empty(stop - start, dtype_of_code(code)[0])
-                from_float32(master[start - first : stop - first], code, converted)
+                with np.errstate(all="ignore"):
+                    converted = master[start - first : stop - first].astype(part.parameter.type)
                 self.write_parameter(part, converted, start - part.at)
 
     def write_parameter(self, part: Slice, values: Array, first: int = 0) -> None:
@@ -346,18 +345,18 @@ _buffers = _Buffers()
 def _flat(file: ShardFile, shard: Shard) -> Array:
     """Return the parameters of a shard that are all fp32: they lie one after the other."""
     first = min((found.offset for found in file.header.tensors.values()), default=0)
-    return file.bits(np.dtype(np.float32), first, shard.size)
+    return file.elements(np.dtype(np.float32), first, shard.size)
 
 
-def first_state(directory: Path, shard: Shard, values: Mapping[str, Value], rule: Rule) -> None:
+def first_state(directory: Path, shard: Shard, arrays: Mapping[str, Array], rule: Rule) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
     folders = PartFolders(Directory(directory / PARAMS), Directory(directory / STATE))
     with _ShardFiles(folders, shard, rule, 0) as files:
         files.write_state(dict.fromkeys(rule.state, np.zeros(shard.size, np.float32)), 0)
         for part in shard.slices:
-            flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]
+            flat = arrays[part.parameter.name].reshape(-1)[part.start : part.stop]
             files.write_parameter(part, flat)
             if not shard.is_fp32:
                 master = np.empty(part.size, np.float32)
-                to_float32(flat, part.parameter.dtype, master)
+                to_float32(flat, master)
                 files.write_state({MASTER: master}, part.at)

@@ -1,22 +1,17 @@
 """Update rules: how the combined pushes of a plan change the master weights.
 
-A rule works on elements, in place and in fp32, with numpy or with torch's fused kernels. Which of the
-two is a choice of the training directory and not of the host: their roundings differ, and two reducers
-that make the same shard have to make the same bits. numpy's are the same on every host. Those of torch
-are the same for one release of it on all processors with AVX2 or AVX-512 (measured with 2.13), but not
-where ``torch.backends.cpu.get_cpu_capability()`` is DEFAULT.
+A rule works on elements, in place and in fp32, with numpy, whose results are the same on every host: two
+reducers that make the same shard have to make the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -24,10 +19,6 @@ from .arithmetic import F32, F32_MAX, PART, ranges, scratch
 
 State = Mapping[str, F32]
 Option = float | bool
-
-# torch's kernels compute the elements after the last whole vector in another way, and the widest vector
-# has 16 elements. What is left over is therefore filled up to a whole one.
-_VECTOR = 16
 
 
 @dataclass(frozen=True)
@@ -271,88 +262,6 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
-# -- torch -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise ValueError("torch does this rule's arithmetic, and is not installed here") from None
-
-
-class _Fused(Rule):
-    """A rule whose update is one of torch's fused kernels; its options are those of the other base."""
-
-    def apply(self, update: int, lr: float, combined: F32, master: F32, state: State) -> None:
-        torch = _torch()
-        arrays = (combined, master, *(state[name] for name in self.state))
-        size = len(master)
-        whole = size - size % _VECTOR
-        # The caller's threads share the work: torch must not start others for a block. The setting is this
-        # thread's, and also what threads that torch does not know yet begin with. A thread that begins with
-        # 1 here leaves it as it is, so the last one to write always restores the number.
-        threads = torch.get_num_threads()
-        if threads > 1:
-            torch.set_num_threads(1)
-        try:
-            if whole:
-                self._call(update, lr, *(torch.from_numpy(one[:whole]) for one in arrays))
-            if whole < size:
-                rest = np.zeros((len(arrays), _VECTOR), np.float32)
-                for row, one in zip(rest, arrays, strict=True):
-                    row[: size - whole] = one[whole:]
-                self._call(update, lr, *map(torch.from_numpy, rest))
-                for row, one in zip(rest[1:], arrays[1:], strict=True):
-                    one[whole:] = row[: size - whole]
-        finally:
-            if threads > 1:
-                torch.set_num_threads(threads)
-
-    @abstractmethod
-    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
-        """Call the kernel on tensors of the arrays."""
-
-
-class _FusedSgd(_Fused, Sgd):
-    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
-        _torch()._fused_sgd_(
-            [param], [grad], list(state), lr=lr, momentum=self.momentum, dampening=self.dampening,
-            nesterov=self.nesterov, weight_decay=self.weight_decay, maximize=False,
-            is_first_step=update == 1,
-        )  # fmt: skip
-
-
-class _FusedDiLoCo(_FusedSgd, DiLoCo):
-    pass
-
-
-class _FusedAdam(_Fused, Adam):
-    _kernel: ClassVar[str] = "_fused_adam_"
-
-    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
-        torch = _torch()
-        average, squares = state
-        getattr(torch, self._kernel)(
-            [param], [grad], [average], [squares], [], [torch.tensor(float(update))],
-            lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-
-class _FusedAdamW(_FusedAdam, AdamW):
-    _kernel = "_fused_adamw_"
-
-
-_FUSED: dict[type[Rule], type[Rule]] = {
-    Sgd: _FusedSgd,
-    DiLoCo: _FusedDiLoCo,
-    Adam: _FusedAdam,
-    AdamW: _FusedAdamW,
-}
-
-
 # -- by name -----------------------------------------------------------------------------------
 
 
@@ -373,13 +282,9 @@ def is_fp32(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= F32_MAX
 
 
-def make_rule(name: str, options: Mapping[str, Option], *, torch: bool) -> Rule:
-    """Make a rule of RULES; options that are not given have their defaults.
-
-    ``torch``: have torch's fused kernels do the arithmetic of sgd, diloco, adam and adamw; the other
-    rules are numpy's. Raises ValueError for an unknown rule or option and for a value that makes no
-    sense, and where torch is to be used and is not installed.
-    """
+def make_rule(name: str, options: Mapping[str, Option]) -> Rule:
+    """Make a rule of RULES; options that are not given have their defaults. Raises ValueError for an
+    unknown rule or option and for a value that makes no sense."""
     found, known = _rule(name), options_of(name)
     for option, value in options.items():
         if option not in known:
@@ -389,7 +294,4 @@ def make_rule(name: str, options: Mapping[str, Option], *, torch: bool) -> Rule:
         if not (isinstance(value, bool) if is_switch else is_fp32(value)):
             kind = "true or false" if is_switch else "a number of fp32"
             raise ValueError(f"the option {option} of the rule {name} is {kind}, not {value!r}")
-    if torch and found in _FUSED:
-        _torch()
-        found = _FUSED[found]
     return found(**options)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ..client import FormatError, _files
-from ..client._dtypes import Value, code_of
+from ..client._dtypes import Array, code_of
 from .checkpoint import add_kept_files, assemble, files_of_index, keep_files, shown
 from .config import TrainConfig
 from .directory import FOLDERS, PLAN, TrainDirectory, make_part, remove
@@ -49,10 +49,7 @@ def begin(
         raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)
-    try:
-        rule = make_rule(config.rule, config.options, torch=config.torch)
-    except ValueError as error:
-        raise TrainError(str(error)) from None
+    rule = make_rule(config.rule, config.options)
     files = sorted(train.models.glob("*.safetensors"))
     if not files:
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
@@ -98,7 +95,7 @@ def _make(
     train: TrainDirectory,
     rule: Rule,
     config: TrainConfig,
-    values: dict[str, tuple[Parameter, Value]],
+    values: dict[str, tuple[Parameter, Array]],
     indices: tuple[str, ...],
     shards: int | None,
 ) -> ModelLayout:
@@ -123,21 +120,21 @@ def _make(
     return layout
 
 
-def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Value]]:
-    found: dict[str, tuple[Parameter, Value]] = {}
+def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Array]]:
+    found: dict[str, tuple[Parameter, Array]] = {}
     for path in files:
         try:
             file = ShardFile(path)
         except FormatError as error:
             raise TrainError(str(error)) from None
         for name, form in file.header.tensors.items():
-            code = code_of(form.dtype, form.extension)
+            code = code_of(form.dtype)
             if code not in FLOAT_CODES:
                 raise TrainError(f"{path}: {name!r} has the type {code}, which cannot be trained")
             if name in found:
                 raise TrainError(f"{path}: {name!r} is in {found[name][0].file}, too")
             parameter = Parameter(name, code, form.shape, path.name)
-            found[name] = (parameter, Value(file.tensor(name), form.extension))
+            found[name] = (parameter, file.tensor(name))
     if not any(parameter.size for parameter, _ in found.values()):
         raise TrainError(f"{files[0].parent}: its models have no parameters")
     return found
@@ -158,7 +155,7 @@ def _first_version(
     rule: Rule,
     layout: ModelLayout,
     config: TrainConfig,
-    values: dict[str, Value],
+    values: dict[str, Array],
 ) -> None:
     target = train.next / "0"
     target.mkdir()

@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ..client import FormatError, _files
-from ..client._dtypes import Array, Value, dtype_of_code
+from ..client._device import tensor_of
+from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, parse_header
 from .directory import VERSION
-from .folders import Directory
+from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_DISCARD = "user.irdmafs.discard"
 # Shards that are written or opened at once.
 _AT_ONCE = 16
 
@@ -44,19 +44,18 @@ class ShardFile:
         path: Path,
         *,
         version: int | None = None,
-        shown: bool = False,
-        promised: bool = False,
+        shown: bool = True,
+        view: Path | None = None,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> None:
-        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
-        given to programs, which may send them from where they lie; otherwise nobody does, which is
-        `promised` by a path in a private view. Raises FileNotFoundError, also if it is of another version,
-        and FormatError, also for a longer header."""
+        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays may
+        be given to programs, which may send them from where they lie. `view`: the private view in which it
+        is opened if they are not. Raises FileNotFoundError, also if it is of another version, and
+        FormatError, also for a longer header."""
         name = os.fspath(path)
-        open_file = _files.open_to_read if shown or promised else _files.open_privately
         self.shown = shown
-        with open_file(name) as (fd, status):
-            self.inode = status.st_ino
+        with _files.open_to_read(os.fspath(view / path.name) if view else name) as (fd, status):
+            self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
                 raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
@@ -72,24 +71,22 @@ class ShardFile:
         shown: bool = False,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> Self:
-        """Open a file as the mount knows it."""
-        view = None if shown else directory.view
+        """Open a file as the mount knows it, unless it is shown."""
         return cls(
-            directory.file(name) if view is None else view / name,
+            directory.file(name),
             version=version,
             shown=shown,
-            promised=view is not None,
+            view=None if shown else directory.view,
             header_max_bytes=header_max_bytes,
         )
 
-    def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
-        """Return elements, as numbers of this type or as integers that hold their bits."""
+    def elements(self, dtype: DType, offset: int, count: int) -> Array:
+        """Return elements of this type from a place in the file on."""
         return self._data[offset : offset + count * dtype.itemsize].view(dtype)
 
     def tensor(self, name: str) -> Array:
         """Return a tensor as it lies in the file, read-only. Raises KeyError."""
-        found = self.header.tensors[name]
-        return _files.view(name, self._data, found.dtype, found.shape, found.offset)
+        return self.header.array(name, self._data, name)
 
 
 def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
@@ -101,7 +98,7 @@ def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
         return list(pool.map(do, shards))
 
 
-def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dict[str, Value]:
+def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dict[str, Array]:
     """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
@@ -111,11 +108,10 @@ def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dic
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))
     result = {}
     for parameter in layout.parameters:
-        dtype, extension = dtype_of_code(parameter.dtype)
-        parts = found.get(parameter.name, [np.empty(0, dtype)])
+        parts = found.get(parameter.name, [np.empty(0, parameter.type)])
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         array.flags.writeable = False
-        result[parameter.name] = Value(array.reshape(parameter.shape), extension)
+        result[parameter.name] = array.reshape(parameter.shape)
     return result
 
 
@@ -127,44 +123,31 @@ def copy_shard(
     for part in shard.slices:
         name = part.parameter.name
         if name in out:
-            extension = dtype_of_code(part.parameter.dtype)[1]
-            _copy(Value(file.tensor(name), extension), out[name], part)
+            _copy(file.tensor(name), out[name], part)
 
 
-def _copy(value: Value, target: Any, part: Slice) -> None:
+def _copy(source: Array, target: Any, part: Slice) -> None:
     """Copy a slice of a parameter into an array, or a tensor on any device, of the parameter's shape."""
-    shown: Array = value.shown
-    if type(target).__module__.partition(".")[0] == "torch":
-        import torch
-
-        dtype = getattr(torch, value.extension or value.array.dtype.name)
-        if target.device.type != "cpu" or target.dtype != dtype:
-            source = torch.from_numpy(value.array.copy()).view(dtype)
-            _copy_tensor(source, target, part)
-            return
-        target = target.detach()
-        shown = value.array
-        if value.extension is not None:
-            target = target.view(getattr(torch, value.array.dtype.name))
-        target = target.numpy()
+    if type(target).__module__.partition(".")[0] == "torch" and target.device.type != "cpu":
+        _copy_to_device(tensor_of(source), target.detach(), part)
+        return
+    target = array_of(target)
     if part.is_whole:
-        target[...] = shown
+        target[...] = source
     elif target.flags.c_contiguous:
-        target.reshape(-1)[part.start : part.stop] = shown
+        target.reshape(-1)[part.start : part.stop] = source
     else:
-        target.flat[part.start : part.stop] = shown
+        target.flat[part.start : part.stop] = source
 
 
-def _copy_tensor(source: Any, target: Any, part: Slice) -> None:
-    """Copy into a tensor on another device, or of another type."""
-    whole = target.detach()
+def _copy_to_device(source: Any, target: Any, part: Slice) -> None:
     if part.is_whole:
-        whole.copy_(source)
-    elif whole.is_contiguous():
-        whole.view(-1)[part.start : part.stop].copy_(source)
+        target.copy_(source)
+    elif target.is_contiguous():
+        target.view(-1)[part.start : part.stop].copy_(source)
     else:
         at = np.unravel_index(range(part.start, part.stop), part.parameter.shape)
-        whole[at] = source.to(whole)
+        target[at] = source.to(target)
 
 
 def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
@@ -195,7 +178,7 @@ class NewFile:
 
     def _write(self, values: Array, offset: int) -> None:
         if values.size:
-            _files.write_at(self._fd, values.data.cast("B"), offset)
+            _files.write_at(self._fd, values.reshape(-1).view(np.uint8).data, offset)
 
 
 @contextlib.contextmanager
@@ -209,9 +192,6 @@ def new_file(directory: Directory, name: str, head: Head) -> Iterator[NewFile]:
     try:
         yield NewFile(fd, head)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.setxattr(fd, _DISCARD, b"1")
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _files.discard(fd)
         raise
     os.close(fd)

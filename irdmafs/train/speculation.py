@@ -131,7 +131,7 @@ class Staged:
         try:
             directory = self._directories.get(push.folder.ino, push.path)
             file = ShardFile.within(directory, shard.name, header_max_bytes=self._header_max_bytes)
-            if file.inode == before.ino and file.header.metadata.get(STEP) == str(step):
+            if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_shard(shard, file.header, cut=True)
                 return file, before
         except (OSError, FormatError, Refused):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..client import _files
-from ..client._dtypes import Value
+from ..client._dtypes import Array
 from ..client._safetensors import encode
 from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
 from .folders import Directories, Directory
@@ -49,7 +49,7 @@ class Staging:
         path: Path,
         directory: Directory,
         shard: Shard,
-        values: Mapping[str, Value],
+        values: Mapping[str, Array],
         more: Mapping[str, str],
         *,
         finite: bool,

@@ -6,8 +6,8 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from . import refusals
 from .config import TrainConfig
@@ -16,95 +16,81 @@ from .errors import TrainError
 from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name
-from .refusals import Refusal
 
 __all__ = [
-    "Progress",
     "StatusFile",
     "current",
     "how_to_reduce",
     "is_reduced",
     "no_reducer",
-    "progress_of",
     "report",
+    "text_of",
 ]
 
-# A change is shown after so long at the latest.
+# So often the coordinator looks whether there is something to show.
 _PERIOD_S = 0.5
 # Of those who take no part and of whom nothing has counted so many are listed: whoever may push may do so
 # under any number of names.
 _STRANGERS_MAX = 20
 
 
-class Progress(NamedTuple):
-    """How far a training is. `clocks`: the last step of each worker that counted; `pushed`: the step of a
-    push that is pending; `awaited`: who is waited for; `members`: who takes part."""
-
-    version: int
-    rule: str
-    sync: str
-    clocks: Mapping[str, int]
-    pushed: Mapping[str, int]
-    awaited: Sequence[str]
-    members: Sequence[str]
-
-    def text(self, refused: Sequence[Refusal], *more: str) -> str:
-        """Return what `cat status` prints. `more`: lines with more about the version."""
-        workers = sorted({*self.clocks, *self.members})
-        strangers = sorted(self.pushed.keys() - {*workers})
-        first = max(self.clocks.values(), default=0)
-        lines = [
-            f"version   {self.version}",
-            f"rule      {self.rule}, {self.sync}",
-            *more,
-            f"waits for {', '.join(self.awaited) or 'nobody' if self.pushed else 'pushes'}",
-            "",
-            "worker                         clock  behind  pushed  takes part",
-        ]
-        for name in (*workers, *strangers[:_STRANGERS_MAX]):
-            clock, pushed = self.clocks.get(name, 0), self.pushed.get(name, "-")
-            part = "yes" if name in self.members else "no"
-            lines.append(f"{name:30} {clock:5}  {first - clock:6}  {pushed!s:>6}  {part}")
-        if len(strangers) > _STRANGERS_MAX:
-            lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
-        if refused:
-            lines += ["", "refused:"]
-            for one in refused:
-                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
-                lines.append(f"{when}  {one.path}: {one.reason}")
-        return "\n".join(lines) + "\n"
-
-
-def progress_of(
+def text_of(
+    train: TrainDirectory,
     config: TrainConfig,
     newest: Plan,
     waiting: Collection[Push],
     awaited: Sequence[str],
     members: Collection[str],
-) -> Progress:
-    """Return how far a training is by the newest version and the pushes that are pending."""
+    *more: str,
+) -> str:
+    """Return how far a training is by the newest version and the pushes that are pending. `awaited`: who is
+    waited for; `members`: who takes part; `more`: lines with more about the version."""
     pushed = {push.worker: push.step for push in waiting}
-    return Progress(
-        newest.version, config.rule, config.sync, newest.clocks, pushed, awaited, sorted(members)
-    )
+    workers = sorted({*newest.clocks, *members})
+    strangers = sorted(pushed.keys() - {*workers})
+    first = max(newest.clocks.values(), default=0)
+    lines = [
+        f"version   {newest.version}",
+        f"rule      {config.rule}, {config.sync}",
+        *more,
+        f"waits for {', '.join(awaited) or 'nobody' if pushed else 'pushes'}",
+        "",
+        "worker                         clock  behind  pushed  takes part",
+    ]
+    for name in (*workers, *strangers[:_STRANGERS_MAX]):
+        clock = newest.clocks.get(name, 0)
+        part = "yes" if name in members else "no"
+        lines.append(
+            f"{name:30} {clock:5}  {first - clock:6}  {pushed.get(name, '-')!s:>6}  {part}"
+        )
+    if len(strangers) > _STRANGERS_MAX:
+        lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
+    refused = refusals.newest(train)
+    if refused:
+        lines += ["", "refused:"]
+        for one in refused:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
+            lines.append(f"{when}  {one.path}: {one.reason}")
+    return "\n".join(lines) + "\n"
 
 
 class StatusFile:
     """The file `status`, which the coordinator writes."""
 
-    def __init__(self, train: TrainDirectory) -> None:
-        self._train = train
-        self._written: tuple[object, ...] = ()
-        self._written_s = 0.0
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = ""
+        self._looked_s = 0.0
 
-    def show(self, progress: Progress) -> None:
-        """Write the file anew, if there is something to show. Raises OSError."""
-        refused = refusals.newest(self._train)
-        shown = (progress, refused)
+    def show(self, make_text: Callable[[], str]) -> None:
+        """Write the file anew, now and then, if there is something else to show. Raises OSError."""
         now_s = time.monotonic()
-        if shown != self._written and now_s >= self._written_s + _PERIOD_S:
-            self._written, self._written_s = shown, now_s
-            replace(self._train.status, progress.text(refused).encode())
+        if now_s >= self._looked_s + _PERIOD_S:
+            self._looked_s = now_s
+            text = make_text()
+            if text != self._written:
+                self._written = text
+                replace(self._path, text.encode())
 
 
 def how_to_reduce(train: TrainDirectory) -> str:
@@ -122,9 +108,10 @@ def no_reducer(train: TrainDirectory) -> str:
     return f"no reducer is at work: {how_to_reduce(train)}"
 
 
-def current(train: TrainDirectory) -> tuple[Progress, bool]:
+def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
     """Return how far a training is now, as its files and locks tell, whether or not a coordinator is at
-    work, and whether there are pushes enough for the next version. Raises TrainError and OSError."""
+    work, and whether there are pushes enough for the next version. `more`: as in text_of(). Raises
+    TrainError and OSError."""
     config, newest = train.config(), train.newest_plan()
     members = [
         name
@@ -140,12 +127,12 @@ def current(train: TrainDirectory) -> tuple[Progress, bool]:
             pushes.append(push._replace(step=step))
     waiting = pending(pushes, newest.clocks)
     enough, awaited = is_wanted(config, waiting, members)
-    return progress_of(config, newest, waiting, awaited, members), enough
+    return text_of(train, config, newest, waiting, awaited, members, *more), enough
 
 
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
-    return current(train)[0].text(refusals.newest(train), f"reducers  {_holders(train)}")
+    return current(train, f"reducers  {_holders(train)}")[0]
 
 
 def _holders(train: TrainDirectory) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -81,19 +81,18 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[tuple[str, Any]],
         directory: str | os.PathLike[str],
         *,
         name: str | None = None,
-        names: Sequence[str] | None = None,
         weight: float = 1.0,
         timeout_s: float | None = None,
         overlap: bool = False,
         delayed: bool = False,
     ) -> None:
-        """`params`: `model.named_parameters()`, or parameters, whose names in the directory are `names`.
-        They get the values of the newest version. `name`: of the worker. `weight`: of a push, unless
-        step() says another. `timeout_s`: of the wait for the next version.
+        """`params`: `model.named_parameters()`, which get the values of the newest version. `name`: of the
+        worker. `weight`: of a push, unless step() says another. `timeout_s`: of the wait for the next
+        version.
 
         `overlap`: write the gradients of a shard as soon as backward() has made all of them, while it goes
         on with others. It needs a directory with several shards to be of use. Gradients that are changed
@@ -108,7 +107,10 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         """
         if overlap and delayed:
             raise ValueError("overlap and delayed are two ways to do the same")
-        tensors = _named(params, names)
+        named = list(params)
+        if not all(isinstance(one, tuple) for one in named):
+            raise ValueError("parameters need names: give model.named_parameters()")
+        tensors = dict(named)
         with self._join(tensors, directory, name, weight, timeout_s) as joined:
             super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
             self._early = _EarlyPush(self._worker, tensors) if overlap else None
@@ -257,8 +259,8 @@ class _EarlyPush:
 
 class DiLoCo(_Member):
     """Many steps of an optimizer of one's own, then one of the training directory (Douillard et al. 2023,
-    arXiv:2311.08105): every `every` steps the change of the parameters is pushed, and the next version
-    pulled. The directory has the rule diloco, and sync local:H.
+    arXiv:2311.08105): every H steps the change of the parameters is pushed, and the next version pulled.
+    The directory has the rule diloco, and sync local:H.
 
     A worker until it is closed. A learning rate scheduler is one of the inner optimizer.
     """
@@ -268,22 +270,21 @@ class DiLoCo(_Member):
         inner: torch.optim.Optimizer,
         directory: str | os.PathLike[str],
         *,
-        every: int | None = None,
         name: str | None = None,
-        names: Sequence[str] | None = None,
         weight: float = 1.0,
         timeout_s: float | None = None,
     ) -> None:
-        """`inner`: made of `model.named_parameters()`; if it was made of parameters alone, `names` are
-        their names in the directory. They get the values of the newest version. `every`: H of local:H by
-        default. `name`: of the worker; `weight`: of its pushes.
+        """`inner`: an optimizer made of `model.named_parameters()`, which get the values of the newest
+        version. `name`: of the worker; `weight`: of its pushes.
 
-        Raises TrainError, ValueError and OSError.
+        Raises TrainError, also for a directory without sync local:H, ValueError and OSError.
         """
-        tensors = _named_of(inner, names)
+        tensors = _parameters_of(inner)
         self.inner = inner
         with self._join(tensors, directory, name, weight, timeout_s) as joined:
-            self.every = _every(self._worker, every)
+            kind, self.every = self._worker.config.synchronization
+            if kind != "local":
+                raise TrainError(f"{self._worker.train.config_path} has no sync local:H")
             self._steps = 0
             self._base = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             joined.pop_all()
@@ -298,8 +299,8 @@ class DiLoCo(_Member):
         self.inner.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of the inner optimizer, and after every `every` steps synchronize. Return what
-        `closure` returned. Raises as synchronize() does."""
+        """Make a step of the inner optimizer, and after H of them synchronize. Return what `closure`
+        returned. Raises as synchronize() does."""
         loss = self.inner.step(closure)
         self._steps += 1
         if self._steps >= self.every:
@@ -319,40 +320,17 @@ class DiLoCo(_Member):
                 self._base[name].copy_(tensor)
 
 
-def _every(worker: Worker, every: int | None) -> int:
-    kind, number = worker.config.synchronization
-    if kind != "local":
-        if every is None:
-            raise TrainError(f"{worker.train.config_path} has no sync local:H: say every=H")
-        number = every
-    if every not in (None, number):
-        raise TrainError(f"every={every}, where {worker.train.config_path} has local:{number}")
-    if number < 1:
-        raise ValueError(f"every is 1 or more, not {number}")
-    return number
-
-
-def _named_of(inner: torch.optim.Optimizer, names: Sequence[str] | None) -> dict[str, Any]:
+def _parameters_of(inner: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the parameters of an optimizer by name."""
-    groups = inner.param_groups
-    if names is None:
-        if not all("param_names" in group for group in groups):
+    named: dict[str, Any] = {}
+    for group in inner.param_groups:
+        if "param_names" not in group:
             raise ValueError(
                 "the optimizer does not know the names of its parameters: make it of "
-                "model.named_parameters(), or give names"
+                "model.named_parameters()"
             )
-        names = [name for group in groups for name in group["param_names"]]
-    return _named([tensor for group in groups for tensor in group["params"]], names)
-
-
-def _named(params: Iterable[Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Return parameters by name, from pairs of both or from two lists."""
-    found = list(params)
-    if names is None:
-        if not all(isinstance(one, tuple) for one in found):
-            raise ValueError("give model.named_parameters(), or names")
-        return dict(found)
-    return dict(zip(names, found, strict=True))
+        named |= zip(group["param_names"], group["params"], strict=True)
+    return named
 
 
 def _check_shapes(worker: Worker, tensors: Mapping[str, Any]) -> None:

@@ -14,20 +14,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ..client._dtypes import Value
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories, Past, seen
+from .folders import Directories, Past
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Publish
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
-from .pushes import STEP, check_scales, check_turn, inspect, name_in_shards, values_of
+from .pushes import STEP, arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
 from .staging import Staging
 from .status import is_reduced, no_reducer
@@ -167,35 +164,28 @@ class Worker:
         *,
         weight: float = 1.0,
         lr: float | None = None,
-        scales: Mapping[str, float] | None = None,
     ) -> int:
         """Push gradients (or whatever the rule takes) by parameter; return the step. Some may be left out.
 
         They are numpy arrays or torch tensors with the parameters' shapes, of any float type, and are
         written from where they lie. `weight`: a number of samples or tokens, for example; `lr`: instead of
-        the configured one; `scales`: factors of parameters, for fp8. When this returns the push will
+        the configured one. When this returns the push will
         count, once. Raises Refused (an OSError), which says why. After another OSError it counts once or
         not at all: a worker that begins again under the name goes on after it if it does.
         """
         with self.train.naming():
-            return self._push(gradients, weight, lr, scales, None)
+            return self._push(gradients, weight, lr, None)
 
     def _push(
         self,
         gradients: Mapping[str, object],
         weight: float,
         lr: float | None,
-        scales: Mapping[str, float] | None,
         out: Mapping[str, Any] | None,
     ) -> int:
-        values = values_of(self.layout, gradients)
-        more = {}
-        if scales is not None:
-            factors = {name: float(factor) for name, factor in scales.items()}
-            check_scales(factors)
-            more["scales"] = msgspec.json.encode(factors).decode()
+        values = arrays_of(self.layout, gradients)
         self._keep_part()
-        push = self._open_push(weight, lr, more, out, self._publish)
+        push = self._open_push(weight, lr, out, self._publish)
         push.put_all(values)
         return push.finish(weight, lr=lr)
 
@@ -203,13 +193,12 @@ class Worker:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, {}, None, self._publish_later)
+        return self._open_push(self._weight, self._lr, None, self._publish_later)
 
     def _open_push(
         self,
         weight: float,
         lr: float | None,
-        more: Mapping[str, str],
         out: Mapping[str, Any] | None,
         publish: Publish,
     ) -> OpenPush:
@@ -217,12 +206,11 @@ class Worker:
         name = name_in_shards(expected)
         noting = partial(self._watch.noting, name)
         with noting():
-            finite = self.train.config().nonfinite == "refuse"
+            self.config = self.train.config()
         self._begin_prefetch(out)
-        more = {STEP: str(expected.step), **more}
         return OpenPush(
-            self.layout, self._in_turns, self._staging, name, more,
-            finite=finite, publish=publish, noting=noting,
+            self.layout, self._in_turns, self._staging, name, {STEP: str(expected.step)},
+            finite=self.config.nonfinite == "refuse", publish=publish, noting=noting,
         )  # fmt: skip
 
     def _keep_part(self) -> None:
@@ -255,7 +243,7 @@ class Worker:
 
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
-        check_turn(self.train, self.train.config(), push)
+        check_turn(self.train, self.config, self.train.newest_plan(), push)
         path = self.train.push / name_in_shards(push)
         os.rename(written, path)
         self.step = self._pushed = push.step
@@ -293,7 +281,7 @@ class Worker:
         error `out` may have parameters of more than one version."""
         try:
             with self.train.naming():
-                self._push(gradients, weight, None, None, out)
+                self._push(gradients, weight, None, out)
             return self.pull(out, timeout_s=timeout_s)
         finally:
             self._end_prefetch()
@@ -305,14 +293,14 @@ class Worker:
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._watch.begin()
+        counter = count_changes(self.train.versions)
         while True:
-            counter = count_changes(self.train.versions)
             now_s = time.monotonic()
             looks = now_s >= self._looked_s + _LOOK_S
             if looks:
                 self._looked_s = now_s
                 self._look_for_refusals()
-            newest = self.train.newest_plan()
+            newest = self.train.newest_plan(counter)
             if suffices(newest):
                 return newest
             if looks:
@@ -324,7 +312,7 @@ class Worker:
                     f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
-                count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
+                counter = count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
 
     def _reason(self) -> str:
         if not is_reduced(self.train):
@@ -370,7 +358,7 @@ class Worker:
     def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_out(out)
         self._shows = out is None
-        values: dict[str, Value] = {}
+        values: dict[str, Any] = dict(out or {})
         while True:
             try:
                 fetched: Mapping[str, ShardFile] = {}
@@ -392,9 +380,7 @@ class Worker:
                     raise
                 plan = newer
         self.version = plan.version
-        if out is None:
-            return {name: value.shown for name, value in values.items()}
-        return dict(out)
+        return values
 
     def _open_shard(
         self, version: int, fetched: Mapping[str, ShardFile], shown: bool, shard: Shard
@@ -403,7 +389,6 @@ class Worker:
         if found is not None and (found.shown or not shown):
             return found
         path = params_of(self.train.version(version), shard)
-        status = seen(path.stat())
-        file = ShardFile(path, version=version, shown=shown)
-        self._past.add(status)
+        file = ShardFile(path, version=version)
+        self._past.add(file.seen)
         return file

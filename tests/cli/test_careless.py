@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import EtcdServer
-from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs
+from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs, one_line
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members
@@ -36,14 +36,6 @@ from irdmafs.backend.model.records import (
 from irdmafs.cli.command import main
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
-    """The only line that a failed command printed."""
-    assert done.returncode == code, done
-    [line] = done.stderr.splitlines()
-    assert line.startswith("irdmafs: ")
-    return line.removeprefix("irdmafs: ")
 
 
 @pytest.fixture
@@ -71,6 +63,20 @@ def kill_node(mount: OneNodeMount) -> str:
     assert [node["state"] for node in found["nodes"]] == ["down"]
     identity = Path(config).parent / "store" / "node.json"
     return f"{int(json.loads(identity.read_text())['id'], 16):016x}"
+
+
+@contextlib.contextmanager
+def serving(store: Path, config: str | Path, *arguments: str) -> Iterator[None]:
+    """Have a store node of a cluster run as long as the block does."""
+    done = irdmafs("serve", store, "--cluster", config, *arguments)
+    assert done.returncode == 0, done
+    log = (store / "irdmafs.log").read_text()
+    pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
 
 
 # -- configuration ---------------------------------------------------------------------------------
@@ -131,17 +137,10 @@ def test_a_node_keeps_to_its_size(tmp_path: Path) -> None:
     with EtcdServer() as etcd:
         made = ("--etcd", etcd.endpoint, "--out", tmp_path, "--no-tls", "--buckets", "4")
         assert irdmafs("cluster", "init", *made).returncode == 0
-        store, cluster = tmp_path / "store", ("--cluster", tmp_path / "cluster.toml")
-        done = irdmafs("serve", store, *cluster, "--size", "64M")
-        assert done.returncode == 0, done
-        try:
-            found = json.loads(irdmafs("cluster", "status", "--json", *cluster).stdout)
+        config = tmp_path / "cluster.toml"
+        with serving(tmp_path / "store", config, "--size", "64M"):
+            found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
             assert [node["total_bytes"] for node in found["nodes"]] == [64 << 20]
-        finally:
-            log = (store / "irdmafs.log").read_text()
-            pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
-            os.kill(pid, signal.SIGTERM)
-            eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
 
 
 # -- directories ----------------------------------------------------------------------------------
@@ -243,20 +242,6 @@ def test_mount_without_store_nodes_says_so_and_what_is_lost(mounted: OneNodeMoun
     assert os.listdir(mounted.path) == ["kept"]
 
 
-@contextlib.contextmanager
-def another_node(mount: OneNodeMount, store: Path) -> Iterator[None]:
-    """A second store node of the mount's cluster."""
-    done = irdmafs("serve", store, "--cluster", config_of(mount))
-    assert done.returncode == 0, done
-    log = (store / "irdmafs.log").read_text()
-    pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGTERM)
-        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
-
-
 @pytest.mark.parametrize("served", ["before", "after"])
 def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
     mounted: OneNodeMount, tmp_path: Path, served: str
@@ -275,7 +260,7 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
 
     with contextlib.ExitStack() as stack:
         if served == "before":
-            stack.enter_context(another_node(mounted, tmp_path / "store"))
+            stack.enter_context(serving(tmp_path / "store", config))
         done = remove()
         assert done.returncode == 0, done
         assert f"1 file (10 B) have their only copy on node {node}" in done.stderr
@@ -284,7 +269,7 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
         if served == "after":
             assert "8 groups wait for a store node: irdmafs serve STORE" in done.stderr
             assert remove().returncode == 0  # it may be repeated
-            stack.enter_context(another_node(mounted, tmp_path / "store"))
+            stack.enter_context(serving(tmp_path / "store", config))
         (mounted.path / "new").write_bytes(b"abc")
         assert (mounted.path / "new").read_bytes() == b"abc"
         assert sorted(os.listdir(mounted.path)) == ["directory", "empty", "new"]
@@ -323,13 +308,13 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
     eventually(lambda: knows_its_extents_named(store), "the node sees the file published")
     node = kill_node(mounted)
     serve = ("serve", store, "--cluster", config)
-    with another_node(mounted, tmp_path / "store"):
+    with serving(tmp_path / "store", config):
         done = irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config)
         assert done.returncode == 0, done
         (mounted.path / "new").write_bytes(b"abc")
         assert f"node {node} was removed from the cluster" in one_line(irdmafs(*serve))
         assert irdmafs("cluster", "admit", node, "--cluster", config).returncode == 0
-        with another_node(mounted, store):
+        with serving(store, config):
             # What is new may be moved there meanwhile.
             eventually(lambda: not keeps(store, b"0123456789"), "what was given up is freed", 30)
             (mounted.path / "more").write_bytes(b"def")
@@ -341,7 +326,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
 
 
 def test_a_publish_that_waits_says_so_once() -> None:
-    with OneNodeMount(("--timeout", "2s", "--log-level", "info")) as mount:
+    with OneNodeMount(("--timeout", "1s", "--log-level", "info")) as mount:
         (mount.path / "first").write_bytes(b"has the placement groups made")
         kill_node(mount)
         with pytest.raises(TimeoutError), (mount.path / "file").open("wb", 0) as file:
@@ -371,7 +356,7 @@ def test_what_no_node_has_is_looked_for_once(mounted: OneNodeMount, size: int) -
 
 def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
     """Its writer was told so, and others may have written since."""
-    with OneNodeMount(("--timeout", "4s")) as mount:
+    with OneNodeMount(("--timeout", "2s")) as mount:
         (mount.path / "old").write_bytes(b"first")
         kill_node(mount)
         for name in ("old", "new"):
@@ -430,10 +415,8 @@ def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
         if whose == "nobody's":
             cluster = re.sub(r"(?m)^(ca|cert|key) = .*$", "", cluster)
         (theirs / "cluster.toml").write_text(cluster)
-        done = irdmafs("serve", store, "--cluster", ours / "cluster.toml")
-        assert done.returncode == 0, done
-        pid = int(re.findall(r"^\S+ \S+ (\d+) ", (store / "irdmafs.log").read_text(), re.M)[-1])
-        try:
+        with serving(store, ours / "cluster.toml"), contextlib.ExitStack() as stack:
+            stack.callback(irdmafs, "umount", "--discard", path)
             # Longer than a test may take.
             long = ("--cluster", theirs / "cluster.toml", "--timeout", "1h")
             done = irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
@@ -458,10 +441,6 @@ def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
                 assert "speaks no TLS" not in log
             assert reason in told
             assert "of no use" in told
-        finally:
-            irdmafs("umount", "--discard", path)
-            os.kill(pid, signal.SIGTERM)
-            eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
 
 
 def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
-from harness.mountpoint import INTERRUPTED, eventually, irdmafs
+from harness.mountpoint import INTERRUPTED, eventually, irdmafs, one_line
 from harness.secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster import overview
@@ -36,6 +37,7 @@ from irdmafs.backend.model.records import (
     key_of,
     policy_key,
 )
+from irdmafs.cli.command import main
 
 GIB = 1 << 30
 REPLICAS = 2
@@ -45,14 +47,6 @@ REPLICAS = 2
 def etcd() -> Iterator[EtcdServer]:
     with EtcdServer() as server:
         yield server
-
-
-def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
-    """The only line that a failed command printed."""
-    assert done.returncode == code, done
-    [line] = done.stderr.splitlines()
-    assert line.startswith("irdmafs: ")
-    return line.removeprefix("irdmafs: ")
 
 
 class Cluster:
@@ -129,13 +123,6 @@ A, B, C, D = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56, 0xD4
 # -- commands start light -------------------------------------------------------------------------
 
 
-def test_commands_start_without_the_libraries_of_a_cluster() -> None:
-    heavy = "{'trio', 'cryptography', 'msgspec', 'numpy', 'google', 'grpc', 'rich', 'ssl'}"
-    program = f"import sys, irdmafs.cli.command; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "set()\n", done
-
-
 def test_mounts_and_nodes_start_without_numpy() -> None:
     """It takes as long to load as all that a node has of its own; only who places groups needs it."""
     daemons = (
@@ -197,25 +184,44 @@ def test_init_does_not_overwrite_the_files_of_another_cluster(cluster: Cluster) 
     assert cluster.file.read_text() == text
 
 
-def test_init_leaves_nothing_when_etcd_cannot_be_reached(tmp_path: Path) -> None:
-    arguments = ("--etcd", "127.0.0.1:1", "--out", tmp_path / "made", "--etcd-plain")
-    assert "127.0.0.1:1" in one_line(irdmafs("cluster", "init", *arguments))
-    assert list((tmp_path / "made").iterdir()) == []
+PORT_OF_NOBODY = "127.0.0.1:1"
 
 
-def test_init_makes_certificates_with_which_etcd_itself_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def init_in_vain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run `init` with an etcd that cannot be reached, and return what it says."""
+    monkeypatch.setattr("irdmafs.cli.cluster._ETCD_TIMEOUT_S", 0.2)
+
+    def run(made: Path, *more: str) -> str:
+        words = ["cluster", "init", "--etcd", PORT_OF_NOBODY, "--out", str(made), *more]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 1
+        return done.stderr
+
+    return run
+
+
+def test_init_leaves_nothing_when_etcd_cannot_be_reached(
+    tmp_path: Path, init_in_vain: Callable[..., str]
+) -> None:
+    assert PORT_OF_NOBODY in init_in_vain(tmp_path / "made", "--etcd-plain")
+    assert os.listdir(tmp_path / "made") == []
+
+
+def test_init_makes_certificates_with_which_etcd_itself_runs(
+    tmp_path: Path, init_in_vain: Callable[..., str]
+) -> None:
     made = tmp_path / "made"
-    port_of_nobody = "127.0.0.1:1"
     arguments = ("cluster", "init", "--out", made)
-    line = one_line(irdmafs(*arguments, "--etcd", port_of_nobody))
+    line = init_in_vain(made)
     assert "--prepare says how etcd is started with its certificate" in line
-    done = irdmafs(*arguments, "--etcd", port_of_nobody, "--prepare")
+    done = irdmafs(*arguments, "--etcd", PORT_OF_NOBODY, "--prepare")
     assert done.returncode == 0, done
     assert f"--cert-file={made}/etcd.pem" in done.stdout
     # Only etcd's port is not known before it starts.
     with SecureEtcd(made) as server:
         file = made / "cluster.toml"
-        file.write_text(file.read_text().replace(port_of_nobody, server.endpoint))
+        file.write_text(file.read_text().replace(PORT_OF_NOBODY, server.endpoint))
         done = irdmafs(*arguments, "--etcd", server.endpoint)
         assert done.returncode == 0, done
         done = irdmafs("cluster", "status", "--json", "--cluster", file)

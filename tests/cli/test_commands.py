@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.mountpoint import Mount, eventually, irdmafs
+from harness.mountpoint import Mount, eventually, irdmafs, one_line
 
 from irdmafs import __version__
 from irdmafs.mount import mounting, stores
@@ -35,15 +35,6 @@ def mounted(own: Mount) -> Mount:
     return own
 
 
-def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
-    """The only line that a failed command printed."""
-    assert done.returncode == code, done
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
-    assert line.startswith("irdmafs: ")
-    return line
-
-
 # -- the command itself ---------------------------------------------------------------------------
 
 
@@ -55,8 +46,18 @@ def test_version_and_help_are_printed() -> None:
             assert re.search(rf"^  {command} ", page, re.MULTILINE), page
 
 
-def test_commands_start_without_the_filesystems_libraries() -> None:
-    libraries = {"trio", "pyfuse3", "numpy", "rich"}
+def test_commands_start_without_the_libraries_of_mounts_and_clusters() -> None:
+    libraries = {
+        "trio",
+        "pyfuse3",
+        "numpy",
+        "rich",
+        "cryptography",
+        "msgspec",
+        "google",
+        "grpc",
+        "ssl",
+    }
     program = f"import sys, irdmafs.cli.command; print({libraries} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done
@@ -117,14 +118,6 @@ def test_mounting_waits_for_an_unmount_that_has_begun(
     with subprocess.Popen([sys.executable, "-m", "irdmafs", "umount", path]) as umount:
         assert mounting.prepare_mountpoint(path) == path
     assert umount.returncode == 0
-
-
-def test_store_of_another_mount_is_refused(mounted: Mount, tmp_path: Path) -> None:
-    second = tmp_path / "second"
-    second.mkdir()
-    one_line(irdmafs("mount", second, "--store", mounted.store))
-    assert not os.path.ismount(second)
-    assert mounted.status()["store"] == str(mounted.store)
 
 
 def test_store_on_the_mount_itself_or_another_is_refused(mounted: Mount, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The messages to users who are careless, unlucky or not entitled: what was found, and what to do."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -10,9 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, run_checked
+from harness.mountpoint import (
+    INTERRUPTED,
+    IRDMAFS,
+    Mount,
+    eventually,
+    irdmafs,
+    one_line,
+    run_checked,
+)
 from harness.processes import Process
-from test_commands import one_line
+from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
 from irdmafs.cli import status
@@ -23,24 +32,12 @@ NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-
 # May read every file, as the interpreter may be installed below a private home directory.
 AS_NOBODY = (*NOBODY[:-1], "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override")
 
+__all__ = ["mounted", "own"]
+
 pytestmark = pytest.mark.skipif(
     not (mounting.can_mount() and os.path.exists("/dev/fuse")),
     reason="needs /dev/fuse and CAP_SYS_ADMIN",
 )
-
-
-@pytest.fixture
-def own() -> Iterator[Mount]:
-    """A place to mount on, not mounted yet."""
-    place = Mount("auto")
-    yield place
-    place.close()
-
-
-@pytest.fixture
-def mounted(own: Mount) -> Mount:
-    own.mount()
-    return own
 
 
 @pytest.fixture
@@ -84,6 +81,8 @@ def test_a_store_that_a_detached_mount_still_serves_says_so(
 
 def test_a_store_in_use_names_the_mount_that_uses_it(mounted: Mount, tmp_path: Path) -> None:
     line = one_line(irdmafs("mount", tmp_path, "--store", mounted.store))
+    assert not os.path.ismount(tmp_path)
+    assert mounted.status()["store"] == str(mounted.store)
     assert f"in use by the mount at {mounted.path} (process {mounted.pid})" in line
     assert f"irdmafs umount {mounted.path}" in line
 
@@ -196,6 +195,19 @@ trio.run(pyfuse3.main)
 """
 
 
+@contextlib.contextmanager
+def impostor(path: Path, says: str) -> Iterator[None]:
+    """A filesystem that calls itself irdmafs and answers each question about itself with `says`."""
+    with subprocess.Popen([sys.executable, "-c", IMPOSTOR, str(path), says]) as process:
+        try:
+            eventually(lambda: mounting.mounted_at(str(path)) is not None, "it is mounted")
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+            irdmafs("umount", "--lazy", path)
+
+
 @pytest.mark.parametrize(
     "says",
     [
@@ -211,29 +223,19 @@ def test_what_another_users_filesystem_says_is_not_believed(
     """He can call it irdmafs; root, who unmounts it, discards nothing that it names."""
     store = mounted.store
     mounted.unmount()
-    impostor = [sys.executable, "-c", IMPOSTOR, str(tmp_path), says.replace("STORE", str(store))]
-    with subprocess.Popen(impostor) as process:
-        eventually(lambda: mounting.mounted_at(str(tmp_path)) is not None, "it is mounted")
-        found = mounting.mounted_at(str(tmp_path))
-        assert found is not None
+    with impostor(tmp_path, says.replace("STORE", str(store))):
         for arguments in (("status",), ("status", tmp_path), ("status", "--json")):
             done = irdmafs(*arguments)
             assert "Traceback" not in done.stderr and "\x1b" not in done.stdout
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    irdmafs("umount", "--lazy", tmp_path)
     assert (store / "names").exists()
 
 
 def test_a_store_that_another_users_daemon_names_is_not_discarded(
-    mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mounted: Mount, tmp_path: Path
 ) -> None:
     store = mounted.store
     mounted.unmount()
-    says = f'{{"store": "{store}", "pid": 1}}'
-    impostor = [sys.executable, "-c", IMPOSTOR, str(tmp_path), says]
-    with subprocess.Popen(impostor) as process:
-        eventually(lambda: mounting.mounted_at(str(tmp_path)) is not None, "it is mounted")
+    with impostor(tmp_path, f'{{"store": "{store}", "pid": 1}}'):
         # As the kernel tells of a mount of his.
         program = (
             "import sys\n"
@@ -245,7 +247,6 @@ def test_a_store_that_another_users_daemon_names_is_not_discarded(
         command = [sys.executable, "-c", program, "umount", "--discard", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and "user 1000" in done.stderr, done
-        process.wait(30)
     assert (store / "names").exists()
 
 
@@ -341,11 +342,11 @@ def test_an_interrupt_during_imports_shows_no_traceback() -> None:
 
 def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
     line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY))
-    assert line == f"irdmafs: {mounted.path} is already mounted by root (user 0)"
+    assert line == f"{mounted.path} is already mounted by root (user 0)"
 
 
 def test_a_file_is_no_store_of_a_node(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     done = irdmafs("serve", file, "--etcd", "127.0.0.1:1")
-    assert one_line(done) == f"irdmafs: the store {file} is not a directory"
+    assert one_line(done) == f"the store {file} is not a directory"

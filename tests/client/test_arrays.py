@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -268,23 +269,13 @@ def test_torch_tensors_are_published(store: client.Store) -> None:
     assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), half)
 
 
-def test_without_ml_dtypes_bfloat16_is_its_bits(
-    store: client.Store, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    _dtypes.extension_dtype.cache_clear()
-    request.addfinalizer(_dtypes.extension_dtype.cache_clear)
+def test_bits_in_records_named_bfloat16_are_bfloat16(store: client.Store) -> None:
     bits = np.array([[0x3F80, 0x4000]], dtype=np.uint16)
-    header = b'{"w":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}}'
-    path = Path(store.path) / "m.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bits.tobytes())
-    assert_same(store["m.safetensors/w"], bits)
     np.save(Path(store.path) / "w.npy", bits.view([("bfloat16", "<u2")]))
-    assert_same(store["w"], bits)
+    assert_same(store["w"], bits.view(ml_dtypes.bfloat16))
 
 
 def test_ml_dtypes_arrays_keep_their_type(store: client.Store) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         array = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, name))
         for order in (array, array.T, array[:, ::2]):
@@ -485,32 +476,6 @@ def test_state_dict_of_a_directory(store: client.Store) -> None:
     for missing in ("nowhere", "other", "nowhere.safetensors"):
         with pytest.raises(KeyError):
             store.state_dict(missing)
-
-
-def test_raw_files_with_attributes_are_arrays(store: client.Store, directory: Path) -> None:
-    array = np.arange(6, dtype="<f4").reshape(2, 3)
-    (directory / "sub").mkdir()
-    path = directory / "sub" / "raw.bin"
-    path.write_bytes(array.tobytes())
-    try:
-        os.setxattr(path, "user.irdmafs.dtype", b"float32")
-    except OSError:
-        pytest.skip("this filesystem has no extended attributes")
-    with pytest.raises(client.FormatError, match="shape"):
-        store["sub/raw.bin"]
-    os.setxattr(path, "user.irdmafs.shape", b"[2, 3]")
-    assert_same(store["sub/raw.bin"], array)
-    assert list(store) == ["sub/raw.bin"] and "sub/raw.bin" in store
-    for dtype, shape in ((b"O", b"[2,3]"), (b"f4", b"[2,4]"), (b"\xff", b"[6]"), (b"f4", b"[-6]")):
-        os.setxattr(path, "user.irdmafs.dtype", dtype)
-        os.setxattr(path, "user.irdmafs.shape", shape)
-        with pytest.raises(client.FormatError, match=r"raw\.bin"):
-            store["sub/raw.bin"]
-    (directory / "plain.bin").write_bytes(b"abc")
-    with pytest.raises(KeyError):
-        store["plain.bin"]
-    del store["sub/raw.bin"]
-    assert not path.exists()
 
 
 def test_files_are_published_whole(store: client.Store, tmp_path_factory: Any) -> None:

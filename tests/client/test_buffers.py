@@ -59,21 +59,6 @@ def test_an_array_is_shown_as_it_is_mapped(
     assert buffer.filled == os.stat(f"{store.path}/{name}.npy").st_size
 
 
-def test_files_of_bare_bytes_are_shown_by_their_attributes(
-    store: client.Store, buffer: client.Buffer
-) -> None:
-    path = Path(store.path) / "bare"
-    path.write_bytes(np.arange(6, dtype=np.uint16).tobytes())
-    with pytest.raises(KeyError):
-        store.read_into("bare", buffer)
-    try:
-        os.setxattr(path, "user.irdmafs.dtype", b"bfloat16")
-        os.setxattr(path, "user.irdmafs.shape", b"[2, 3]")
-    except OSError as error:
-        pytest.skip(f"no extended attributes here: {error.strerror}")
-    assert np.array_equal(store.read_into("bare", buffer), store["bare"])
-
-
 def test_a_state_dict_is_views_of_the_buffer(store: client.Store, buffer: client.Buffer) -> None:
     state = {f"tensor{i}": np.full((i, 7), i, np.int64) for i in range(9)}
     store.publish_state_dict(state)

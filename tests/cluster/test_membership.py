@@ -617,7 +617,7 @@ async def _dead_node_is_replaced(server: EtcdServer, prefix: bytes) -> None:
         await settled(writer, watcher, 2)
         assert all(victim not in config.members for config, _ in writer.groups.all().values())
         assert_readable(made, writer)
-        copied = sum(node.resync.progress().copied_bytes for node in made.running.values())
+        copied = sum(node.resync.figures().resync_bytes for node in made.running.values())
         assert copied > 0
 
 
@@ -637,7 +637,7 @@ async def _returned_node_copies_only_what_it_lacks(server: EtcdServer, prefix: b
             await writer.publish(random.randbytes(1000))
         await made.start(made.stores[victim])
         await settled(writer, watcher, 2)
-        assert made.running[victim].resync.progress().copied_bytes == 5 * 1000
+        assert made.running[victim].resync.figures().resync_bytes == 5 * 1000
         assert len(made.running[victim].files) == kept + 5
         assert_readable(made, writer)
 
@@ -660,7 +660,7 @@ async def _lacking_node_rejoins(server: EtcdServer, prefix: bytes) -> None:
             os.unlink(f"{made.stores[victim]}/extents/{content:x}.{stripe:x}")
         await made.start(made.stores[victim])
         await settled(writer, watcher, 2)
-        assert made.running[victim].resync.progress().copied_bytes == 3 * 1000
+        assert made.running[victim].resync.figures().resync_bytes == 3 * 1000
         assert_readable(made, writer)
 
 
@@ -687,7 +687,7 @@ async def _only_copy_is_told_lost(
         assert "1 extents of group" in log.text
         assert "no other node is in sync" in log.text
         assert kept in made.running[only].files
-        assert made.running[only].agent.status()["damaged_groups"] == 1
+        assert made.running[only].resync.damaged
         await made.add()
         await settled(writer, watcher, 2)  # what is nowhere keeps nobody from joining
         assert "they are lost" in log.text
@@ -753,7 +753,7 @@ async def _shares_stay_even(server: EtcdServer, prefix: bytes) -> None:
         assert set(load) == set(made.running)
         assert max(load.values()) <= 1.15 * replicas / 9
         assert watcher.moves <= 1.1 * replicas / 9
-        copied = {node: at.resync.progress().copied_bytes for node, at in made.running.items()}
+        copied = {node: at.resync.figures().resync_bytes for node, at in made.running.items()}
         assert set(copied) - {node for node, count in copied.items() if not count} == {new}
         held = sum(writer.group_of[extent] in groups_of(writer, new) for extent in writer.published)
         assert copied[new] == held * size
@@ -831,7 +831,7 @@ async def _damage_is_mended(
             with pytest.raises(FileNotFoundError):  # so that the reader asks another one
                 node.service.open(extent)
         with trio.fail_after(60):
-            while node.resync.progress().copied_bytes < 2000:
+            while node.resync.figures().resync_bytes < 2000:
                 with trio.move_on_after(0.1):
                     await writer.groups.changed()
         await settled(writer, watcher, 2)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.claims import claim
 from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
@@ -139,14 +140,24 @@ def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
 # -- names of files that have no version yet
 
 
+@pytest.fixture(params=["claimed", "not claimed"])
+def makers(
+    two: tuple[Path, Path], hosts: list[ClusterMount], request: pytest.FixtureRequest
+) -> tuple[Path, Path]:
+    """Two hosts of which the first one may have made so many files that it has the directory's claim."""
+    if request.param == "claimed":
+        claim(hosts[0], two[0])
+    return two
+
+
 def is_seen(path: Path) -> bool:
     listed = path.name in os.listdir(path.parent)
     assert path.exists() == listed
     return listed
 
 
-def test_a_new_file_is_seen_on_another_host_when_it_is_published(two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_a_new_file_is_seen_on_another_host_when_it_is_published(makers: tuple[Path, Path]) -> None:
+    one, other = makers
     for i, flags in enumerate((os.O_TRUNC, os.O_EXCL, os.O_APPEND, 0)):
         name = f"file{i}"
         fd = os.open(one / name, os.O_CREAT | os.O_RDWR | flags)
@@ -161,9 +172,9 @@ def test_a_new_file_is_seen_on_another_host_when_it_is_published(two: tuple[Path
 @pytest.mark.parametrize(("content", "access"), [(b"", os.O_RDWR), (b"content", os.O_WRONLY)])
 @pytest.mark.parametrize("means", ["close", "fsync", "rename", "link", "flock", "fcntl", "join"])
 def test_a_new_file_is_seen_after(
-    two: tuple[Path, Path], means: str, content: bytes, access: int
+    makers: tuple[Path, Path], means: str, content: bytes, access: int
 ) -> None:
-    one, other = two
+    one, other = makers
     fd, name = os.open(one / "file", os.O_CREAT | os.O_EXCL | access), "file"
     os.write(fd, content)
     assert not is_seen(other / name)
@@ -191,9 +202,9 @@ def test_a_new_file_is_seen_after(
 
 
 def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    makers: tuple[Path, Path], process: Callable[[], Process]
 ) -> None:
-    one, other = two
+    one, other = makers
     writer = process()
     writer.do("file = open(path, 'w'); file.write('{}'); file.flush()", path=str(one / "file"))
     writer.kill()
@@ -206,8 +217,8 @@ def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
     assert (other / "file").read_bytes() == b"{}\n"
 
 
-def test_a_name_that_is_not_seen_is_taken(two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_a_name_that_is_not_seen_is_taken(makers: tuple[Path, Path]) -> None:
+    one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
     write(other / "tried", b"x")
     with pytest.raises(FileExistsError):
@@ -230,16 +241,16 @@ def test_a_name_that_is_not_seen_is_taken(two: tuple[Path, Path]) -> None:
 
 
 def test_a_host_that_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(
-    two: tuple[Path, Path],
+    makers: tuple[Path, Path],
 ) -> None:
-    one, other = two
+    one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
     os.write(fd, b"lost")
     write(other / "new", b"content")
     (other / "new").rename(other / "file")
     with pytest.raises(OSError, match="Stale"):
         os.close(fd)
-    for folder in two:
+    for folder in makers:
         assert (folder / "file").read_bytes() == b"content"
     fd = os.open(one / "own", os.O_CREAT | os.O_WRONLY)
     os.write(fd, b"removed by its maker")

@@ -1,15 +1,14 @@
 """The messages about files on the pier, the directory that both ends see."""
 
-from irdmafs.backend.transport import Target
 from irdmafs.backend.transport.codec import MessageSet
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import (
     NAME_MAX,
     AboutExtent,
     Answer,
+    ToTarget,
     check_extent,
     check_range,
-    check_target,
 )
 from irdmafs.backend.transport.rights import ANY, NONE, OWN
 
@@ -25,16 +24,14 @@ class Fetch(AboutExtent, tag=64):
         check_range(self.start, self.length)
 
 
-class Bring(AboutExtent, tag=65):
+class Bring(ToTarget, tag=65):
     """Asks to take an extent from the pier."""
 
-    target: Target
     length: int
     name: str
 
     def check(self) -> None:
-        check_extent(self.extent)
-        check_target(self.target)
+        ToTarget.check(self)
         check_range(0, self.length)
         if not self.name.isalnum() or len(self.name) > NAME_MAX:
             raise BadMessage(f"{self.name[:NAME_MAX]!r} cannot lie on the pier")

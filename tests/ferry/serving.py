@@ -48,7 +48,7 @@ class _Ferryman(Connection):
             return self._lay(request)
         assert isinstance(request, Bring)
         await self._take(request.extent, request.target, request.length, request.name)
-        return Done(request.number)
+        return Done()
 
     def take(self, message: Message) -> None:
         """There is no such message."""
@@ -67,7 +67,7 @@ class _Ferryman(Connection):
         name = secrets.token_hex(16)
         (self._pier / name).write_bytes(data)
         self._host.counters.sent_bytes += len(data)
-        return Laid(request.number, name)
+        return Laid(name)
 
     async def _take(self, extent: Extent, target: Target, length: int, name: str) -> None:
         service = self._host.service

@@ -39,7 +39,7 @@ class FerryWay(Way):
         return SPEED_MBIT_S if record is not None and self.name in record.transports else None
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        answer = await self._link.ask(lambda number: Fetch(number, "", extent, start, into.length))
+        answer = await self._link.ask(Fetch(extent, start, into.length))
         if not isinstance(answer, Laid):
             raise Unreachable(self._link.node, "its answer makes no sense")
         path = self._pier / os.path.basename(answer.name)
@@ -60,10 +60,7 @@ class FerryWay(Way):
         except OSError as error:
             raise NotThisWay(f"the pier: {error.strerror}") from None
         try:
-            await self._link.ask(
-                lambda number: Bring(number, "", extent, target, source.length, path.name),
-                target.group,
-            )
+            await self._link.ask(Bring(extent, target, source.length, path.name))
         finally:
             path.unlink(missing_ok=True)
 

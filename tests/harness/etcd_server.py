@@ -23,9 +23,9 @@ from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running
 from irdmafs.backend.trust.authority import list_revoked
 
-__all__ = ["PASSWORD", "USER", "EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
+__all__ = ["EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
 
-USER, PASSWORD = "irdmafs", "a secret"
+_PASSWORD = "a secret"
 
 
 def need_etcd() -> None:
@@ -39,7 +39,7 @@ class EtcdServer(Etcd):
 
     tls: clients must show a certificate of `ca`; `ca_file`, `cert_file`, `key_file` are theirs.
     credentials: the same, with the files of `irdmafs cluster init --prepare` in a directory.
-    auth: only USER with PASSWORD may come in; a token is good for `token_ttl_s`.
+    auth: they ask for a password.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class EtcdServer(Etcd):
         tls: bool = False,
         credentials: Path | None = None,
         auth: bool = False,
-        token_ttl_s: int = 300,
         quota_bytes: int = 0,
         arguments: tuple[str, ...] = (),
     ) -> None:
@@ -68,7 +67,6 @@ class EtcdServer(Etcd):
             credentials,
             (
                 "--bcrypt-cost=4",
-                f"--auth-token-ttl={token_ttl_s}",
                 f"--quota-backend-bytes={quota_bytes}",
                 *arguments,
             ),
@@ -92,12 +90,10 @@ class EtcdServer(Etcd):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _enable_auth(self) -> None:
-        self.ctl("user", "add", f"root:{PASSWORD}")
+        self.ctl("user", "add", f"root:{_PASSWORD}")
         self.ctl("user", "grant-role", "root", "root")
-        self.ctl("user", "add", f"{USER}:{PASSWORD}")
-        self.ctl("user", "grant-role", USER, "root")
         self.ctl("auth", "enable")
-        self.user = f"{USER}:{PASSWORD}"
+        self.user = f"root:{_PASSWORD}"
 
 
 _OF_CLIENTS = ("ca.pem", "admin.pem", "admin.key")

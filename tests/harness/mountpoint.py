@@ -37,6 +37,14 @@ def irdmafs(
     return forks.run(words, launcher, timeout_s=COMMAND_TIMEOUT_S)
 
 
+def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    """Return the only line that a failed command printed, without the name of the command."""
+    assert (done.returncode, done.stdout) == (code, ""), done
+    [line] = done.stderr.splitlines()
+    assert line.startswith("irdmafs: ")
+    return line.removeprefix("irdmafs: ")
+
+
 # How a program ends at Ctrl-C. `python -m` dies of the signal itself when that came while a string was
 # executed (a dataclass being made, in a module being imported), although the exception was handled. To a
 # shell both are 130.

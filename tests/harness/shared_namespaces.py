@@ -81,6 +81,9 @@ class HostNamespace(Namespace):
         if self.listener is not None:
             self.listener.name_changed(parent, name, old_ino, new_ino)
 
+    def kept(self) -> None:
+        """Do nothing: `listener` was told of the inodes and names."""
+
     async def _committed(self, directories: tuple[int, ...], revision: int) -> None:
         if self.after_commit is not None:
             await self.after_commit(directories, revision)
@@ -246,6 +249,9 @@ class Mirror:
         assert self.names.pop((parent, name), 0) == old_ino != new_ino
         if new_ino:
             self.names[parent, name] = new_ino
+
+    def kept(self) -> None:
+        """Do nothing: the changes were told."""
 
     def expect_equal(self) -> None:
         assert self.inodes == {

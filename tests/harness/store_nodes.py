@@ -43,7 +43,6 @@ from irdmafs.backend.node.checks import Checks
 from irdmafs.backend.node.copier import Copier, Throttle
 from irdmafs.backend.node.damage import WrongExtents
 from irdmafs.backend.node.files import Files
-from irdmafs.backend.node.inspection import Inspection
 from irdmafs.backend.node.resync import Resync
 from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.node.state import ClusterState
@@ -117,7 +116,6 @@ class Node:
         self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
         self.replica = Replica(engine, (self.members, self.groups, self.catalog))
         here = ClusterState(self.id, engine, self.replica, self.members, self.groups, self.session)
-        self._inspection = inspection = Inspection(here, self.catalog)
 
         def device(there: int) -> Link:
             return Link(cluster, self.id, there)
@@ -126,21 +124,23 @@ class Node:
         copier = Copier(
             self.members, self.catalog, device, Throttle(), checks, WrongExtents(self.catalog)
         )
-        self.resync = Resync(here, self.catalog, inspection, copier)
+        self.resync = Resync(here, self.catalog, copier)
 
         async def ping(there: int) -> None:
             if there not in cluster.running or not cluster.reaches(self.id, there):
                 raise Unreachable(there, "the link is cut")
 
-        self.agent = Agent(here, self.resync, ping, rereplicate_after_s=cluster.rereplicate_after_s)
-        self.service = NodeService(here, self.catalog, self.agent, inspection)
+        self.agent = Agent(
+            here, self.catalog, ping, rereplicate_after_s=cluster.rereplicate_after_s
+        )
+        self.service = NodeService(here, self.catalog, self.agent, self.resync)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             await self.replica.start(nursery)
             self.catalog.begin()
             await admit(self.engine, self.id, NodeRecord("up", 1.0, {}))
-            await nursery.start(partial(self.session.run, verify=self._inspection.look_over))
+            await nursery.start(partial(self.session.run, verify=self.resync.look_over))
             nursery.start_soon(self.resync.run)
             nursery.start_soon(self.agent.run)
             nursery.start_soon(self.catalog.run)

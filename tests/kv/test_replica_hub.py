@@ -73,6 +73,9 @@ class _Telling(NamedTuple):
     def name_changed(self, *change: object) -> None:
         self.told.append(change)
 
+    def kept(self) -> None:
+        self.told.append("kept")
+
 
 def test_loading_anew_after_lost_events_tells_exactly_what_differs(
     etcd: EtcdServer, etcd_prefix: bytes

@@ -19,11 +19,10 @@ from irdmafs.backend.kv import (
     Exists,
     KeyValue,
     Put,
-    SharedEngine,
 )
 
 END = b"\xff"
-Open = Callable[[], SharedEngine]
+Open = Callable[[], EtcdEngine]
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -37,14 +36,14 @@ def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def contents(engine: SharedEngine) -> dict[bytes, bytes]:
+async def contents(engine: EtcdEngine) -> dict[bytes, bytes]:
     """Return everything but the keys of the engine itself."""
     found = await engine.range(b"", END)
     return {key: value for key, value, _ in found if not key.startswith((b"s", b"x"))}
 
 
 async def changes(
-    engine: SharedEngine, start: bytes, end: bytes, after: int, until: int
+    engine: EtcdEngine, start: bytes, end: bytes, after: int, until: int
 ) -> list[tuple[int, list[Event]]]:
     """What a watch gives up to the revision `until`, which must have an event in the range."""
     seen = []

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from irdmafs.backend.cluster.etcd_rights import own_ranges
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import etcd_pb2 as pb
-from irdmafs.backend.etcd.client import (
+from irdmafs.backend.etcd.client import DirectClient
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LEASE_BITS
+from irdmafs.backend.etcd.methods import (
     ALARM,
     AUTHENTICATE,
     COMPACT,
@@ -33,12 +36,9 @@ from irdmafs.backend.etcd.client import (
     STATUS,
     TXN,
     WATCH,
-    DirectClient,
     Message,
     Method,
 )
-from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import Event, KeyValue, Put
 from irdmafs.backend.model.records import pin_key
 from irdmafs.backend.node import readers as limits
@@ -204,7 +204,7 @@ class Asking:
         return method.parse(said.body)
 
     async def said(self, method: Method[Any], request: Message) -> EtcdSaid:
-        asked = AskEtcd(1, "", method.path, request.SerializeToString())
+        asked = AskEtcd(method.path, request.SerializeToString())
         return await self.node.ask(self.peer, asked)
 
     async def changes(self, after: int, end: bytes = b"z") -> pb.WatchResponse:
@@ -398,7 +398,7 @@ NOBODIES: Sequence[Who] = (
 @in_trio
 async def test_who_has_no_certificate_is_no_reader(server: EtcdServer, who: Who) -> None:
     async with answering(server) as (node, _):
-        asked = AskEtcd(1, "", RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
+        asked = AskEtcd(RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
         with pytest.raises(PermissionError):
             await node.ask(who(), asked)
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -22,13 +21,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="other users' processes need root"),
     pytest.mark.skipif(shutil.which("setfacl") is None, reason="acl is not installed (setfacl)"),
 ]
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 def user(uid: int, gid: int, *groups: int) -> Process:

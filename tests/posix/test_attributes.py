@@ -4,10 +4,8 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,33 +14,16 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import NOBODY, Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-NOBODY = 65534
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
 TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """A directory that everybody may write to on an ordinary tmpfs."""
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def nobody() -> Iterator[Process]:
-    """A process of an unprivileged user."""
-    with Process() as one:
-        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
-        yield one
 
 
 # -- set-user-id and set-group-id ----------------------------------------------------------------
@@ -229,25 +210,20 @@ OPENS = {
 }
 
 
-@pytest.mark.parametrize("flags", OPENS.values(), ids=OPENS)
 @pytest.mark.parametrize("change", RENAMES)
-def test_descriptors_show_what_happens_to_their_file(
-    folder: Path, tmpfs: Path, process: TakeProcess, change: str, flags: int
-) -> None:
-    def seen(place: Path) -> Any:
-        file = place / "file"
-        if not flags & os.O_CREAT:
-            file.write_bytes(b"content")
-        holder, other = process(), process()
-        holder.do("fd = os.open(f, flags); s = os.fstat(fd)", f=str(file), flags=flags)
-        before = holder.do("s.st_ctime_ns")
-        other.do("import time; time.sleep(0.02)\n" + RENAMES[change], f=str(file))
-        holder.do("s = os.fstat(fd)")
-        links, mode, ctime = holder.do("(s.st_nlink, s.st_mode, s.st_ctime_ns)")
-        holder.do("os.close(fd)")
-        return links, mode, ctime > before
-
-    assert seen(folder) == seen(tmpfs)
+def test_descriptors_show_what_happens_to_their_file(as_on_tmpfs: AsOnTmpfs, change: str) -> None:
+    """Opened in each of these ways by another process before."""
+    lines = [
+        f"holder: opens = {OPENS!r}",
+        "other: for name in ('reading', 'in place', 'replacing'): write(name, 'content')",
+        "holder: fds = {name: open_fd(name, flags) for name, flags in opens.items()}",
+        "holder: before = {name: os.fstat(fd).st_ctime_ns for name, fd in fds.items()}",
+        f"other: import time; time.sleep(0.02); names = {tuple(OPENS)!r}",
+        f"other: for f in names: {RENAMES[change]}",
+        "holder: now = {name: os.fstat(fd) for name, fd in fds.items()}",
+        "holder: [(s.st_nlink, s.st_mode, s.st_ctime_ns > before[n]) for n, s in now.items()]",
+    ]
+    as_on_tmpfs("\n".join(lines))
 
 
 def test_a_descriptor_that_never_opened_a_file_keeps_it_all_the_same(

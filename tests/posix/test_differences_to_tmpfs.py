@@ -3,9 +3,7 @@
 import errno
 import fcntl
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,6 @@ import pytest
 
 SESSIONS = ("kernel",)
 pytestmark = pytest.mark.beyond_posix
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 def outcome(step: Callable[[], Any]) -> str:

@@ -10,6 +10,7 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
 from harness.processes import Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -43,19 +44,65 @@ def openers(file: Path, process: TakeProcess, count: int = 2) -> list[Process]:
     return found
 
 
-def test_ranges_exclude_each_other_where_they_overlap(folder: Path, process: TakeProcess) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.lockf(fd, fcntl.LOCK_EX, 100, 100)")
-    assert two.do("try_lock(fd, fcntl.LOCK_EX, 0, 100)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 199, 1)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_SH, 50, 100)")
-    assert two.do("try_lock(fd, fcntl.LOCK_SH, 200, 0)")
-    assert one.do("try_lock(fd, fcntl.LOCK_SH, 200, 0)")
-    assert not one.do("try_lock(fd, fcntl.LOCK_EX, 300, 1)")
-    one.do("fcntl.lockf(fd, fcntl.LOCK_UN, 50, 120)")
-    assert two.do("try_lock(fd, fcntl.LOCK_EX, 120, 50)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 119, 1)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 170, 1)")
+SCENARIOS = {
+    "ranges exclude each other where they overlap": """
+        one: fcntl.lockf(fd, fcntl.LOCK_EX, 100, 100)
+        two: try_lock(fd, fcntl.LOCK_EX, 0, 100)
+        two: try_lock(fd, fcntl.LOCK_EX, 199, 1)
+        two: try_lock(fd, fcntl.LOCK_SH, 50, 100)
+        two: try_lock(fd, fcntl.LOCK_SH, 200, 0)
+        one: try_lock(fd, fcntl.LOCK_SH, 200, 0)
+        one: try_lock(fd, fcntl.LOCK_EX, 300, 1)
+        one: fcntl.lockf(fd, fcntl.LOCK_UN, 50, 120)
+        two: try_lock(fd, fcntl.LOCK_EX, 120, 50)
+        two: try_lock(fd, fcntl.LOCK_EX, 119, 1)
+        two: try_lock(fd, fcntl.LOCK_EX, 170, 1)
+    """,
+    "closing any descriptor of a file frees the ranges of the process": """
+        one: fcntl.lockf(fd, fcntl.LOCK_EX); os.close(open_fd('file', os.O_RDONLY))
+        two: try_lock(fd, fcntl.LOCK_EX, 0, 0)
+    """,
+    "closing a reader that was opened before frees the ranges of a file that gets locked": """
+        one: fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_UN)
+        one: reader = open_fd('file', os.O_RDONLY); fcntl.lockf(fd, fcntl.LOCK_EX)
+        two: try_lock(fd, fcntl.LOCK_EX, 0, 0)
+        one: os.close(reader)
+        two: try_lock(fd, fcntl.LOCK_EX, 0, 0)
+    """,
+    **{
+        f"a shared {lock} of a read-only descriptor ends with it": f"""
+            one: reader = open_fd('file', os.O_RDONLY); os.close(fd)
+            one: fcntl.{lock}(reader, fcntl.LOCK_SH)
+            two: fcntl.{lock}(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            one: os.close(reader)
+            two: fcntl.{lock}(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        """
+        for lock in ("lockf", "flock")
+    },
+    "flock is shared or exclusive": """
+        one: fcntl.flock(fd, fcntl.LOCK_SH)
+        two: try_flock(fd, fcntl.LOCK_SH)
+        three: try_flock(fd, fcntl.LOCK_EX)
+        one: os.close(fd)
+        three: try_flock(fd, fcntl.LOCK_EX)
+        two: fcntl.flock(fd, fcntl.LOCK_UN)
+        three: try_flock(fd, fcntl.LOCK_EX)
+    """,
+    "flock belongs to the open file and not to the process": """
+        one: other = open_fd('file'); fcntl.flock(fd, fcntl.LOCK_EX); copy = os.dup(fd)
+        one: try_flock(other, fcntl.LOCK_EX)
+        one: os.close(fd)
+        one: try_flock(other, fcntl.LOCK_EX)
+        one: os.close(copy)
+        one: try_flock(other, fcntl.LOCK_EX)
+    """,
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_locks_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    begin = "fd = open_fd('file', os.O_RDWR | os.O_CREAT)\n"
+    as_on_tmpfs(SCENARIOS[scenario], begin + TRY_RANGE + TRY_FLOCK)
 
 
 def test_query_names_the_holder(folder: Path, process: TakeProcess) -> None:
@@ -96,25 +143,6 @@ def test_lock_is_free_when_its_holder_is_killed(
         assert waiter.result() == "mine"
 
 
-def test_closing_any_descriptor_of_a_file_frees_the_ranges_of_the_process(
-    folder: Path, process: TakeProcess
-) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.close(os.open(file, os.O_RDONLY))")
-    assert two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
-
-
-def test_closing_a_reader_that_was_opened_before_frees_the_ranges_of_a_file_that_gets_locked(
-    folder: Path, process: TakeProcess
-) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_UN)")
-    one.do("reader = os.open(file, os.O_RDONLY); fcntl.lockf(fd, fcntl.LOCK_EX)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
-    one.do("os.close(reader)")
-    assert two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
-
-
 def test_locks_of_a_process_outlive_the_child_that_inherited_its_descriptors(
     folder: Path, process: TakeProcess
 ) -> None:
@@ -134,20 +162,6 @@ os.close(end)
 os.waitpid(child, 0)
 """)
     assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
-
-
-@pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_shared_lock_of_a_read_only_descriptor_ends_with_it(
-    folder: Path, process: TakeProcess, lock: str
-) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("reader = os.open(file, os.O_RDONLY); os.close(fd)")
-    one.do("getattr(fcntl, lock)(reader, fcntl.LOCK_SH)", lock=lock)
-    take = "getattr(fcntl, lock)(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    with pytest.raises(BlockingIOError):
-        two.do(take, lock=lock)
-    one.do("os.close(reader)")
-    two.do(take, lock=lock)
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
@@ -206,29 +220,6 @@ def test_waiter_that_is_killed_does_not_get_the_lock(folder: Path, process: Take
         waiter.kill()
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
     assert two.do("try_flock(fd, fcntl.LOCK_EX)")
-
-
-def test_flock_is_shared_or_exclusive(folder: Path, process: TakeProcess) -> None:
-    one, two, three = openers(folder / "file", process, 3)
-    one.do("fcntl.flock(fd, fcntl.LOCK_SH)")
-    assert two.do("try_flock(fd, fcntl.LOCK_SH)")
-    assert not three.do("try_flock(fd, fcntl.LOCK_EX)")
-    one.do("os.close(fd)")
-    assert not three.do("try_flock(fd, fcntl.LOCK_EX)")
-    two.do("fcntl.flock(fd, fcntl.LOCK_UN)")
-    assert three.do("try_flock(fd, fcntl.LOCK_EX)")
-
-
-def test_flock_belongs_to_the_open_file_not_to_the_process(
-    folder: Path, process: TakeProcess
-) -> None:
-    (one,) = openers(folder / "file", process, 1)
-    one.do("other = os.open(file, os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX); copy = os.dup(fd)")
-    assert not one.do("try_flock(other, fcntl.LOCK_EX)")
-    one.do("os.close(fd)")
-    assert not one.do("try_flock(other, fcntl.LOCK_EX)")
-    one.do("os.close(copy)")
-    assert one.do("try_flock(other, fcntl.LOCK_EX)")
 
 
 @pytest.mark.kernel_session(NOT_IN_PYFUSE3)

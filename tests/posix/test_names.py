@@ -13,14 +13,11 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
 from harness.processes import Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 TakeProcess = Callable[[], Process]
-RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_WHITEOUT = 1, 2, 4
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
@@ -32,31 +29,304 @@ def raises(number: int) -> Iterator[None]:
     assert found == number, f"{errno.errorcode[found or 0]}, expected {errno.errorcode[number]}"
 
 
-def renameat2(source: Path, target: Path, flags: int) -> None:
-    if libc.renameat2(-100, bytes(source), -100, bytes(target), flags) != 0:
-        raise OSError(ctypes.get_errno(), "renameat2")
+# -- as on a tmpfs ---------------------------------------------------------------------------
+
+NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
+
+SCENARIOS = {
+    "exclusive creation fails when the name exists": """
+        a: open('a', 'x').close()
+        b: open('a', 'x')
+        a: os.symlink('nowhere', 'link')
+        b: open('link', 'x')
+        a: tree()
+    """,
+    "symlinks are not followed when asked": """
+        a: write('file'); os.symlink('file', 'link')
+        a: open_fd('link', os.O_NOFOLLOW)
+        a: read('link'), stat.S_ISLNK(os.lstat('link').st_mode)
+    """,
+    "only directories open as directories": """
+        a: write('file')
+        a: open_fd('file', os.O_RDONLY | os.O_DIRECTORY)
+        a: os.close(open_fd('.', os.O_RDONLY | os.O_DIRECTORY))
+        a: open_fd('.', os.O_WRONLY)
+        a: os.stat('file/below')
+    """,
+    "errors of unlink and rmdir": """
+        a: os.mkdir('full'); write('full/file')
+        a: os.rmdir('full')
+        a: os.unlink('full')
+        a: os.rmdir('full/file')
+        a: os.unlink('missing')
+        a: os.mkdir('full')
+        a: os.unlink('full/file'); os.rmdir('full')
+        a: tree()
+    """,
+    "a file without a name lives on for those who have it open": """
+        holder: fd = open_fd('scratch', os.O_RDWR | os.O_CREAT, 0o640); os.write(fd, b'a')
+        a: os.unlink('scratch'); tree()
+        holder: os.fstat(fd).st_nlink
+        holder: os.pwrite(fd, b'bcd', 1); os.fsync(fd); os.pread(fd, 10, 0)
+        holder: os.ftruncate(fd, 2); os.fchmod(fd, 0o600); os.fstat(fd).st_size, os.fstat(fd).st_mode
+        a: write('scratch', 'another')
+        holder: os.pread(fd, 10, 0)
+        holder: os.close(fd)
+        a: read('scratch')
+    """,
+    "a directory is removed while a process is in it": """
+        a: os.mkdir('d')
+        inside: os.chdir('d')
+        a: os.rmdir('d')
+        inside: os.listdir('.'), os.stat('.').st_nlink
+        inside: open('file', 'w')
+    """,
+    "link counts of directories follow their subdirectories": """
+        a: links = lambda *paths: [os.stat(path).st_nlink for path in paths]
+        a: links('.')
+        a: os.mkdir('a'); os.mkdir('b'); write('file'); links('.')
+        a: os.mkdir('a/c'); os.rename('a/c', 'c'); links('.', 'a')
+        a: os.rmdir('b'); links('.')
+    """,
+    "a directory stream that is rewound shows the present": """
+        a: fd = open_fd('.', os.O_RDONLY); os.listdir(fd)
+        a: write('a'); os.listdir(fd)
+        a: os.unlink('a'); os.listdir(fd)
+    """,
+    "a listing says type and inode": """
+        a: write('file'); os.mkdir('directory'); os.symlink('file', 'symlink'); os.mkfifo('fifo')
+        b: found = {entry.name: entry for entry in os.scandir('.')}
+        b: sorted((name, one.is_file(follow_symlinks=False)) for name, one in found.items())
+        b: [name for name, one in found.items() if one.inode() != os.lstat(name).st_ino]
+    """,
+    "rename replaces files and empty directories only": """
+        a: write('a', 'a'); write('b', 'b')
+        a: os.rename('a', 'b'); read('b'), tree()
+        a: os.mkdir('d'); os.mkdir('full'); write('full/x')
+        a: os.rename('b', 'd')
+        a: os.rename('d', 'b')
+        a: os.rename('d', 'full')
+        a: os.rename('missing', 'b')
+        a: os.rename('d', 'd/below')
+        a: os.rename('full', 'd'); tree()
+    """,
+    "renaming a file onto itself or its own link changes nothing": """
+        a: write('a'); os.rename('a', 'a')
+        a: os.link('a', 'b'); os.rename('a', 'b')
+        a: tree(), os.stat('a').st_nlink
+    """,
+    "rename without replacing": f"""
+        a: write('a', 'a'); write('b', 'b')
+        a: renameat2('a', 'b', {NOREPLACE})
+        a: renameat2('a', 'c', {NOREPLACE})
+        a: tree(), read('b'), read('c')
+    """,
+    "rename exchanges": f"""
+        a: write('a', 'a'); os.mkdir('d'); write('d/b', 'b')
+        a: renameat2('a', 'd/b', {EXCHANGE}); read('a'), read('d/b')
+        a: renameat2('a', 'd', {EXCHANGE}); read('d'), read('a/b')
+        a: renameat2('a', 'missing', {EXCHANGE})
+        a: renameat2('a', 'd', {EXCHANGE | NOREPLACE})
+    """,
+    "rename leaves a whiteout": f"""
+        a: found = lambda path: (lambda s: (s.st_mode, s.st_rdev, s.st_nlink))(os.lstat(path))
+        a: write('a', 'a'); write('b', 'b'); os.mkdir('d')
+        a: renameat2('a', 'b', {WHITEOUT | NOREPLACE})
+        a: renameat2('a', 'b', {WHITEOUT}); found('a'), read('b')
+        a: renameat2('d', 'e', {WHITEOUT | NOREPLACE}); found('d'), os.listdir('e'), tree()
+        a: os.rename('e', 'c'); renameat2('a', 'd', {WHITEOUT}); found('a'), found('d')
+        a: os.unlink('d'); tree()
+    """,
+    "the parent follows a directory that was moved": """
+        a: os.makedirs('a/b/deep'); os.mkdir('c')
+        inside: top = os.getcwd(); os.chdir('a/b')
+        a: os.rename('a/b', 'c/moved')
+        inside: os.listdir('..'), os.listdir('.'), os.path.relpath(os.getcwd(), top)
+        inside: os.stat('..').st_ino == os.stat(top + '/c').st_ino
+        inside: write('file')
+        a: tree()
+    """,
+    "names that are too long are refused": """
+        a: write('file')
+        a: os.mkdir('n' * 256)
+        a: os.mknod('n' * 256)
+        a: os.stat('n' * 256)
+        a: os.unlink('n' * 256)
+        a: os.rmdir('é' * 128)
+        a: os.symlink('target', 'é' * 128)
+        a: os.rename('file', 'é' * 128)
+    """,
+    "symlinks of any length, and loops": """
+        a: os.symlink('t' * 4095, 'longest')
+        b: os.readlink('longest'), os.lstat('longest').st_size
+        a: os.symlink('t' * 4096, 'too long')
+        a: os.symlink('two', 'one'); os.symlink('one', 'two')
+        b: os.stat('one')
+        b: os.readlink('.')
+    """,
+    "hard links are one file": """
+        a: os.mkdir('d'); write('a', 'first'); os.link('a', 'd/b')
+        b: look = lambda path: (lambda s: (s.st_nlink, s.st_size, s.st_mode))(os.stat(path))
+        b: look('a'), look('d/b'), os.path.samefile('a', 'd/b')
+        a: os.chmod('a', 0o600)
+        b: look('a'), look('d/b')
+        a: os.unlink('a')
+        b: look('d/b'), read('d/b')
+        a: os.link('d', 'hard')
+        a: os.link('d/b', 'd/b')
+    """,
+    "hard links to symlinks": """
+        a: os.symlink('target', 'a'); os.link('a', 'b', follow_symlinks=False)
+        b: os.readlink('b'), os.lstat('a').st_nlink
+    """,
+    "sockets are bound": """
+        a: import socket; s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen()
+        a: c = socket.socket(socket.AF_UNIX); c.connect('s'); c.send(b'hello')
+        a: s.accept()[0].recv(10), stat.S_ISSOCK(os.stat('s').st_mode)
+    """,
+    "device nodes keep their numbers": """
+        root: os.mknod('char', stat.S_IFCHR | 0o600, os.makedev(250, 70_000))
+        root: os.mknod('block', stat.S_IFBLK | 0o600, os.makedev(250, 70_000))
+        root: [(os.stat(name).st_mode, os.stat(name).st_rdev) for name in ('char', 'block')]
+    """,
+    "umask and modes": """
+        a: before = os.umask(0o027); os.close(open_fd('file', os.O_CREAT | os.O_WRONLY, 0o777))
+        a: os.mkdir('dir'); os.mkfifo('fifo'); os.umask(before)
+        b: modes = lambda: [os.stat(name).st_mode for name in ('file', 'dir', 'fifo')]
+        b: modes()
+        a: os.chmod('file', 0)
+        b: modes()
+        a: os.chmod('file', 0o7777)
+        b: modes()
+    """,
+    "a file made without write permission is written by its maker": """
+        a: fd = open_fd('file', os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o400)
+        a: os.write(fd, b'read only'); os.close(fd); read('file')
+    """,
+    "owners and what they may": """
+        root: os.chmod('.', 0o755); write('file'); os.chmod('file', 0o600)
+        nobody: open('file')
+        nobody: os.chmod('file', 0o777)
+        nobody: open('file2', 'w')
+        root: os.chown('file', 65534, 1234)
+        nobody: read('file'), os.stat('file').st_uid, os.stat('file').st_gid
+        nobody: os.chown('file', 0, -1)
+    """,
+    "new files belong to their maker and to the group of a set-group-id directory": """
+        root: os.chmod('.', 0o777); os.mkdir('setgid')
+        root: os.chown('setgid', 0, 1234); os.chmod('setgid', 0o2777)
+        nobody: write('plain'); os.mkdir('setgid/below'); write('setgid/f')
+        root: found = map(os.stat, ('plain', 'setgid/below', 'setgid/f'))
+        root: [(one.st_uid, one.st_gid, one.st_mode) for one in found]
+    """,
+    "a sticky directory protects the files of others": """
+        root: os.chmod('.', 0o1777); write('theirs')
+        nobody: os.unlink('theirs')
+        nobody: os.rename('theirs', 'mine')
+        nobody: write('mine')
+        nobody: os.rename('mine', 'theirs')
+        nobody: os.rename('mine', 'still mine')
+        nobody: os.unlink('still mine')
+        root: tree()
+    """,
+    "writing and chown drop the set-user-id bit": """
+        root: os.chmod('.', 0o755); write('program'); os.chmod('program', 0o6777)
+        nobody: write('program', 'more', 'a')
+        root: os.stat('program').st_mode
+        root: os.chmod('program', 0o6755); os.chown('program', 1, 1); os.stat('program').st_mode
+    """,
+    "a stranger's chown to nobody leaves the set-user-id bit": """
+        root: os.chmod('.', 0o755); write('program'); os.chmod('program', 0o6755)
+        nobody: os.chown('program', -1, -1)
+        root: os.stat('program').st_mode
+        root: os.chmod('program', 0o755)
+        nobody: os.chown('program', -1, -1)
+        root: os.chmod('program', 0o6755); os.chown('program', -1, -1); os.stat('program').st_mode
+    """,
+    "times are kept to the nanosecond": """
+        a: write('file'); os.symlink('file', 'link')
+        a: os.utime('file', ns=(1_234_567_890_123_456_789, 987_654_321_012_345_678))
+        a: os.utime('.', ns=(5, 4_000_000_000_000_000_001))
+        a: os.utime('link', ns=(1, 2), follow_symlinks=False)
+        b: found = [os.lstat(path) for path in ('file', '.', 'link')]
+        b: [(one.st_atime_ns, one.st_mtime_ns) for one in found]
+        a: os.utime('file', ns=(-1_500_000_001, -1))
+        b: now = os.stat('file'); now.st_atime_ns, now.st_mtime_ns
+        a: os.utime('file')
+        b: os.stat('file').st_mtime_ns > 10**18, os.stat('file').st_ctime_ns >= now.st_ctime_ns
+    """,
+    "extended attributes": """
+        b: look = lambda path: {name: os.getxattr(path, name) for name in sorted(os.listxattr(path))}
+        a: write('file'); os.setxattr('file', 'user.dtype', b'bfloat16')
+        a: os.setxattr('file', 'user.empty', b'')
+        b: look('file')
+        a: os.setxattr('file', 'user.dtype', b'y', os.XATTR_CREATE)
+        a: os.setxattr('file', 'user.missing', b'y', os.XATTR_REPLACE)
+        a: os.setxattr('file', 'user.dtype', b'float32', os.XATTR_REPLACE)
+        a: os.setxattr('file', 'user.new', b'1', os.XATTR_CREATE)
+        a: os.removexattr('file', 'user.empty')
+        a: os.removexattr('file', 'user.empty')
+        a: os.getxattr('file', 'user.empty')
+        a: write('file', 'a new version keeps them'); os.rename('file', 'moved')
+        b: look('moved')
+        a: os.setxattr('.', 'user.a', b'b')
+        b: look('.')
+        a: os.symlink('nowhere', 'link')
+        a: os.setxattr('link', 'user.a', b'b', follow_symlinks=False)
+        a: os.setxattr('.', 'nonsense.a', b'b')
+    """,
+    "a directory is synced": """
+        a: os.fsync(open_fd('.', os.O_RDONLY))
+    """,
+    "access answers as the modes say": """
+        a: write('file'); os.chmod('file', 0o644)
+        a: [os.access('file', mode) for mode in (os.R_OK | os.W_OK, os.X_OK)]
+        a: os.access('missing', os.F_OK)
+    """,
+}
 
 
-@pytest.fixture
-def nobody() -> Iterator[Process]:
-    """A process of another, unprivileged user."""
-    with Process() as one:
-        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
-        yield one
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_names_and_attributes_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    as_on_tmpfs(SCENARIOS[scenario])
+
+
+NAMES = (
+    b"n" * 255, b"\xff\xfe not utf-8 \x80", "gr\u00fc\u00dfe \U0001f9ee".encode(),
+    b"new\nline\t\\ '\"", b"-rf", b"...",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_that_linux_allows_works(as_on_tmpfs: AsOnTmpfs, name: bytes) -> None:
+    as_on_tmpfs(f"""
+        a: write({name!r}); os.listdir(b'.')
+        b: read({name!r})
+        a: os.rename({name!r}, b'2'); os.symlink({name!r}, {name!r})
+        b: os.readlink({name!r}), sorted(os.listdir(b'.'))
+        a: os.unlink({name!r})
+        b: os.listdir(b'.')
+    """)
+
+
+def test_large_extended_attributes_and_size_probing(folder: Path) -> None:
+    file, largest, name = folder / "file", bytes(range(256)) * 256, b"user.large"
+    file.write_text("x")
+    os.setxattr(file, name, largest)
+    assert os.getxattr(file, name) == largest
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.getxattr(bytes(file), name, None, 0) == len(largest)
+    small = ctypes.create_string_buffer(100)
+    assert libc.getxattr(bytes(file), name, small, 100) == -1
+    assert ctypes.get_errno() == errno.ERANGE
+    assert libc.listxattr(bytes(file), small, 3) == -1
+    assert ctypes.get_errno() == errno.ERANGE
+    assert libc.listxattr(bytes(file), None, 0) >= len(name) + 1
+    with raises(errno.E2BIG):
+        os.setxattr(file, "user.larger", largest + b"x")
 
 
 # -- creating and removing -------------------------------------------------------------------
-
-
-def test_exclusive_creation_fails_when_the_name_exists(folder: Path, process: TakeProcess) -> None:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    os.close(os.open(folder / "a", flags))
-    with raises(errno.EEXIST):
-        process().do("os.open(file, flags)", file=str(folder / "a"), flags=flags)
-    os.symlink("nowhere", folder / "link")
-    with raises(errno.EEXIST):
-        os.open(folder / "link", flags)
-    assert not (folder / "nowhere").exists()
 
 
 def test_exactly_one_of_many_exclusive_creators_wins(folder: Path, process: TakeProcess) -> None:
@@ -79,64 +349,6 @@ won
     assert sorted(winners) == list(range(50))
 
 
-def test_symlinks_are_not_followed_when_asked(folder: Path) -> None:
-    (folder / "file").write_text("x")
-    os.symlink("file", folder / "link")
-    with raises(errno.ELOOP):
-        os.open(folder / "link", os.O_RDONLY | os.O_NOFOLLOW)
-    assert (folder / "link").read_text() == "x"
-    assert stat.S_ISLNK(os.lstat(folder / "link").st_mode)
-
-
-def test_only_directories_open_as_directories(folder: Path) -> None:
-    (folder / "file").write_text("x")
-    with raises(errno.ENOTDIR):
-        os.open(folder / "file", os.O_RDONLY | os.O_DIRECTORY)
-    os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-    with raises(errno.EISDIR):
-        os.open(folder, os.O_WRONLY)
-    with raises(errno.ENOTDIR):
-        os.stat(folder / "file" / "below")
-
-
-def test_errors_of_unlink_and_rmdir(folder: Path) -> None:
-    (folder / "full").mkdir()
-    (folder / "full" / "file").write_text("x")
-    with raises(errno.ENOTEMPTY):
-        os.rmdir(folder / "full")
-    with raises(errno.EISDIR):
-        os.unlink(folder / "full")
-    with raises(errno.ENOTDIR):
-        os.rmdir(folder / "full" / "file")
-    with raises(errno.ENOENT):
-        os.unlink(folder / "missing")
-    with raises(errno.EEXIST):
-        os.mkdir(folder / "full")
-    os.unlink(folder / "full" / "file")
-    os.rmdir(folder / "full")
-    assert os.listdir(folder) == []
-
-
-def test_unlinked_file_goes_on_living_for_those_who_have_it_open(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "scratch"
-    holder = process()
-    holder.do(
-        "fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o640); os.write(fd, b'a')", file=str(file)
-    )
-    os.unlink(file)
-    assert not file.exists()
-    assert holder.do("os.fstat(fd).st_nlink") == 0
-    assert holder.do("os.pwrite(fd, b'bcd', 1); os.fsync(fd); os.pread(fd, 10, 0)") == b"abcd"
-    assert holder.do("os.ftruncate(fd, 2); os.fchmod(fd, 0o600); os.fstat(fd).st_size") == 2
-    assert holder.do("stat.S_IMODE(os.fstat(fd).st_mode)") == 0o600
-    file.write_text("another")
-    assert holder.do("os.pread(fd, 10, 0)") == b"ab"
-    holder.do("os.close(fd)")
-    assert file.read_text() == "another"
-
-
 def test_temporary_files_of_python_work(folder: Path, process: TakeProcess) -> None:
     step = """
 import tempfile
@@ -149,30 +361,6 @@ whole, size, os.listdir(folder)
     whole, _, left = process().do(step, folder=str(folder))
     assert whole
     assert left == []
-
-
-def test_directory_removed_while_a_process_is_in_it(folder: Path, process: TakeProcess) -> None:
-    (folder / "d").mkdir()
-    inside = process()
-    inside.do("os.chdir(folder)", folder=str(folder / "d"))
-    os.rmdir(folder / "d")
-    assert inside.do("os.listdir('.')") == []
-    with raises(errno.ENOENT):
-        inside.do("open('file', 'w')")
-    assert inside.do("os.stat('.').st_nlink") == 0
-
-
-def test_directory_link_counts_follow_its_subdirectories(folder: Path) -> None:
-    assert os.stat(folder).st_nlink == 2
-    (folder / "a").mkdir()
-    (folder / "b").mkdir()
-    (folder / "file").write_text("x")
-    assert os.stat(folder).st_nlink == 4
-    (folder / "a" / "c").mkdir()
-    os.rename(folder / "a" / "c", folder / "c")
-    assert (os.stat(folder).st_nlink, os.stat(folder / "a").st_nlink) == (5, 2)
-    os.rmdir(folder / "b")
-    assert os.stat(folder).st_nlink == 4
 
 
 # -- listing ---------------------------------------------------------------------------------
@@ -221,114 +409,6 @@ def test_names_that_stay_are_listed_once_while_others_come_and_go(
     assert set(os.listdir(folder)) == stay | {f"new{n}" for n in range(200)}
 
 
-def test_rewound_directory_stream_shows_the_present(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        assert os.listdir(fd) == []
-        (folder / "a").write_text("x")
-        assert os.listdir(fd) == ["a"]
-        os.unlink(folder / "a")
-        assert os.listdir(fd) == []
-    finally:
-        os.close(fd)
-
-
-def test_listing_says_type_and_inode(folder: Path) -> None:
-    (folder / "file").write_text("x")
-    (folder / "directory").mkdir()
-    os.symlink("file", folder / "symlink")
-    os.mkfifo(folder / "fifo")
-    with os.scandir(folder) as entries:
-        found = {e.name: (e.is_file(follow_symlinks=False), e.inode()) for e in entries}
-    assert found == {
-        name: (name == "file", os.lstat(folder / name).st_ino) for name in os.listdir(folder)
-    }
-    assert len(found) == 4
-
-
-# -- renaming --------------------------------------------------------------------------------
-
-
-def test_rename_replaces_files_and_empty_directories_only(folder: Path) -> None:
-    for name in ("a", "b"):
-        (folder / name).write_text(name)
-    os.rename(folder / "a", folder / "b")
-    assert (folder / "b").read_text() == "a"
-    assert os.listdir(folder) == ["b"]
-    (folder / "d").mkdir()
-    (folder / "full").mkdir()
-    (folder / "full" / "x").write_text("x")
-    for source, target, number in (
-        ("b", "d", errno.EISDIR),
-        ("d", "b", errno.ENOTDIR),
-        ("d", "full", errno.ENOTEMPTY),
-        ("missing", "b", errno.ENOENT),
-        ("d", "d/below", errno.EINVAL),
-    ):
-        with raises(number):
-            os.rename(folder / source, folder / target)
-    os.rename(folder / "full", folder / "d")
-    assert os.listdir(folder / "d") == ["x"]
-
-
-def test_renaming_a_file_onto_itself_or_its_own_link_changes_nothing(folder: Path) -> None:
-    (folder / "a").write_text("x")
-    os.rename(folder / "a", folder / "a")
-    os.link(folder / "a", folder / "b")
-    os.rename(folder / "a", folder / "b")
-    assert sorted(os.listdir(folder)) == ["a", "b"]
-    assert os.stat(folder / "a").st_nlink == 2
-
-
-def test_rename_without_replacing(folder: Path) -> None:
-    (folder / "a").write_text("a")
-    (folder / "b").write_text("b")
-    with raises(errno.EEXIST):
-        renameat2(folder / "a", folder / "b", RENAME_NOREPLACE)
-    renameat2(folder / "a", folder / "c", RENAME_NOREPLACE)
-    assert {p.name: p.read_text() for p in folder.iterdir()} == {"b": "b", "c": "a"}
-
-
-def test_rename_exchanges(folder: Path) -> None:
-    (folder / "a").write_text("a")
-    (folder / "d").mkdir()
-    (folder / "d" / "b").write_text("b")
-    renameat2(folder / "a", folder / "d" / "b", RENAME_EXCHANGE)
-    assert ((folder / "a").read_text(), (folder / "d" / "b").read_text()) == ("b", "a")
-    renameat2(folder / "a", folder / "d", RENAME_EXCHANGE)
-    assert (folder / "d").read_text() == "b"
-    assert (folder / "a" / "b").read_text() == "a"
-    with raises(errno.ENOENT):
-        renameat2(folder / "a", folder / "missing", RENAME_EXCHANGE)
-    with raises(errno.EINVAL):
-        renameat2(folder / "a", folder / "d", RENAME_EXCHANGE | RENAME_NOREPLACE)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the whiteout belongs to root")
-def test_rename_leaves_a_whiteout(folder: Path) -> None:
-    def is_whiteout(path: Path) -> bool:
-        found = os.lstat(path)
-        return (found.st_mode, found.st_rdev, found.st_nlink) == (stat.S_IFCHR, 0, 1)
-
-    (folder / "a").write_text("a")
-    (folder / "b").write_text("b")
-    (folder / "d").mkdir()
-    with raises(errno.EEXIST):
-        renameat2(folder / "a", folder / "b", RENAME_WHITEOUT | RENAME_NOREPLACE)
-    renameat2(folder / "a", folder / "b", RENAME_WHITEOUT)
-    assert is_whiteout(folder / "a")
-    assert (folder / "b").read_text() == "a"
-    renameat2(folder / "d", folder / "e", RENAME_WHITEOUT | RENAME_NOREPLACE)
-    assert is_whiteout(folder / "d")
-    assert os.listdir(folder / "e") == []
-    assert sorted(os.listdir(folder)) == ["a", "b", "d", "e"]
-    os.rename(folder / "e", folder / "c")
-    renameat2(folder / "a", folder / "d", RENAME_WHITEOUT)
-    assert is_whiteout(folder / "a")
-    assert is_whiteout(folder / "d")
-    os.unlink(folder / "d")
-
-
 def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
     folder: Path, session: str
 ) -> None:
@@ -344,19 +424,6 @@ def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
             os.unlink(folder / name)
         seen = {entry.name for entry in listing}
     assert seen.issuperset(order[5900:])
-
-
-def test_parent_follows_a_directory_that_was_moved(folder: Path, process: TakeProcess) -> None:
-    for name in ("a/b/deep", "c"):
-        (folder / name).mkdir(parents=True)
-    inside = process()
-    inside.do("os.chdir(folder)", folder=str(folder / "a" / "b"))
-    process().do("os.rename(f'{d}/a/b', f'{d}/c/moved')", d=str(folder))
-    assert inside.do("os.listdir('..'), os.listdir('.')") == (["moved"], ["deep"])
-    assert inside.do("os.stat('..').st_ino") == os.stat(folder / "c").st_ino
-    assert inside.do("os.getcwd()") == str(folder / "c" / "moved")
-    inside.do("open('file', 'w').close()")
-    assert (folder / "c" / "moved" / "file").exists()
 
 
 def test_names_are_seen_by_others_at_once(folder: Path, process: TakeProcess) -> None:
@@ -379,56 +446,6 @@ def test_names_are_seen_by_others_at_once(folder: Path, process: TakeProcess) ->
 # -- names -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        b"n" * 255,
-        b"\xff\xfe not utf-8 \x80",
-        "gr\u00fc\u00dfe \U0001f9ee".encode(),
-        b"new\nline\t\\ '\"",
-        b"-rf",
-        b"...",
-    ],
-)
-def test_any_name_that_linux_allows_works(folder: Path, process: TakeProcess, name: bytes) -> None:
-    path = os.path.join(os.fsencode(folder), name)
-    process().do("open(path, 'w').write('x')", path=path)
-    assert os.listdir(os.fsencode(folder)) == [name]
-    assert process().do("open(path).read()", path=path) == "x"
-    os.rename(path, path[:-1] + b"2")
-    os.symlink(name, path)
-    assert os.readlink(path) == name
-    os.unlink(path)
-    os.unlink(path[:-1] + b"2")
-
-
-def test_names_that_are_too_long_are_refused(folder: Path) -> None:
-    for name in ("n" * 256, "\u00e9" * 128):
-        for call in (os.mkdir, os.mknod, os.stat, os.unlink, os.rmdir):
-            with raises(errno.ENAMETOOLONG):
-                call(folder / name)
-        with raises(errno.ENAMETOOLONG):
-            os.symlink("target", folder / name)
-        (folder / "file").write_text("x")
-        with raises(errno.ENAMETOOLONG):
-            os.rename(folder / "file", folder / name)
-
-
-def test_symlinks_of_any_length_and_loops(folder: Path) -> None:
-    longest = "t" * 4095
-    os.symlink(longest, folder / "longest")
-    assert os.readlink(folder / "longest") == longest
-    assert os.lstat(folder / "longest").st_size == 4095
-    with raises(errno.ENAMETOOLONG):
-        os.symlink("t" * 4096, folder / "too long")
-    os.symlink("two", folder / "one")
-    os.symlink("one", folder / "two")
-    with raises(errno.ELOOP):
-        os.stat(folder / "one")
-    with raises(errno.EINVAL):
-        os.readlink(folder)
-
-
 def test_deep_trees_work(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     for _ in range(300):
@@ -445,33 +462,6 @@ def test_deep_trees_work(folder: Path) -> None:
 # -- hard links, special files ---------------------------------------------------------------
 
 
-def test_hard_links_are_one_file(folder: Path, process: TakeProcess) -> None:
-    (folder / "d").mkdir()
-    (folder / "a").write_text("first")
-    os.link(folder / "a", folder / "d" / "b")
-    look = "[(s.st_ino, s.st_nlink, s.st_size, s.st_mode) for s in map(os.stat, files)]"
-    files = [str(folder / "a"), str(folder / "d" / "b")]
-    one, other = process().do(look, files=files)
-    assert one == other
-    assert one[1] == 2
-    os.chmod(folder / "a", 0o600)
-    assert process().do(look, files=files)[1][3] == stat.S_IFREG | 0o600
-    os.unlink(folder / "a")
-    assert os.stat(folder / "d" / "b").st_nlink == 1
-    assert (folder / "d" / "b").read_text() == "first"
-    with raises(errno.EPERM):
-        os.link(folder / "d", folder / "hard")
-    with raises(errno.EEXIST):
-        os.link(folder / "d" / "b", folder / "d" / "b")
-
-
-def test_hard_links_to_symlinks(folder: Path) -> None:
-    os.symlink("target", folder / "a")
-    os.link(folder / "a", folder / "b", follow_symlinks=False)
-    assert os.readlink(folder / "b") == "target"
-    assert os.lstat(folder / "a").st_nlink == 2
-
-
 def test_fifo_carries_bytes_between_processes(folder: Path, process: TakeProcess) -> None:
     os.mkfifo(folder / "fifo", 0o600)
     assert stat.S_ISFIFO(os.stat(folder / "fifo").st_mode)
@@ -481,148 +471,7 @@ def test_fifo_carries_bytes_between_processes(folder: Path, process: TakeProcess
     assert reader.result() == b"through"
 
 
-def test_unix_sockets_bind_on_the_mount(folder: Path, process: TakeProcess) -> None:
-    step = """
-import socket
-s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen()
-c = socket.socket(socket.AF_UNIX); c.connect('s'); c.send(b'hello')
-s.accept()[0].recv(10)
-"""
-    one = process()
-    one.do("os.chdir(folder)", folder=str(folder))
-    assert one.do(step) == b"hello"
-    assert stat.S_ISSOCK(os.stat(folder / "s").st_mode)
-
-
-@needs_root
-def test_device_nodes_keep_their_numbers(folder: Path) -> None:
-    for name, kind in (("char", stat.S_IFCHR), ("block", stat.S_IFBLK)):
-        device = os.makedev(250, 70_000)
-        os.mknod(folder / name, kind | 0o600, device)
-        found = os.stat(folder / name)
-        assert stat.S_IFMT(found.st_mode) == kind
-        assert found.st_rdev == device
-
-
 # -- modes, owners, times --------------------------------------------------------------------
-
-
-def test_umask_and_modes(folder: Path, process: TakeProcess) -> None:
-    maker = process()
-    maker.do("previous = os.umask(0o027); os.chdir(folder)", folder=str(folder))
-    maker.do("os.close(os.open('file', os.O_CREAT | os.O_WRONLY, 0o777)); os.mkdir('dir')")
-    maker.do("os.mkfifo('fifo'); os.chdir('/'); os.umask(previous)")
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()}
-    assert modes == {"file": 0o750, "dir": 0o750, "fifo": 0o640}
-    for mode in (0, 0o7777, 0o644):
-        os.chmod(folder / "file", mode)
-        assert stat.S_IMODE(process().do("os.stat(f).st_mode", f=str(folder / "file"))) == mode
-
-
-def test_file_made_without_write_permission_can_be_written_by_its_maker(
-    folder: Path, process: TakeProcess
-) -> None:
-    fd = os.open(folder / "file", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o400)
-    os.write(fd, b"read only")
-    os.close(fd)
-    assert (folder / "file").read_bytes() == b"read only"
-
-
-@needs_root
-def test_owners_and_what_they_may(folder: Path, nobody: Process) -> None:
-    file = folder / "file"
-    file.write_text("x")
-    os.chmod(file, 0o600)
-    with raises(errno.EACCES):
-        nobody.do("open(file)", file=str(file))
-    with raises(errno.EPERM):
-        nobody.do("os.chmod(file, 0o777)", file=str(file))
-    with raises(errno.EACCES):
-        nobody.do("open(file + '2', 'w')", file=str(file))
-    os.chown(file, NOBODY, 1234)
-    assert nobody.do("open(file).read()", file=str(file)) == "x"
-    assert (os.stat(file).st_uid, os.stat(file).st_gid) == (NOBODY, 1234)
-    with raises(errno.EPERM):
-        nobody.do("os.chown(file, 0, -1)", file=str(file))
-
-
-@needs_root
-def test_new_files_belong_to_their_maker_and_to_the_group_of_a_setgid_directory(
-    folder: Path, nobody: Process
-) -> None:
-    os.chmod(folder, 0o777)
-    nobody.do("open(d + '/plain', 'w').close()", d=str(folder))
-    (folder / "setgid").mkdir()
-    os.chown(folder / "setgid", 0, 1234)
-    os.chmod(folder / "setgid", 0o2777)
-    nobody.do("os.mkdir(d + '/below'); open(d + '/f', 'w').close()", d=str(folder / "setgid"))
-    plain, below, file = map(
-        os.stat, (folder / "plain", folder / "setgid/below", folder / "setgid/f")
-    )
-    assert (plain.st_uid, plain.st_gid) == (NOBODY, NOBODY)
-    assert (below.st_gid, file.st_gid) == (1234, 1234)
-    assert below.st_mode & stat.S_ISGID
-
-
-@needs_root
-def test_sticky_directory_protects_the_files_of_others(folder: Path, nobody: Process) -> None:
-    os.chmod(folder, 0o1777)
-    (folder / "theirs").write_text("x")
-    with raises(errno.EPERM):
-        nobody.do("os.unlink(d + '/theirs')", d=str(folder))
-    with raises(errno.EPERM):
-        nobody.do("os.rename(d + '/theirs', d + '/mine')", d=str(folder))
-    nobody.do("open(d + '/mine', 'w').close()", d=str(folder))
-    with raises(errno.EPERM):
-        nobody.do("os.rename(d + '/mine', d + '/theirs')", d=str(folder))
-    nobody.do("os.rename(d + '/mine', d + '/still mine')", d=str(folder))
-    nobody.do("os.unlink(d + '/still mine')", d=str(folder))
-    assert os.listdir(folder) == ["theirs"]
-
-
-@needs_root
-def test_writing_and_chown_drop_the_setuid_bit(folder: Path, nobody: Process) -> None:
-    file = folder / "program"
-    file.write_text("x")
-    os.chmod(file, 0o6777)
-    nobody.do("open(file, 'a').write('more')", file=str(file))
-    assert stat.S_IMODE(os.stat(file).st_mode) & 0o6000 == 0
-    os.chmod(file, 0o6755)
-    os.chown(file, 1, 1)
-    assert stat.S_IMODE(os.stat(file).st_mode) == 0o755
-
-
-def test_chown_to_nobody_by_a_stranger_leaves_the_setuid_bit(folder: Path, nobody: Process) -> None:
-    file = folder / "program"
-    file.write_text("x")
-    os.chmod(file, 0o6755)
-    with pytest.raises(PermissionError):
-        nobody.do("os.chown(file, -1, -1)", file=str(file))
-    assert stat.S_IMODE(os.stat(file).st_mode) == 0o6755
-    os.chmod(file, 0o755)
-    nobody.do("os.chown(file, -1, -1)", file=str(file))
-    os.chmod(file, 0o6755)
-    os.chown(file, -1, -1)
-    assert stat.S_IMODE(os.stat(file).st_mode) == 0o755
-
-
-def test_times_are_kept_to_the_nanosecond(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    file.write_text("x")
-    look = "s = os.stat(path, follow_symlinks=False); (s.st_atime_ns, s.st_mtime_ns)"
-    os.symlink("file", folder / "link")
-    for path, times in (
-        (file, (1_234_567_890_123_456_789, 987_654_321_012_345_678)),
-        (folder, (5, 4_000_000_000_000_000_001)),
-        (folder / "link", (1, 2)),
-        (file, (-1_500_000_001, -1)),
-    ):
-        os.utime(path, ns=times, follow_symlinks=False)
-        assert process().do(look, path=str(path)) == times
-    before = os.stat(file).st_ctime_ns
-    os.utime(file)
-    assert os.stat(file).st_mtime_ns > 10**18
-    assert os.stat(file).st_ctime_ns >= before
 
 
 def test_a_time_that_is_set_while_nobody_writes_a_new_file_stays_for_its_next_writer(
@@ -693,63 +542,6 @@ def moved(change):
 # -- extended attributes ---------------------------------------------------------------------
 
 
-def test_extended_attributes(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    file.write_text("x")
-    os.setxattr(file, "user.dtype", b"bfloat16")
-    os.setxattr(file, "user.empty", b"")
-    look = "{n: os.getxattr(file, n) for n in os.listxattr(file) if n.startswith('user.')}"
-    expected = {"user.dtype": b"bfloat16", "user.empty": b""}
-    assert process().do(look, file=str(file)) == expected
-    with raises(errno.EEXIST):
-        os.setxattr(file, "user.dtype", b"y", os.XATTR_CREATE)
-    with raises(errno.ENODATA):
-        os.setxattr(file, "user.missing", b"y", os.XATTR_REPLACE)
-    os.setxattr(file, "user.dtype", b"float32", os.XATTR_REPLACE)
-    os.setxattr(file, "user.new", b"1", os.XATTR_CREATE)
-    os.removexattr(file, "user.empty")
-    with raises(errno.ENODATA):
-        os.removexattr(file, "user.empty")
-    with raises(errno.ENODATA):
-        os.getxattr(file, "user.empty")
-    expected = {"user.dtype": b"float32", "user.new": b"1"}
-    assert process().do(look, file=str(file)) == expected
-    file.write_text("a new version keeps them")
-    os.rename(file, folder / "moved")
-    assert process().do(look, file=str(folder / "moved")) == expected
-
-
-def test_large_extended_attributes_and_size_probing(folder: Path) -> None:
-    file = folder / "file"
-    file.write_text("x")
-    largest = bytes(range(256)) * 256
-    try:
-        os.setxattr(file, "user.large", largest)
-    except OSError as error:
-        if error.errno != errno.ENOSPC or "irdmafs" in str(folder):
-            raise
-        pytest.skip("this filesystem takes no large attributes")
-    assert os.getxattr(file, "user.large") == largest
-    name = b"user.large"
-    assert libc.getxattr(bytes(file), name, None, 0) == len(largest)
-    small = ctypes.create_string_buffer(100)
-    assert libc.getxattr(bytes(file), name, small, 100) == -1
-    assert ctypes.get_errno() == errno.ERANGE
-    assert libc.listxattr(bytes(file), None, 0) >= len(name) + 1
-    assert libc.listxattr(bytes(file), small, 3) == -1
-    assert ctypes.get_errno() == errno.ERANGE
-    with raises(errno.E2BIG):
-        os.setxattr(file, "user.larger", largest + b"x")
-
-
-def test_directories_have_extended_attributes_and_links_refuse_users(folder: Path) -> None:
-    os.setxattr(folder, "user.a", b"b")
-    assert os.getxattr(folder, "user.a") == b"b"
-    os.symlink("nowhere", folder / "link")
-    with pytest.raises(OSError):
-        os.setxattr(folder / "link", "user.a", b"b", follow_symlinks=False)
-
-
 def test_unknown_attributes_of_ours_are_refused(folder: Path, mount: Mount) -> None:
     file = folder / "file"
     file.write_text("x")
@@ -774,11 +566,6 @@ def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> Non
     assert any("a\\x0a2026-01-01" in line and "\\x1b[2J" in line for line in lines)
 
 
-def test_unknown_namespaces_of_attributes_are_refused(folder: Path) -> None:
-    with raises(errno.EOPNOTSUPP):
-        os.setxattr(folder, "nonsense.a", b"b")
-
-
 # -- the filesystem --------------------------------------------------------------------------
 
 
@@ -797,18 +584,3 @@ def test_statvfs_is_sane(folder: Path, process: TakeProcess) -> None:
         after = os.statvfs(folder)
         used.append((before.f_bfree - after.f_bfree) * before.f_frsize)
     assert os.stat(folder / "large0").st_blocks * 512 >= 64 << 20
-
-
-def test_fsync_of_a_directory_works(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def test_access_answers_as_the_modes_say(folder: Path) -> None:
-    file = folder / "file"
-    file.write_text("x")
-    os.chmod(file, 0o644)
-    assert os.access(file, os.R_OK | os.W_OK)
-    assert not os.access(file, os.X_OK)
-    assert not os.access(folder / "missing", os.F_OK)

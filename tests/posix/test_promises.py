@@ -11,10 +11,11 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.patterns import pattern
 from harness.processes import Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-SIZES = [64 * 1024, 32 * 1024 * 1024]
+SIZES = [64 << 10, 9 << 20]
 TakeProcess = Callable[[], Process]
 
 REPUBLISH = {
@@ -93,33 +94,6 @@ def test_mapping_survives_an_open_that_truncates_the_file(
     assert file.read_bytes() == b""
 
 
-def test_truncation_by_name_is_seen_at_once(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    write(file, 1, 1 << 20)
-    reader = process()
-    reader.do("f = open(file, 'rb')", file=str(file))
-    process().do("os.truncate(file, 5000)", file=str(file))
-    assert reader.do("os.fstat(f.fileno()).st_size, len(f.read())") == (5000, 5000)
-    process().do("os.truncate(file, 0)", file=str(file))
-    assert reader.do("os.fstat(f.fileno()).st_size, f.read()") == (0, b"")
-    assert file.read_bytes() == b""
-
-
-@pytest.mark.parametrize("access", ["O_RDWR", "O_WRONLY"])
-def test_truncation_by_name_is_seen_by_who_replaces_the_file(
-    folder: Path, process: TakeProcess, access: str
-) -> None:
-    file = folder / "file"
-    file.write_bytes(b"content")
-    writer = process()
-    writer.do(f"fd = os.open(f, os.{access} | os.O_TRUNC)", f=str(file))
-    assert writer.do("os.fstat(fd).st_size") == 0
-    os.truncate(file, 100)
-    assert writer.do("os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END)") == (100, 100)
-    writer.do("os.close(fd)")
-    assert file.read_bytes() == bytes(100)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_reader_sees_at_once_what_is_edited_in_place(
     folder: Path, process: TakeProcess, size: int
@@ -182,34 +156,6 @@ def test_stat_shows_the_published_size_while_others_write(
         assert watcher.do(look, file=str(folder / "link")) == published, "the other name"
     writer.do("os.close(fd)")
     assert watcher.do(look)[0] == 10_000
-
-
-@pytest.mark.parametrize("mode", ["wb", "ab", "w+b", "xb"])
-def test_new_file_is_seen_as_it_grows(folder: Path, process: TakeProcess, mode: str) -> None:
-    file = folder / "log"
-    reader, writer = process(), process()
-    writer.do("f = open(file, mode, buffering=0)", file=str(file), mode=mode)
-    reader.do("early = open(file, 'rb', buffering=0)", file=str(file))
-    writer.do("f.write(b'half')")
-    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"half"
-    assert reader.do("early.read(), os.stat(file).st_size") == (b"half", 4)
-    writer.do("f.write(b' and half')")
-    assert reader.do("early.read(), os.stat(file).st_size") == (b" and half", 13)
-    writer.do("f.close()")
-    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"half and half"
-
-
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1 << 20])
-def test_size_and_content_are_right_for_others_once_close_returned(
-    folder: Path, process: TakeProcess, size: int
-) -> None:
-    file = folder / "weights"
-    reader = process()
-    for version, length in enumerate([size, size + 100, size // 2], start=1):
-        content = pattern(version, length)
-        file.write_bytes(content)
-        assert reader.do("os.stat(file).st_size", file=str(file)) == length
-        assert reader.do("open(file, 'rb').read()", file=str(file)) == content
 
 
 @pytest.mark.beyond_posix
@@ -281,48 +227,6 @@ def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
     assert reader.do(see, file=str(file)) == 2
 
 
-def test_writes_in_place_are_seen_by_descriptors_opened_meanwhile(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "weights"
-    write(file, 1, 1 << 20)
-    reader, writer = process(), process()
-    writer.do("f = open(file, 'r+b', buffering=0)", file=str(file))
-    reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
-    assert reader.do("version_of(f.read())") == 1
-    writer.do("os.pwrite(f.fileno(), b'here', 500_000)")
-    assert reader.do("os.pread(f.fileno(), 4, 500_000)") == b"here"
-    writer.do("os.ftruncate(f.fileno(), 500_002)")
-    assert reader.do("os.fstat(f.fileno()).st_size") == 500_002
-    writer.do("f.close()")
-    assert reader.do("f.seek(500_000); f.read()") == b"he"
-
-
-def test_new_file_opened_for_reading_and_writing_is_shared_as_posix_says(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "database"
-    first, second = process(), process()
-    first.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(file))
-    second.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(file))
-    first.do("os.pwrite(fd, b'first', 0)")
-    assert second.do("os.pread(fd, 10, 0)") == b"first"
-    second.do("os.pwrite(fd, b'SECOND', 5)")
-    assert first.do("os.pread(fd, 20, 0)") == b"firstSECOND"
-    assert first.do("os.fstat(fd).st_size") == 11
-
-
-def test_stores_through_a_mapping_are_seen_by_others(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    write(file, 1, 1 << 20)
-    reader, writer = process(), process()
-    writer.do("f = open(file, 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close()", file=str(file))
-    writer.do("m[4096:4100] = b'here'; m.flush()")
-    assert reader.do("f = open(file, 'rb'); f.seek(4096); f.read(4)", file=str(file)) == b"here"
-    writer.do("m[8192:8197] = b'again'; m.flush(); m.close()")
-    assert reader.do("f = open(file, 'rb'); f.seek(8192); f.read(5)", file=str(file)) == b"again"
-
-
 @pytest.mark.parametrize("mode", ["wb", "r+b"])
 def test_fsync_publishes(folder: Path, process: TakeProcess, mode: str) -> None:
     file = folder / "weights"
@@ -370,17 +274,6 @@ def test_killed_writer_publishes_nothing(
     assert reader.do("os.stat(file).st_size", file=str(file)) == 3 << 20
     write(file, 3, 1 << 20)
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 3
-
-
-def test_writer_that_exits_without_closing_publishes(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    run = "subprocess.run([sys.executable, '-c', program, file], check=True)"
-    program = (
-        "import os, sys; fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC);"
-        "os.write(fd, b'whole'); os._exit(0)"
-    )
-    process().do(run, program=program, file=str(file))
-    assert process().do("open(file, 'rb').read()", file=str(file)) == b"whole"
 
 
 @pytest.mark.parametrize("how", EVERY_WAY[:2])
@@ -434,49 +327,158 @@ def test_every_open_sees_the_last_close_in_a_long_chain_of_hand_overs(
         assert pair[turn % 2].do(step, file=str(file)) == turn
 
 
-SHELL = {
-    "echo x > f": b"x\n",
-    "(echo a; echo b) > f": b"a\nb\n",
-    "echo a > f; echo b >> f; (echo c; echo d) >> f": b"a\nb\nc\nd\n",
-    "{ echo a; bash -c 'echo b'; echo c; } > f": b"a\nb\nc\n",
-    "exec 3> f; echo a >&3; echo b >&3; exec 3>&-": b"a\nb\n",
-    "echo old > f; : > f": b"",
-    "echo old > f; cat < f > g; mv g f; cat f > /dev/null": b"old\n",
-    "seq 1000 | tee f > /dev/null; sed -i s/^1000$/end/ f; tail -n 1 f > g; mv g f": b"end\n",
-    "printf abc > f; exec 3<> f; printf X >&3; exec 3>&-": b"Xbc",
-    "echo a > f; cp f g; echo b > f; cat g f > h; mv h f": b"a\nb\n",
+# Commands, each of which leaves a file `f`.
+SHELL = (
+    "echo x > f",
+    "(echo a; echo b) > f",
+    "echo a > f; echo b >> f; (echo c; echo d) >> f",
+    "{ echo a; bash -c 'echo b'; echo c; } > f",
+    "exec 3> f; echo a >&3; echo b >&3; exec 3>&-",
+    "echo old > f; : > f",
+    "echo old > f; cat < f > g; mv g f; cat f > /dev/null",
+    "seq 1000 | tee f > /dev/null; sed -i s/^1000$/end/ f; tail -n 1 f > g; mv g f",
+    "printf abc > f; exec 3<> f; printf X >&3; exec 3>&-",
+    "echo a > f; cp f g; echo b > f; cat g f > h; mv h f",
+)
+
+# What POSIX promises of open files, as it is on a tmpfs.
+SCENARIOS = {
+    "truncation by name is seen at once": """
+        a: write('file', pattern(1, 1 << 20), 'wb')
+        reader: f = open('file', 'rb')
+        a: os.truncate('file', 5000)
+        reader: os.fstat(f.fileno()).st_size, told(f.read())
+        a: os.truncate('file', 0)
+        reader: os.fstat(f.fileno()).st_size, f.read()
+        a: content('file')
+    """,
+    **{
+        f"truncation by name is seen by who replaces the file with {access}": f"""
+            a: write('file', 'content')
+            writer: fd = open_fd('file', os.{access} | os.O_TRUNC); os.fstat(fd).st_size
+            a: os.truncate('file', 100)
+            writer: os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END)
+            writer: os.close(fd)
+            a: content('file')
+        """
+        for access in ("O_RDWR", "O_WRONLY")
+    },
+    **{
+        f"a new file is seen as it grows, opened with {mode}": f"""
+            writer: f = open('log', '{mode}', buffering=0)
+            reader: early = open('log', 'rb', buffering=0)
+            writer: f.write(b'half')
+            reader: read('log'), early.read(), os.stat('log').st_size
+            writer: f.write(b' and half')
+            reader: early.read(), os.stat('log').st_size
+            writer: f.close()
+            reader: read('log')
+        """
+        for mode in ("wb", "ab", "w+b", "xb")
+    },
+    **{
+        f"size and content are right for others once close returned, {size} bytes": f"""
+            a: write('file', pattern(1, {size}), 'wb')
+            b: os.stat('file').st_size, content('file')
+            a: write('file', pattern(2, {size + 100}), 'wb')
+            b: os.stat('file').st_size, content('file')
+            a: write('file', pattern(3, {size // 2}), 'wb')
+            b: os.stat('file').st_size, content('file')
+        """
+        for size in (0, 1, 4095, 4096, 4097, 1 << 20)
+    },
+    "writes in place are seen by descriptors opened meanwhile": """
+        a: write('file', pattern(1, 1 << 20), 'wb'); fd = open_fd('file')
+        reader: f = open('file', 'rb', buffering=0); version_of(f.read())
+        a: os.pwrite(fd, b'here', 500_000)
+        reader: os.pread(f.fileno(), 4, 500_000)
+        a: os.ftruncate(fd, 500_002)
+        reader: os.fstat(f.fileno()).st_size
+        a: os.close(fd)
+        reader: f.seek(500_000); f.read()
+    """,
+    "a new file opened for reading and writing is shared": """
+        a: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
+        b: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
+        a: os.pwrite(fd, b'first', 0)
+        b: os.pread(fd, 10, 0)
+        b: os.pwrite(fd, b'SECOND', 5)
+        a: os.pread(fd, 20, 0), os.fstat(fd).st_size
+    """,
+    "stores through a mapping are seen by others": """
+        a: write('file', pattern(1, 1 << 20), 'wb')
+        a: f = open('file', 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close()
+        a: m[4096:4100] = b'here'; m.flush()
+        reader: f = open('file', 'rb'); f.seek(4096); f.read(4)
+        a: m[8192:8197] = b'again'; m.flush(); m.close()
+        reader: f = open('file', 'rb'); f.seek(8192); f.read(5)
+    """,
+    "a writer that exits without closing publishes": """
+        a: program = "import os; os.write(os.open('file', os.O_WRONLY | os.O_CREAT), b'whole'); os._exit(0)"
+        a: subprocess.run([sys.executable, '-c', program], check=True).returncode
+        b: read('file')
+    """,
+    **{
+        f"the shell leaves what it always leaves: {command}": f"""
+            a: subprocess.run(['bash', '-ec', {command!r}], check=True, timeout=30).returncode
+            b: read('f')
+        """
+        for command in SHELL
+    },
+    "forked children may write what their parent opened": """
+        a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT)
+        a: child = os.fork() or os.write(fd, b'one ') and os._exit(0); os.waitpid(child, 0)[1]
+        a: child = os.fork() or os.write(fd, b'two ') and os._exit(0); os.waitpid(child, 0)[1]
+        a: os.write(fd, b'three'); os.close(fd)
+        b: read('file')
+    """,
+    # The kernel closes it in the middle of execve(2), when hardly anything can be asked of the process.
+    **{
+        f"running another program closes a file of {size} bytes that it does not get": f"""
+            a: write('file', pattern(2, 5000), 'wb')
+            a: put = lambda: os.write(open_fd('file', os.O_WRONLY | os.O_TRUNC), pattern(1, {size}))
+            a: run = lambda: (put(), os.execv('/bin/true', ['true']))
+            a: child = os.fork() or run(); os.waitpid(child, 0)[1]
+            b: content('file')
+        """
+        for size in (0, 10_000)
+    },
+    # It is closed under the first number, while it is empty and the process has it under the second.
+    "a program is run with a file under another number": """
+        a: give = lambda: os.dup2(open_fd('file', os.O_WRONLY | os.O_CREAT), 1)
+        a: run = lambda: (give(), os.execv('/bin/echo', ['echo', 'done']))
+        a: child = os.fork() or run(); os.waitpid(child, 0)[1]
+        b: read('file')
+    """,
+    "what a program wrote as its output is there when it has ended": """
+        a: fd = open_fd('output', os.O_WRONLY | os.O_CREAT)
+        a: subprocess.run(['echo', 'done'], stdout=fd, check=True).returncode
+        b: read('output')
+        a: subprocess.run(['echo', 'done'], stdout=fd, check=True).returncode; os.close(fd)
+        b: read('output')
+    """,
+    "what a program wrote to a descriptor that it got is there when it has ended": """
+        a: fd = open_fd('output', os.O_WRONLY | os.O_CREAT); command = ['bash', '-c', f'echo done >&{fd}']
+        a: subprocess.run(command, pass_fds=[fd], check=True).returncode
+        b: read('output')
+        a: subprocess.run(command, pass_fds=[fd], check=True).returncode; os.close(fd)
+        b: read('output')
+    """,
+    "a duplicated descriptor goes on writing after the first is closed": """
+        a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT); other = os.dup(fd); os.write(fd, b'one')
+        a: os.close(fd); os.write(other, b' two'); os.close(other)
+        b: read('file')
+    """,
+    "an empty write publishes an empty file": """
+        a: write('file', pattern(1, 5000), 'wb'); os.close(open_fd('file', os.O_WRONLY | os.O_TRUNC))
+        b: read('file'), os.stat('file').st_size
+    """,
 }
 
 
-@pytest.mark.parametrize("command", SHELL, ids=lambda command: command)
-def test_shell_redirections_leave_what_they_always_leave(
-    folder: Path, process: TakeProcess, command: str
-) -> None:
-    run = "subprocess.run(['bash', '-ec', command], cwd=cwd, check=True, timeout=30)"
-    process().do(run, command=command, cwd=str(folder))
-    assert process().do("open(file, 'rb').read()", file=str(folder / "f")) == SHELL[command]
-
-
-def test_forked_children_may_write_what_their_parent_opened(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "shared"
-    writer = process()
-    writer.do(
-        """
-fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-for word in (b'one ', b'two '):
-    child = os.fork()
-    if child == 0:
-        os.write(fd, word)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-os.write(fd, b'three')
-os.close(fd)
-""",
-        file=str(file),
-    )
-    assert process().do("open(file, 'rb').read()", file=str(file)) == b"one two three"
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_open_files_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    as_on_tmpfs(SCENARIOS[scenario])
 
 
 # What happens in a program, often in another thread, while it writes a file.
@@ -544,87 +546,3 @@ for fd in fds:
         d=str(folder),
     )
     assert {file.read_bytes() for file in folder.iterdir()} == {b"ab"}
-
-
-@pytest.mark.parametrize("written", [0, 10_000])
-def test_running_another_program_closes_what_it_does_not_get(
-    folder: Path, process: TakeProcess, written: int
-) -> None:
-    """The kernel closes it in the middle of execve(2), when hardly anything can be asked of the process."""
-    file = folder / "weights"
-    write(file, 2, 5000)
-    writer = process()
-    writer.do(
-        """
-child = os.fork()
-if child == 0:
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-    os.write(fd, content)
-    os.execv('/bin/true', ['true'])
-assert os.waitpid(child, 0)[1] == 0
-""",
-        file=str(file),
-        content=pattern(1, written),
-    )
-    assert process().do("open(file, 'rb').read()", file=str(file)) == pattern(1, written)
-
-
-def test_a_program_may_be_run_with_a_file_under_another_number(
-    folder: Path, process: TakeProcess
-) -> None:
-    """It is closed under the first, while it is empty and the process has it under the second."""
-    file = folder / "log"
-    writer = process()
-    writer.do(
-        """
-child = os.fork()
-if child == 0:
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-    os.dup2(fd, 1)
-    os.execv('/bin/echo', ['echo', 'done'])
-assert os.waitpid(child, 0)[1] == 0
-""",
-        file=str(file),
-    )
-    assert process().do("open(file).read()", file=str(file)) == "done\n"
-
-
-@pytest.mark.parametrize("how", ["output", "pass_fds"])
-def test_what_a_program_wrote_as_its_output_is_there_when_it_has_ended(
-    folder: Path, process: TakeProcess, how: str
-) -> None:
-    """Also while the one that started it keeps the file open, to read it by its name."""
-    file = folder / "log"
-    run = {
-        "output": "subprocess.run(['echo', 'done'], stdout=fd, check=True)",
-        "pass_fds": "subprocess.run(['bash', '-c', f'echo done >&{fd}'], pass_fds=[fd], check=True)",
-    }
-    writer = process()
-    writer.do("import subprocess; fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(file))
-    writer.do(run[how])
-    assert process().do("open(file).read()", file=str(file)) == "done\n"
-    writer.do(run[how])
-    writer.do("os.close(fd)")
-    assert process().do("open(file).read()", file=str(file)) == "done\ndone\n"
-
-
-def test_duplicated_descriptor_goes_on_writing_after_the_first_is_closed(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "shared"
-    writer, reader = process(), process()
-    writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)", file=str(file))
-    writer.do("other = os.dup(fd); os.write(fd, b'one'); os.close(fd); os.write(other, b' two')")
-    writer.do("os.close(other)")
-    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"one two"
-
-
-def test_empty_write_publishes_an_empty_file(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    write(file, 1, 5000)
-    writer = process()
-    writer.do("os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))", file=str(file))
-    assert process().do("open(file, 'rb').read(), os.stat(file).st_size", file=str(file)) == (
-        b"",
-        0,
-    )

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,24 +13,15 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process
+from harness.processes import NOBODY, Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-NOBODY = 65534
 KIB = 1 << 10
 MIB = 1 << 20
 BYTES, INODES = "user.irdmafs.quota_bytes", "user.irdmafs.quota_inodes"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 pytestmark = pytest.mark.beyond_posix
-
-
-@pytest.fixture
-def nobody() -> Iterator[Process]:
-    """A process of an unprivileged user."""
-    with Process() as one:
-        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
-        yield one
 
 
 def limit(directory: Path, *, size: str | None = None, inodes: int | None = None) -> None:

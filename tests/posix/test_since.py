@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, is_waiting
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+# How waits end in the pyfuse3 session is told by test_changes.py.
+SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
 AWAITS = "user.irdmafs.awaits"
@@ -131,8 +131,8 @@ def test_versions_that_are_removed_do_not_count(since: Path) -> None:
     assert os.readlink(since / "0") == "../versions/1"
 
 
-def test_many_wait_for_one_version(since: Path, mount: Mount) -> None:
-    waiting = 300 if mount.session != "pyfuse3" else 40
+def test_many_wait_for_one_version(since: Path) -> None:
+    waiting = 300
     source = (
         "import os, sys, threading\n"
         "path, waiting = sys.argv[1:]\n"
@@ -209,7 +209,6 @@ def test_names_that_begin_with_a_dot_are_ordinary(since: Path) -> None:
     assert os.listdir(since) == [".x"]
 
 
-@pytest.mark.kernel_session("libfuse cannot have the kernel forget that a name does not exist")
 def test_a_number_that_did_not_exist_before_is_found(folder: Path) -> None:
     (folder / "versions").mkdir()
     (folder / "since").mkdir()
@@ -257,7 +256,6 @@ def test_only_a_directory_is_marked_and_only_so(folder: Path) -> None:
         assert told.value.errno == errno.EINVAL
 
 
-@pytest.mark.kernel_session("libfuse cannot have the kernel forget inodes")
 def test_links_that_were_looked_up_are_forgotten(since: Path, mount: Mount) -> None:
     def nodes() -> int:
         return int(mount.status()["nodes"])
@@ -279,14 +277,11 @@ def test_a_wait_ends_after_its_time(since: Path) -> None:
         (since / "1" / "model").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGALRM, signal.SIGINT])
-def test_a_signal_that_is_handled_ends_a_wait(
-    since: Path, process: TakeProcess, number: signal.Signals
-) -> None:
+def test_a_signal_that_is_handled_ends_a_wait(since: Path, process: TakeProcess) -> None:
     reader = process()
-    reader.do(f"def tick(*_): raise InterruptedError\nbefore = signal.signal({number:d}, tick)")
+    reader.do("def tick(*_): raise InterruptedError\nbefore = signal.signal(signal.SIGUSR1, tick)")
     start_reading(reader, since / "1" / "model")
-    reader.send_signal(number)
+    reader.send_signal(signal.SIGUSR1)
     with pytest.raises(InterruptedError):
         reader.result()
 

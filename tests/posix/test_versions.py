@@ -12,6 +12,7 @@ from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
 from harness.processes import Process
+from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -27,42 +28,110 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
         raise OSError(ctypes.get_errno(), "fallocate")
 
 
-# -- truncating and appending ----------------------------------------------------------------
+# -- as on a tmpfs ---------------------------------------------------------------------------
+
+SCENARIOS = {
+    "truncation shrinks, and grows with zeros": """
+        a: sizes = (0, 1, 4096, 10_000, 100_000, 3_000_000)
+        a: for size in sizes: write(f'{size}', pattern(1, 100_000), 'wb'); os.truncate(f'{size}', size)
+        a: for size in sizes: write(f'f{size}', pattern(1, 100_000), 'wb')
+        a: fds = [open_fd(f'f{size}') for size in sizes]
+        a: for size, fd in zip(sizes, fds): os.ftruncate(fd, size)
+        a: [os.fstat(fd).st_size for fd in fds]
+        a: for fd in fds: os.close(fd)
+        b: [(os.stat(name).st_size, content(name)) for name in tree()]
+        a: for name in tree(): os.truncate(name, 50); os.truncate(name, 5000)
+        b: [content(name) for name in tree()]
+    """,
+    "growing again after a cut shows zeros and not old bytes": """
+        a: f = open('file', 'w+b', buffering=0); f.write(b'a' * 10_000)
+        a: f.truncate(100); f.truncate(5000); f.seek(0); told(f.read())
+        a: f.close()
+        b: content('file')
+    """,
+    "writing past the end leaves zeros between": """
+        a: write('new', 'start'); write('old', 'start')
+        a: f = open('new', 'wb'); f.seek(1_000_000); f.write(b'end'); f.close()
+        a: f = open('old', 'r+b'); f.seek(1_000_000); f.write(b'end'); f.close()
+        b: content('new'), content('old')
+    """,
+    "edits in place of two processes add up": """
+        a: write('file', bytes(100_000), 'wb'); fd = open_fd('file')
+        b: fd = open_fd('file')
+        a: os.pwrite(fd, b'one', 10)
+        b: os.pwrite(fd, b'two', 50_000)
+        a: os.close(fd)
+        b: os.pwrite(fd, b'three', 99_998); os.close(fd)
+        c: content('file')
+    """,
+    "what a writer sets before it closes stays": """
+        a: times = {'ns': (1_000_000_007, 2_000_000_009)}
+        a: for mode in ('wb', 'r+b', 'ab'): write(mode, 'old')
+        a: files = [open(mode, mode, buffering=0) for mode in ('wb', 'r+b', 'ab')]
+        a: for f in files: f.write(b'new'); os.utime(f.fileno(), **times); f.close()
+        b: [(os.stat(mode).st_mtime_ns, content(mode)) for mode in ('wb', 'r+b', 'ab')]
+        a: f = open('new', 'wb'); f.write(b'x'); os.fchmod(f.fileno(), 0o640)
+        a: os.setxattr(f.fileno(), 'user.dtype', b'int8'); f.close()
+        b: os.stat('new').st_mode, os.getxattr('new', 'user.dtype')
+    """,
+    "hard links show the new content under every name": """
+        b: look = lambda: [(os.stat(name).st_size, content(name)) for name in ('one', 'd/other')]
+        a: os.mkdir('d'); write('one', b'a' * 10_000, 'wb'); os.link('one', 'd/other')
+        b: look()
+        a: write('d/other', b'new', 'wb')
+        b: look()
+        a: write('one', b'another', 'r+b')
+        b: look()
+        a: write('d/other', b'more', 'ab')
+        b: look()
+    """,
+    "a write whose time is set back, as rsync leaves it, is there": """
+        a: write('file', pattern(1, 100_000), 'wb'); before = os.stat('file').st_mtime_ns
+        a: set_back = lambda: os.utime(fd, ns=(before, before))
+        a: fd = open_fd('file', os.O_WRONLY); os.pwrite(fd, pattern(2, 10), 0); os.fsync(fd)
+        a: set_back(); os.fsync(fd); os.pwrite(fd, pattern(2, 100_000), 0); set_back(); os.close(fd)
+        b: content('file')
+        a: os.stat('file').st_mtime_ns == before
+    """,
+    "posix_fallocate works everywhere": """
+        a: f = open('file', 'wb'); os.posix_fallocate(f.fileno(), 0, 300_000)
+        a: f.write(b'x'); f.close()
+        b: content('file')
+    """,
+    "copies are made inside the kernel": """
+        a: import shutil; sizes = (0, 1, 100_000, 8 << 20)
+        a: for size in sizes: write(f'{size}', pattern(3, size), 'wb')
+        a: open_all = lambda way: [(open(f'{n}', 'rb'), open(f'{n}{way}', 'wb')) for n in sizes]
+        a: close = lambda pairs: [file.close() for pair in pairs for file in pair]
+        a: copies = open_all('copy')
+        a: [os.copy_file_range(s.fileno(), t.fileno(), 1 << 30, 0, 0) for s, t in copies]
+        a: [os.copy_file_range(s.fileno(), t.fileno(), 1 << 30) for s, t in copies]
+        a: close(copies); sent = open_all('sent')
+        a: [os.sendfile(t.fileno(), s.fileno(), 0, 1 << 30) for s, t in sent]
+        a: close(sent)
+        b: [content(name) for name in tree()]
+    """,
+    "a copy within one file": """
+        a: write('file', b'abcdef' + bytes(10_000), 'wb'); fd = open_fd('file')
+        a: os.copy_file_range(fd, fd, 3, 0, 9_000); os.close(fd)
+        b: content('file')
+    """,
+    "vectored and direct calls": """
+        a: fd = open_fd('file', os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        a: page = mmap.mmap(-1, 8192); page[:] = pattern(5, 8192); os.pwrite(fd, page, 0)
+        a: os.pwritev(fd, [page, page], 8192)
+        a: back = mmap.mmap(-1, 8192); os.preadv(fd, [back], 16384); os.close(fd); told(back)
+        b: content('file')
+    """,
+}
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["truncate", "ftruncate"])
-@pytest.mark.parametrize("size", [0, 1, 4096, 10_000, 100_000, 3_000_000])
-def test_truncation_shrinks_and_grows_with_zeros(
-    folder: Path, process: TakeProcess, opened: bool, size: int
-) -> None:
-    file, before = folder / "file", pattern(1, 100_000)
-    file.write_bytes(before)
-    if opened:
-        with open(file, "r+b") as f:
-            f.truncate(size)
-            assert os.fstat(f.fileno()).st_size == size
-    else:
-        os.truncate(file, size)
-    read = "os.stat(file).st_size, open(file, 'rb').read()"
-    expected = before[:size].ljust(size, b"\0")
-    assert process().do(read, file=str(file)) == (size, expected)
-    os.truncate(file, 50)
-    os.truncate(file, 5000)
-    assert process().do("open(file, 'rb').read()", file=str(file)) == expected[:50].ljust(
-        5000, b"\0"
-    )
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_contents_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
+    as_on_tmpfs(SCENARIOS[scenario])
 
 
-def test_growing_again_after_a_cut_shows_zeros_not_old_bytes(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "file"
-    writer = process()
-    writer.do("f = open(file, 'w+b', buffering=0); f.write(b'a' * 10_000)", file=str(file))
-    writer.do("f.truncate(100); f.truncate(5000); f.seek(0)")
-    assert writer.do("f.read()") == b"a" * 100 + bytes(4900)
-    writer.do("f.close()")
-    assert process().do("open(file, 'rb').read()", file=str(file)) == b"a" * 100 + bytes(4900)
+# -- appending ----------------------------------------------------------------
 
 
 def test_appends_of_two_processes_lose_nothing(folder: Path, process: TakeProcess) -> None:
@@ -83,40 +152,6 @@ f.close()
     for name in ("a", "b"):
         expected = [f"{name}{n:07}".encode() for n in range(200)]
         assert [line for line in lines if line[:1] == name.encode()] == expected
-
-
-def test_appends_one_after_another_by_many_processes(folder: Path, process: TakeProcess) -> None:
-    file = folder / "log"
-    pair = process(), process()
-    for turn in range(50):
-        pair[turn % 2].do("open(file, 'a').write(f'{turn}\\n')", file=str(file), turn=turn)
-    assert file.read_text().split() == [str(turn) for turn in range(50)]
-
-
-def test_writing_past_the_end_leaves_zeros_between(folder: Path, process: TakeProcess) -> None:
-    for mode in ("wb", "r+b"):
-        file = folder / mode
-        file.write_bytes(b"start")
-        with open(file, mode) as f:
-            f.seek(1_000_000)
-            f.write(b"end")
-        expected = (b"start" if mode == "r+b" else b"").ljust(1_000_000, b"\0") + b"end"
-        assert process().do("open(file, 'rb').read()", file=str(file)) == expected
-
-
-def test_edits_in_place_of_two_processes_add_up(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    file.write_bytes(bytes(100_000))
-    first, second = process(), process()
-    for one in (first, second):
-        one.do("fd = os.open(file, os.O_RDWR)", file=str(file))
-    first.do("os.pwrite(fd, b'one', 10)")
-    second.do("os.pwrite(fd, b'two', 50_000)")
-    first.do("os.close(fd)")
-    second.do("os.pwrite(fd, b'three', 99_998); os.close(fd)")
-    content = process().do("open(file, 'rb').read()", file=str(file))
-    assert (content[10:13], content[50_000:50_003], content[99_998:]) == (b"one", b"two", b"three")
-    assert len(content) == 100_003
 
 
 def test_randomly_edited_file_is_what_the_same_edits_make_in_memory(
@@ -185,28 +220,6 @@ def test_inode_number_stays_and_mtime_moves_over_versions(
     assert sizes == (10, 5000, 100)
 
 
-@pytest.mark.parametrize("mode", ["wb", "r+b", "ab"])
-def test_times_that_a_writer_sets_before_close_stay(
-    folder: Path, process: TakeProcess, mode: str
-) -> None:
-    file = folder / "file"
-    file.write_bytes(b"old")
-    writer = process()
-    writer.do("f = open(file, mode, buffering=0); f.write(b'new')", file=str(file), mode=mode)
-    writer.do("os.utime(f.fileno(), ns=(1_000_000_007, 2_000_000_009)); f.close()")
-    found = process().do("os.stat(file).st_mtime_ns", file=str(file))
-    assert found == 2_000_000_009
-
-
-def test_mode_that_a_writer_sets_before_close_stays(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    writer = process()
-    writer.do("f = open(file, 'wb'); f.write(b'x'); os.fchmod(f.fileno(), 0o640)", file=str(file))
-    writer.do("os.setxattr(f.fileno(), 'user.dtype', b'int8'); f.close()")
-    look = "os.stat(file).st_mode & 0o777, os.getxattr(file, 'user.dtype')"
-    assert process().do(look, file=str(file)) == (0o640, b"int8")
-
-
 @pytest.mark.beyond_posix
 def test_reader_of_an_old_version_is_told_its_size(folder: Path, process: TakeProcess) -> None:
     file = folder / "weights"
@@ -216,26 +229,6 @@ def test_reader_of_an_old_version_is_told_its_size(folder: Path, process: TakePr
     file.write_bytes(b"y" * 20)
     assert reader.do("os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END)") == (10_000, 10_000)
     assert reader.do("os.stat(file).st_size", file=str(file)) == 20
-
-
-@pytest.mark.parametrize("how", ["wb", "r+b", "ab"])
-def test_hard_links_show_the_new_version_under_every_name(
-    folder: Path, process: TakeProcess, how: str
-) -> None:
-    (folder / "d").mkdir()
-    one, other = folder / "one", folder / "d" / "other"
-    one.write_bytes(b"a" * 10_000)
-    os.link(one, other)
-    reader = process()
-    look = "[(os.stat(f).st_size, open(f, 'rb').read()) for f in files]"
-    files = [str(one), str(other)]
-    assert reader.do(look, files=files) == [(10_000, b"a" * 10_000)] * 2
-    for name in (other, one):
-        process().do("f = open(f, how); f.write(b'new'); f.close()", f=str(name), how=how)
-        found = reader.do(look, files=files)
-        assert found[0] == found[1]
-        assert b"new" in found[0][1]
-        assert found[0][0] == len(found[0][1])
 
 
 @pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR", "O_WRONLY | os.O_APPEND"])
@@ -304,23 +297,6 @@ def test_unchanged_files_publish_nothing(folder: Path, process: TakeProcess) -> 
     process().do("f = open(file, 'r+b'); f.read(); f.close()", file=str(file))
     process().do("f = open(file, 'ab'); f.close()", file=str(file))
     assert (os.getxattr(file, "user.irdmafs.version"), os.stat(file).st_mtime_ns) == before
-
-
-def test_a_write_whose_time_is_set_back_is_published(folder: Path, process: TakeProcess) -> None:
-    """As rsync --inplace --times leaves it: same size, same time, other bytes."""
-    file, size = folder / "weights", 100_000
-    file.write_bytes(pattern(1, size))
-    before = os.stat(file).st_mtime_ns
-    process().do(
-        "fd = os.open(file, os.O_WRONLY); os.pwrite(fd, data[:10], 0); os.fsync(fd);"
-        "os.utime(fd, ns=(time, time)); os.fsync(fd); os.pwrite(fd, data, 0);"
-        "os.utime(fd, ns=(time, time)); os.close(fd)",
-        file=str(file),
-        data=pattern(2, size),
-        time=before,
-    )
-    assert process().do("open(file, 'rb').read()", file=str(file)) == pattern(2, size)
-    assert os.stat(file).st_mtime_ns == before
 
 
 @pytest.mark.beyond_posix
@@ -397,67 +373,3 @@ def test_fallocate(folder: Path, process: TakeProcess, mode: str) -> None:
     expected = bytearray(b"x" * 100_000)
     expected[8192:12288] = bytes(4096)
     assert process().do("open(file, 'rb').read()", file=str(file)) == expected
-
-
-def test_posix_fallocate_works_everywhere(folder: Path, process: TakeProcess) -> None:
-    writer = process()
-    writer.do(
-        "f = open(file, 'wb'); os.posix_fallocate(f.fileno(), 0, 300_000)", file=str(folder / "f")
-    )
-    writer.do("f.write(b'x'); f.close()")
-    assert process().do("open(file, 'rb').read()", file=str(folder / "f")) == b"x".ljust(
-        300_000, b"\0"
-    )
-
-
-@pytest.mark.parametrize("size", [0, 1, 100_000, 8 << 20])
-def test_copies_inside_the_kernel(folder: Path, process: TakeProcess, size: int) -> None:
-    source, target = folder / "source", folder / "target"
-    source.write_bytes(pattern(3, size))
-    copy = """
-a, b = open(source, 'rb'), open(target, 'wb')
-done = 0
-while count := os.copy_file_range(a.fileno(), b.fileno(), size + 1, done, done):
-    done += count
-a.close(); b.close(); done
-"""
-    paths = {"source": str(source), "target": str(target)}
-    assert process().do(copy, size=size, **paths) == size
-    assert process().do("open(target, 'rb').read()", **paths) == pattern(3, size)
-    copy = "a, b = open(source, 'rb'), open(target, 'wb')\n" + (
-        "while os.sendfile(b.fileno(), a.fileno(), None, 1 << 30): pass\na.close(); b.close()"
-    )
-    process().do(copy, **paths)
-    assert process().do("open(target, 'rb').read()", **paths) == pattern(3, size)
-
-
-def test_copy_within_one_file(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    file.write_bytes(b"abcdef" + bytes(10_000))
-    copy = (
-        "f = open(file, 'r+b'); os.copy_file_range(f.fileno(), f.fileno(), 3, 0, 9_000); f.close()"
-    )
-    process().do(copy, file=str(file))
-    assert process().do("open(file, 'rb').read()", file=str(file))[9_000:9_004] == b"abc\0"
-
-
-def test_vectored_and_direct_io(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
-    step = """
-fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
-page = mmap.mmap(-1, 8192)
-page[:] = pattern(5, 8192)
-os.pwrite(fd, page, 0)
-os.pwritev(fd, [page, page], 8192)
-back = mmap.mmap(-1, 8192)
-os.preadv(fd, [back], 16384)
-os.close(fd)
-bytes(back)
-"""
-    try:
-        assert process().do(step, file=str(file)) == pattern(5, 8192)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        pytest.skip("this filesystem has no O_DIRECT, as older tmpfs")
-    assert process().do("open(file, 'rb').read()", file=str(file)) == pattern(5, 8192) * 3

@@ -22,7 +22,7 @@ from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.node.figures import NodeFigures
 from irdmafs.backend.observe import logs
-from irdmafs.backend.observe.metrics import Collector, serve_metrics
+from irdmafs.backend.observe.metrics import serve_metrics
 from irdmafs.backend.transport.counters import ServerFigures
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import (
@@ -332,7 +332,6 @@ ETCD = '[cluster]\netcd = ["127.0.0.1:2379"]\n'
         ("[cluster]\netcd = 'h'", "c.toml: cluster.etcd: 'h' is not a list of texts"),
         ("[cluster]\netcd = ['http://h:1']", "cluster: etcd: write 'h:1' instead of"),
         ("[cluster]\nca = 'x'", "c.toml: cluster: ca, cert and key go together"),
-        ("[cluster]\netcd_user = 'x'", "etcd_user and etcd_password_file go together"),
         ("[cluster]\netcd_key = 'x'", "etcd_cert and etcd_key go together"),
         ("[cluster]", "c.toml names no etcd; set etcd = "),
     ],
@@ -400,24 +399,6 @@ def test_one_file_serves_every_role(load: Callable[..., ClusterConfig], director
     with pytest.raises(ConfigError, match="is the certificate of a node, not of a mount"):
         config.credentials("mount")
     assert load(ETCD).cluster.credentials("node") is None
-
-
-def test_etcds_password_is_kept_from_others(
-    load: Callable[..., ClusterConfig], tmp_path: Path
-) -> None:
-    secret = tmp_path / "password"
-    config = load(ETCD + "etcd_user = 'u'\netcd_password_file = 'password'\n").cluster
-    with pytest.raises(ConfigError, match="cannot read the password file"):
-        config.etcd_password()
-    secret.write_text("hush\n")
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match=f"chmod 600 {secret}"):
-        config.etcd_password()
-    secret.chmod(0o600)
-    assert config.etcd_password() == "hush"
-    secret.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        config.etcd_password()
 
 
 # -- log lines ------------------------------------------------------------------------------------
@@ -526,14 +507,9 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
         return [counters, NodeFigures({"primary": 2}, 1.5)]
 
     async def main() -> None:
-        token = trio.lowlevel.current_trio_token()
-        collector = Collector("node", figures, {"node": "3f"}, token)
-        server = serve_metrics(collector, "127.0.0.1", 0)
-        try:
+        async with serve_metrics("node", figures, {"node": "3f"}, "127.0.0.1", 0) as port:
             assert refreshed == 0
-            found = await trio.to_thread.run_sync(scrape, server.port)
-        finally:
-            server.close()
+            found = await trio.to_thread.run_sync(scrape, port)
         assert found['irdmafs_node_requests_total{kind="put",node="3f"}'] == 3
         assert found['irdmafs_node_sent_bytes_total{node="3f"}'] == 1 << 40
         assert found['irdmafs_node_groups{node="3f",state="primary"}'] == 2
@@ -544,34 +520,10 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
 
 
 def test_a_taken_port_is_one_line() -> None:
-    server = serve_metrics(Collector("mount", list), "127.0.0.1", 0)
-    try:
-        with pytest.raises(ConfigError, match="Address already in use; choose another"):
-            serve_metrics(Collector("mount", list), "127.0.0.1", server.port)
-    finally:
-        server.close()
+    async def main() -> None:
+        async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
+            with pytest.raises(ConfigError, match="Address already in use; choose another"):
+                async with serve_metrics("mount", list, {}, "127.0.0.1", port):
+                    pass
 
-
-def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match="--metrics-port needs the Python package"):
-        serve_metrics(Collector("mount", list), "127.0.0.1", 0)
-
-
-def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
-    server = serve_metrics(Collector("mount", list), "127.0.0.1", 0)
-    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
-    try:
-        # Above the limit, connections are closed at once; those below it keep their threads.
-        closed = 0
-        for connection in idle:
-            connection.settimeout(0.2)
-            try:
-                closed += connection.recv(1) == b""
-            except TimeoutError:
-                pass
-        assert closed == 12
-    finally:
-        for connection in idle:
-            connection.close()
-        server.close()
+    trio.run(main)

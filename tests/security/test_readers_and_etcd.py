@@ -16,15 +16,9 @@ from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.membership import followed_key, seen_key
 from irdmafs.backend.etcd import etcd_pb2 as pb
-from irdmafs.backend.etcd.client import (
-    ALARM,
-    COMPACT,
-    GRANT,
-    STATUS,
-    DirectClient,
-    RpcError,
-    Unsent,
-)
+from irdmafs.backend.etcd.client import DirectClient, Unsent
+from irdmafs.backend.etcd.errors import RpcError
+from irdmafs.backend.etcd.methods import ALARM, COMPACT, GRANT, STATUS
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.records import (
     NEXT_INO_KEY,

@@ -29,7 +29,7 @@ from irdmafs.train import Reducer, Worker
 from irdmafs.train.folders import Directory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
-from irdmafs.train.pushes import STEP, values_of
+from irdmafs.train.pushes import STEP, arrays_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
 from irdmafs.train.speculation import Staged
@@ -425,7 +425,7 @@ def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copie
         def write_anew_and_publish(written: Path, weight: float, lr: float | None) -> int:
             fetch_ahead(a, reducer, reductions)
             copied.append({name: array.copy() for name, array in out.items()})
-            values, more = values_of(a.layout, gradients(0, 2)), {STEP: "1"}
+            values, more = arrays_of(a.layout, gradients(0, 2)), {STEP: "1"}
             shard = a.layout.shards()[0]
             a._staging.write(written, Directory(written), shard, values, more, finite=True).result()
             step = publish(written, weight, lr)

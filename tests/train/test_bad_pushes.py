@@ -49,16 +49,6 @@ def test_push_with_a_weight_that_is_none_is_refused(run: Path, shards: int, weig
         worker.push(ones(), weight=weight)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100])
-def test_garbage_is_refused_with_a_reason(place: Path, content: bytes) -> None:
-    start(place / "run")
-    path = place / "push"
-    path.write_bytes(content)
-    with path.open("rb") as file, pytest.raises(Refused) as caught:
-        check(place / "run", file.fileno(), "w.safetensors")
-    assert caught.value.errno == errno.EINVAL
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 def test_push_that_is_removed_while_it_is_planned_holds_nobody_up(run: Path, shards: int) -> None:
     start(run, shards=shards)

@@ -47,8 +47,6 @@ def configurations(draw: st.DrawFn) -> TrainConfig:
             staleness=draw(st.sampled_from(["none", "inverse"])),
             keep=draw(st.integers(2, 1 << 40)),
             whole_every=draw(st.integers(0, 1 << 40)),
-            ahead=draw(st.integers(1, 1 << 40)),
-            torch=draw(st.booleans()),
         )
     except TrainError as error:
         # Options that do not go together.
@@ -67,7 +65,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 KEYS = [
     "rule", "lr", "options", "sync", "workers", "clip_norm", "nonfinite", "staleness", "keep",
-    "whole_every", "ahead", "torch",
+    "whole_every",
 ]  # fmt: skip
 
 

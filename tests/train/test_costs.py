@@ -22,6 +22,8 @@ from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import Lock
 
+pytestmark = pytest.mark.usefixtures("looks_often")
+
 
 def figures(mount: ClusterMount) -> dict[str, Any]:
     found: dict[str, Any] = mount.status()["cluster"]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import NOT_BLOCKING, Mount
 from harness.training_runs import newest, ones, reduce_until, start
@@ -13,6 +14,8 @@ SESSIONS = ("kernel", CLUSTER)
 # The kernel asks again for what it has not asked for a second.
 ASKS_AGAIN = {"LOOKUP", "GETATTR"}
 TIMES = 50
+
+pytestmark = pytest.mark.usefixtures("looks_often")
 
 
 def cost_of(mount: Mount, use: Callable[[], object]) -> tuple[Counter[str], dict[str, int]]:

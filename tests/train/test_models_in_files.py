@@ -131,7 +131,7 @@ def test_index_that_makes_no_sense_is_refused(place: Path, index: str, reason: s
 def test_files_that_have_a_name_of_ours_are_left_out(place: Path) -> None:
     """They would be taken for the plan, or for shards."""
     save_file({"layer1": np.zeros(9, np.float32)}, place / "model.safetensors")
-    for name in ("version.json", "0", "norm", "bad.0", "config.json"):
+    for name in ("version.json", "0", "version.norm.0", "version.bad.0", "config.json"):
         (place / name).write_text("not a plan")
     os.mkfifo(place / "pipe")
     begin(place, TrainConfig(rule="sum"))

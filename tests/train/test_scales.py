@@ -92,7 +92,7 @@ def test_sum_with_scales_is_that_of_numpy(
         values = random.standard_normal((rows, columns)).astype(dtype)
         scales = random.random((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
         factors = BlockScales(values.shape, scales).factors(0, values.size, 1.0)
-        pushes.append((values.reshape(-1).view(np.uint8), code, factors.__getitem__))
+        pushes.append((values.reshape(-1), factors.__getitem__))
         term = (values.astype(np.float32) * widened(values.shape, scales)).reshape(-1)
         expected = term if number == 0 else expected + term
     out = np.empty(rows * columns, np.float32)

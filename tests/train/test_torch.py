@@ -346,8 +346,7 @@ def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_onc
     with torch.no_grad():
         for tensor in other.parameters():
             tensor.zero_()
-    names, tensors = zip(*other.named_parameters(), strict=True)
-    with ParameterServerOptimizer(tensors, folder, name="later", names=names):
+    with ParameterServerOptimizer(other.named_parameters(), folder, name="later"):
         assert_same(parameters(other), after)
 
 
@@ -365,7 +364,7 @@ def test_parameters_that_the_directory_does_not_have_are_refused(place: Path) ->
             torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)}).named_parameters(), folder
         )
     with pytest.raises(TrainError, match=r"'0\.weight' has the shape \[2, 2\], and \[64, 20\] in"):
-        ParameterServerOptimizer([torch.zeros(2, 2)], folder, names=["0.weight"])
+        ParameterServerOptimizer([("0.weight", torch.zeros(2, 2))], folder)
     with pytest.raises(ValueError, match="named_parameters"):
         ParameterServerOptimizer(model.parameters(), folder)
     assert os.listdir(TrainDirectory(folder).workers) == []
@@ -385,7 +384,7 @@ def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path
     expected = torch.optim.AdamW(alone.parameters(), lr=0.01)
     with (
         reducing(folder),
-        DiLoCo(inner, folder, every=1, name="worker", timeout_s=TIMEOUT_S) as optimizer,
+        DiLoCo(inner, folder, name="worker", timeout_s=TIMEOUT_S) as optimizer,
     ):
         for step in range(STEPS):
             for one, which in ((model, optimizer), (alone, expected)):
@@ -441,9 +440,10 @@ def test_diloco_says_what_is_missing(place: Path) -> None:
     folder = begin_training(
         place / "run", model, TrainConfig(rule="diloco", lr=0.7, sync="local:5")
     )
-    with pytest.raises(TrainError, match=r"every=4, where .* has local:5"):
-        DiLoCo(_sgd(model), folder, every=4)
-    with pytest.raises(ValueError, match="give names"):
+    other = begin_training(place / "other", model, TrainConfig(rule="diloco", lr=0.7))
+    with pytest.raises(TrainError, match="has no sync local:H"):
+        DiLoCo(_sgd(model), other)
+    with pytest.raises(ValueError, match="does not know the names"):
         DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), folder)
     with DiLoCo(_sgd(model), folder) as optimizer:
         assert optimizer.every == 5

@@ -22,6 +22,8 @@ from irdmafs.train.directory import TrainDirectory
 
 PATIENCE_S = 60
 
+pytestmark = pytest.mark.usefixtures("looks_often")
+
 
 class Hosts(NamedTuple):
     """A run, as the host of the worker and that of the reducer see it, and a directory of neither."""
@@ -122,7 +124,7 @@ def test_program_without_a_library_trains(hosts_of_run: Hosts) -> None:
     assert load_file(hosts_of_run.local / "pulled")["norm"].tolist() == [1] * 3
 
 
-@pytest.mark.parametrize("hosts_of_run", [{"workers": 2, "ahead": 8}], indirect=True)
+@pytest.mark.parametrize("hosts_of_run", [{"workers": 2}], indirect=True)
 def test_status_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> None:
     train = TrainDirectory(hosts_of_run.here)
     for name in ("a", "b"):

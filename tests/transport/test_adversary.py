@@ -191,7 +191,7 @@ async def read(peers: Peers, cluster: Place, extent: Extent, length: int) -> byt
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
-    return wire.Header(op, extent, TARGET, 7, length, 0, length, "").pack()
+    return wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), "").messages[0]
 
 
 # -- into a data connection ----------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_what_is_said_in_a_control_connection_by_others_ends_it(
         [passage] = relay.passages
         control = peers.device(1).link._control
         assert control is not None
-        await passage.speak(direction, frame(messages.Abort(3, "", 1)))
+        await passage.speak(direction, frame(messages.Abort(1)))
         # What is asked before an end knows that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
@@ -379,24 +379,24 @@ END = QueueEnd(bytes(16), 0, 5, 6, 1024, 16)
 REQUESTS: dict[type[messages.Message], messages.Request] = {
     type(request): request
     for request in (
-        messages.Ping(1, ""),
-        messages.Put(1, "", EXTENT, TARGET, b"data"),
-        messages.Get(1, "", [EXTENT], 100),
-        messages.Adopt(1, "", EXTENT, TARGET, f"{EXTENT.content:x}"),
-        messages.Abort(1, "", EXTENT.content),
-        messages.Suspect(1, "", 1, 2),
-        messages.Status(1, ""),
-        tcp.Tickets(1, "", 1),
-        verbs.Rails(1, ""),
-        messages.Doubt(1, "", EXTENT),
-        messages.Digest(1, "", EXTENT),
-        messages.Map(1, "", EXTENT),
-        messages.Share(1, "", EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
-        messages.Scrub(1, ""),
-        messages.AskEtcd(1, "", "/etcdserverpb.KV/Range", b""),
-        verbs.Attach(1, "", END, 0, "rxe0", bytes(16)),
-        verbs.Expose(1, "", EXTENT, 0, 10, 0),
-        verbs.Reserve(1, "", EXTENT, TARGET, 10, 10, 2, 0),
+        messages.Ping(),
+        messages.Put(EXTENT, TARGET, b"data"),
+        messages.Get([EXTENT], 100),
+        messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
+        messages.Abort(EXTENT.content),
+        messages.Suspect(1, 2),
+        messages.Status(),
+        tcp.Tickets(1),
+        verbs.Rails(),
+        messages.Doubt(EXTENT),
+        messages.Digest(EXTENT),
+        messages.Map(EXTENT),
+        messages.Share(EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
+        messages.Scrub(),
+        messages.AskEtcd("/etcdserverpb.KV/Range", b""),
+        verbs.Attach(END, 0, "rxe0", bytes(16)),
+        verbs.Expose(EXTENT, 0, 10, 0),
+        verbs.Reserve(EXTENT, TARGET, 10, 10, 2, 0),
     )
 }
 
@@ -519,12 +519,12 @@ def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         for stream in (victim, greedy):
             await stream.send_all(hello(cluster))
             await receive_frame(stream)
-        await victim.send_all(frame(tcp.Tickets(1, "", 1)))
+        await victim.send_all(frame(tcp.Tickets(1)))
         await receive_frame(victim)
         office = cluster.nodes[1].serving(TcpServing).office
         [number] = office.pending
         for _ in range(tickets.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
-            await greedy.send_all(frame(tcp.Tickets(1, "", tcp.TICKETS_MAX)))
+            await greedy.send_all(frame(tcp.Tickets(tcp.TICKETS_MAX)))
             await receive_frame(greedy)
         assert number in office.pending
         assert len(office.pending) == tickets.TICKETS_OF_ONE_MAX + 1

@@ -1,7 +1,6 @@
 """The peers that are believed on a data connection, and what each kind may ask of a store node."""
 
 import inspect
-import logging
 import os
 import socket
 import threading
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from irdmafs.backend.observe.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
@@ -24,9 +22,9 @@ from irdmafs.backend.transport.tcp.authentication import (
     Forged,
     Ticket,
 )
-from irdmafs.backend.transport.tcp.channel import AuthenticatedChannel, Patience
+from irdmafs.backend.transport.tcp.channel import AuthenticatedChannel
 from irdmafs.backend.transport.tcp.messages import RIGHTS
-from irdmafs.backend.transport.tcp.streams import receive_range, send_range
+from irdmafs.backend.transport.tcp.streams import receive_ranges, send_range
 from irdmafs.backend.transport.tcp.wire import Op
 from irdmafs.backend.transport.verbs.messages import Reserve
 
@@ -117,10 +115,10 @@ def joined(place: int) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChan
     """Two ends of a connection, with somebody between them who changes a byte."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()
-        one = AuthenticatedChannel(socket.create_connection(address), TIMEOUT_S)
+        one = AuthenticatedChannel(socket.create_connection(address), TIMEOUT_S, listens=False)
         source = listening.accept()[0]
         target = socket.create_connection(address)
-        other = AuthenticatedChannel(listening.accept()[0], TIMEOUT_S)
+        other = AuthenticatedChannel(listening.accept()[0], TIMEOUT_S, listens=True)
     one.authentication, other.authentication = ends()
     changing = Changing(source, target, place)
     changing.start()
@@ -141,14 +139,14 @@ def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> 
     with joined(place) as (one, other):
 
         def send() -> None:
-            assert send_range(one, source, 0, length, TIMEOUT_S) is None
-            one.end_sending(Patience(TIMEOUT_S))
+            assert send_range(one, source, 0, length) is None
+            one.end_sending()
 
         sending = threading.Thread(target=send)
         sending.start()
         try:
-            receive_range(
-                other, target, 0, length, TIMEOUT_S, lambda start, count: arrived.append(count)
+            receive_ranges(
+                other, target, ((0, length),), lambda start, count, data: arrived.append(count)
             )
         except Forged:
             assert place >= 0
@@ -161,29 +159,18 @@ def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> 
     os.close(target)
 
 
-# -- complaints ----------------------------------------------------------------------------------
-
-
-def test_a_flood_of_complaints_is_cut_short_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    now_s = 0.0
-    said = Complaints(logging.getLogger("test"), lambda: now_s)
-    for number in range(10_000):
-        said.warn("somebody did %d", number)
-    assert len(caplog.records) == BURST
-    now_s = 1 / PER_S
-    said.warn("somebody else")
-    assert [record.getMessage() for record in caplog.records[BURST:]] == [
-        "somebody else",
-        f"{10_000 - BURST} more such lines were left out before it",
-    ]
-
-
 # -- rights --------------------------------------------------------------------------------------
 
 MOVERS = all_movers()
 TABLE = codec_for(MOVERS).rights
 HANDSHAKE = {messages.Hello, messages.Welcome, messages.Refused}
-BASES = {messages.Message, messages.Request, messages.AboutExtent, messages.Answer}
+BASES = {
+    messages.Message,
+    messages.Request,
+    messages.AboutExtent,
+    messages.ToTarget,
+    messages.Answer,
+}
 
 
 def test_every_message_that_a_peer_may_send_is_in_the_table() -> None:
@@ -201,9 +188,8 @@ def test_only_mounts_and_nodes_write_and_mounts_only_their_own() -> None:
     for kind in (messages.Put, Reserve, messages.Adopt, messages.Abort):
         assert may(TABLE, "mount", kind) is Scope.OWN
         assert may(TABLE, "reader", kind) is may(TABLE, "admin", kind) is Scope.NONE
-    for op in (Op.WRITE, Op.SPARSE, Op.PART):
-        assert may(RIGHTS, "mount", op) is Scope.OWN
-        assert may(RIGHTS, "reader", op) is may(RIGHTS, "admin", op) is Scope.NONE
+    assert may(RIGHTS, "mount", Op.WRITE) is Scope.OWN
+    assert may(RIGHTS, "reader", Op.WRITE) is may(RIGHTS, "admin", Op.WRITE) is Scope.NONE
     for role in ROLES:
         assert may(TABLE, role, messages.Ping) is Scope.ANY
 

@@ -23,6 +23,7 @@ from test_strangers import frame
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.devices import Route
 from irdmafs.backend.transport.verbs.library import Library
 from irdmafs.backend.transport.verbs.messages import (
@@ -36,11 +37,10 @@ from irdmafs.backend.transport.verbs.messages import (
     Release,
     Reserve,
 )
-from irdmafs.backend.transport.verbs.opened import OpenedPort
+from irdmafs.backend.transport.verbs.mover import VerbsServing
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
-from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
 
@@ -63,29 +63,27 @@ class Party:
         self.path = path
         self.file = file
 
-    async def ask(self, make: Callable[[int], Request]) -> Answer:
-        return await self.path._control.ask(make)
+    async def ask(self, request: Request) -> Answer:
+        return await self.path._control.ask(request)
 
     async def expose(self) -> Exposed:
-        exposed = await self.ask(lambda number: Expose(number, "", SECRET, 0, LENGTH))
+        exposed = await self.ask(Expose(SECRET, 0, LENGTH))
         assert isinstance(exposed, Exposed)
         return exposed
 
     async def reserve(self) -> Exposed:
-        reserved = await self.ask(
-            lambda number: Reserve(number, "", COMING, TARGET, LENGTH, LENGTH, 0)
-        )
+        reserved = await self.ask(Reserve(COMING, TARGET, LENGTH, LENGTH, 0))
         assert isinstance(reserved, Exposed)
         return reserved
 
     async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
         """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
         async with self.path._adapter.regions.using(self.file, 0, LENGTH, True) as mine:
-            piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key)
+            piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key, number)
             if way == "read":
                 await self.path._pair.read([piece])
             else:
-                await self.path._pair.write([piece], number)
+                await self.path._pair.write([piece])
 
     def bytes(self) -> bytes:
         return os.pread(self.file, LENGTH, 0)
@@ -111,7 +109,7 @@ class Scene(Place):
         responders = self.nodes[1].serving(VerbsServing).responders
         # The node's end of the victim's control connection, and of its queue pair.
         [self.responder] = [each for each in responders if each._arrivals]
-        [self.node_end] = [end.pair.end() for end in self.responder._ends.values()]
+        [self.node_end] = [pair.end() for pair in self.responder._pairs.values()]
 
     async def end(self) -> None:
         """Nothing was read or written, and the victim's transfers end as if nobody had been there."""
@@ -144,14 +142,14 @@ async def party(memory: Path, name: str) -> AsyncIterator[Party]:
 @pytest.fixture(params=["windows", "none"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices with memory windows, and devices without."""
-    make = OpenedPort.__init__
+    make = Adapter.__init__
 
-    def made(port: OpenedPort, library: Library, route: Route) -> None:
-        make(port, library, route)
+    def made(port: Adapter, library: Library, route: Route, limit_bytes: int) -> None:
+        make(port, library, route, limit_bytes)
         port.has_windows = False
 
     if request.param == "none":
-        monkeypatch.setattr(OpenedPort, "__init__", made)
+        monkeypatch.setattr(Adapter, "__init__", made)
 
 
 def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
@@ -193,7 +191,7 @@ def test_an_address_and_a_key_are_of_no_use_to_another_member(
 def test_a_handle_completes_nothing_of_another_member(memory: Path) -> None:
     async def attack(scene: Scene) -> None:
         # A WRITE of nothing takes no right, and carries the victim's number.
-        await scene.attacker.path._pair.write([Piece(0, 0, 0, 0, 0)], scene.reserved.handle)
+        await scene.attacker.path._pair.write([Piece(0, 0, 0, 0, 0, scene.reserved.handle)])
         await scene.attacker.peers.ping(1)
         assert scene.service(1).leftovers
 
@@ -222,13 +220,9 @@ def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose
         theirs = scene.victim.path._pair.end() if whose == "the victim's" else scene.node_end
         (lane,) = scene.attacker.peers.device(1).way(VerbsWay).lanes._lanes  # type: ignore[union-attr]
         rail, other = lane.other, 1
-        attached = await scene.attacker.ask(
-            lambda number: Attach(number, "", theirs, other, rail.name, rail.gid)
-        )
+        attached = await scene.attacker.ask(Attach(theirs, other, rail.name, rail.gid))
         assert isinstance(attached, Attached)
-        exposed = await scene.attacker.ask(
-            lambda number: Expose(number, "", SECRET, 0, LENGTH, other)
-        )
+        exposed = await scene.attacker.ask(Expose(SECRET, 0, LENGTH, other))
         assert isinstance(exposed, Exposed)
         # The right is the other queue pair's, which nobody here can use.
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
@@ -296,7 +290,7 @@ def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         for content in (1, 2):
             await at_last(partial(write, Extent(content, 0), TARGET))
             if what == "injected":
-                said = frame(Attach(1, "", forged, 0, "rxe0/1", forged.gid))
+                said = frame(Attach(forged, 0, "rxe0/1", forged.gid))
                 await relay.passages[-1].speak(TO_NODE, said)
             elif what == "repeated":
                 await relay.passages[-1].speak(TO_NODE, bytes(relay.passages[0].passed[TO_NODE]))

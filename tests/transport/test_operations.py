@@ -41,7 +41,7 @@ class Measured(Answer, tag=81):
 
 
 async def measure(node: StoreNode, request: Measure) -> Measured:
-    return Measured(request.number, node.service.size(request.extent))
+    return Measured(node.service.size(request.extent))
 
 
 # The line of the table. Rights are those of nodes, mounts, readers and administrators.
@@ -57,7 +57,7 @@ def added() -> Iterator[None]:
 
 
 async def length(peers: Peers, extent: Extent, digits: int = 9) -> int | None:
-    answer = await peers.device(1).link.ask(lambda number: Measure(number, "", extent, digits))
+    answer = await peers.device(1).link.ask(Measure(extent, digits))
     assert isinstance(answer, Measured)
     return answer.length
 

@@ -161,7 +161,7 @@ class DataConnection:
 async def with_ticket(cluster: Place) -> DataConnection:
     """One in which nothing was said yet."""
     control = await introduced(cluster)
-    await control.send_all(frame(tcp.Tickets(1, "", 1)))
+    await control.send_all(frame(tcp.Tickets(1)))
     answer = CODEC.decode_answer(await receive_frame(control))
     assert isinstance(answer, tcp.Granted)
     stream = await connect(cluster, "tcp")
@@ -489,19 +489,19 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     chooser = random.Random(seed)
     extent, target = Extent(3, 0), Target(1, 1, ())
     requests: list[msgspec.Struct] = [
-        messages.Ping(1, ""),
-        messages.Put(2, "trace", extent, target, b"data"),
-        messages.Get(3, "", [extent] * 5, 100),
-        messages.Adopt(4, "", extent, target, "7"),
-        messages.Abort(5, "", 3),
-        messages.Suspect(6, "", 1, 2),
-        messages.Status(7, ""),
-        tcp.Tickets(8, "", 2),
+        messages.Ping(),
+        messages.Put(extent, target, b"data"),
+        messages.Get([extent] * 5, 100),
+        messages.Adopt(extent, target, "7"),
+        messages.Abort(3),
+        messages.Suspect(1, 2),
+        messages.Status(),
+        tcp.Tickets(2),
         messages.Renewed(9),
-        verbs.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
-        verbs.Expose(11, "", extent, 0, 1000, 3),
-        verbs.Reserve(12, "", extent, target, 1 << 20, 1 << 18, 13, 3),
-        verbs.Rails(14, ""),
+        verbs.Attach(QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
+        verbs.Expose(extent, 0, 1000, 3),
+        verbs.Reserve(extent, target, 1 << 20, 1 << 18, 13, 3),
+        verbs.Rails(),
         verbs.Release(1),
         verbs.Detach(3),
     ]
@@ -534,7 +534,9 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     print(f"seed {seed}")
     chooser = random.Random(seed)
     headers = [
-        wire.Header(op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 0, 1000, "trace").pack()
+        wire.Header(
+            op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 1000, ((0, 1000),), "trace"
+        ).messages[0]
         for op in wire.Op
     ]
 
@@ -570,9 +572,11 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
-        header = wire.Header(wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, "")
+        header = wire.Header(
+            wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, HUGE, ((0, HUGE),), ""
+        )
         before = Usage()
-        await stream.send(stream.signed(header.pack()) + bytes(100))
+        await stream.send(stream.signed(header.messages[0]) + bytes(100))
         reply = await stream.reply()
         assert reply.kind is wire.ReplyKind.FAILED
         assert reply.code in (errno.ENOSPC, errno.EFBIG)
@@ -601,9 +605,9 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
         for _ in range(2):
             stream = await data_connection(cluster)
             header = wire.Header(
-                wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
+                wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 2000, ((0, 1000),), ""
             )
-            await stream.send(stream.signed(header.pack()) + bytes(500))
+            await stream.send(stream.signed(header.messages[0]) + bytes(500))
             opened.append(stream)
         await until(lambda: bool(lines(caplog)))
         assert "two streams bring the same bytes" in lines(caplog)[0]
@@ -619,9 +623,16 @@ def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: P
     async def test(cluster: Place) -> None:
         stream = await data_connection(cluster)
         header = wire.Header(
-            wire.Op.WRITE, Extent(3, 0), Target(1, 1, (2, 3)), 5, 8 * MiB, 0, 8 * MiB, ""
+            wire.Op.WRITE,
+            Extent(3, 0),
+            Target(1, 1, (2, 3)),
+            5,
+            8 * MiB,
+            8 * MiB,
+            ((0, 8 * MiB),),
+            "",
         )
-        await stream.send(stream.signed(header.pack()) + bytes(4 * MiB))
+        await stream.send(stream.signed(header.messages[0]) + bytes(4 * MiB))
         await until(lambda: bool(cluster.service(3).leftovers))
         await stream.aclose()
         services = [node.service for node in cluster.nodes.values()]
@@ -637,7 +648,7 @@ def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
         stream = await introduced(cluster)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        asked = messages.Get(1, "", [Extent(1, 0)] * 8, MiB)
+        asked = messages.Get([Extent(1, 0)] * 8, MiB)
         for _ in range(8):
             await stream.send_all(frame(asked))
         await until(lambda: cluster.nodes[1].listener.counters.connections == 1)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from irdmafs.backend.transport.tcp.authentication import Authentication
-from irdmafs.backend.transport.tcp.channel import Channel, Patience
+from irdmafs.backend.transport.tcp.channel import Channel
 from irdmafs.backend.transport.tcp.streams import (
     piece_bytes,
-    receive_range,
+    receive_ranges,
     send_range,
     wait_for_reply,
 )
@@ -29,7 +29,7 @@ class Counting(Channel):
     """A channel that counts what it is asked for."""
 
     def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, TIMEOUT_S)
+        super().__init__(sock, TIMEOUT_S, listens=False)
         self.looks = 0
 
     def next_reply(self, wait: bool) -> Reply | None:
@@ -79,13 +79,13 @@ def test_a_sender_looks_for_a_reply_now_and_then(
     source, target = files
     arrived: list[tuple[int, int]] = []
     receiver = threading.Thread(
-        target=receive_range,
-        args=(other, target, 0, 64 * MiB, TIMEOUT_S, lambda *piece: arrived.append(piece)),
+        target=receive_ranges,
+        args=(other, target, ((0, 64 * MiB),), lambda *piece: arrived.append(piece[:2])),
     )
     receiver.start()
     began = time.monotonic()
     for offset in range(0, 64 * MiB, MiB):  # as a node hands on what it receives
-        assert send_range(one, source, offset, MiB, TIMEOUT_S) is None
+        assert send_range(one, source, offset, MiB) is None
     took_s = time.monotonic() - began
     receiver.join()
     assert one.looks <= 1 + took_s * LOOKS_PER_S
@@ -103,8 +103,8 @@ def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
     os.ftruncate(source, length)
 
     def refuse() -> None:
-        other.reply(Reply(ReplyKind.WORKING), Patience(TIMEOUT_S))
-        other.reply(Reply(ReplyKind.FAILED, errno.ENOSPC), Patience(TIMEOUT_S))
+        other.reply(Reply(ReplyKind.WORKING))
+        other.reply(Reply(ReplyKind.FAILED, errno.ENOSPC))
         with memoryview(bytearray(MiB)) as view:
             while not heard.is_set():
                 try:
@@ -115,7 +115,7 @@ def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
     heard = threading.Event()
     receiver = threading.Thread(target=refuse)
     receiver.start()
-    reply = send_range(one, source, 0, length, TIMEOUT_S)
+    reply = send_range(one, source, 0, length)
     heard.set()
     receiver.join()
     os.close(source)
@@ -128,10 +128,10 @@ def test_what_is_said_during_the_last_bytes_is_heard_after_them(
 ) -> None:
     one, other = ends
     for kind in (ReplyKind.WORKING, ReplyKind.OK):
-        other.reply(Reply(kind), Patience(TIMEOUT_S))
+        other.reply(Reply(kind))
     assert one.next_reply(wait=True) == Reply(ReplyKind.WORKING)
-    early = send_range(one, files[0], 0, 100, TIMEOUT_S)
-    assert (early or wait_for_reply(one, TIMEOUT_S)) == Reply(ReplyKind.OK)
+    early = send_range(one, files[0], 0, 100)
+    assert (early or wait_for_reply(one)) == Reply(ReplyKind.OK)
 
 
 def test_what_follows_the_last_bytes_is_no_reply_to_them(
@@ -140,6 +140,6 @@ def test_what_follows_the_last_bytes_is_no_reply_to_them(
     """A reader that has all it asked for uses the connection again at once."""
     one, other = ends
     next_request = b"a header of the next request" * 10
-    other.send_all(next_request, Patience(TIMEOUT_S))
-    assert send_range(one, files[0], 0, 4096, TIMEOUT_S) is None
-    assert one.receive_exactly(len(next_request), Patience(TIMEOUT_S)) == next_request
+    other.send_all(next_request)
+    assert send_range(one, files[0], 0, 4096) is None
+    assert one.receive_exactly(len(next_request)) == next_request

@@ -273,7 +273,7 @@ def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
     async def test(nodes: Nodes) -> None:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
-        exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
+        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
         nodes.free(1)
         await nodes.write(2)
         assert nodes.reused == [0, 1]
@@ -295,10 +295,8 @@ def test_what_a_peer_was_given_ends_with_its_session(
     async def test(nodes: Nodes) -> None:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
-        exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
-        reserved = await path._ask(
-            lambda number: Reserve(number, "", Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0)
-        )
+        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
+        reserved = await path._ask(Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0))
         assert reserved.wanted
         (listener, _) = nodes.listeners
         listener.end_rights(SESSION + 1)

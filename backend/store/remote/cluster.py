@@ -37,6 +37,7 @@ class Cluster:
         self.members = members = coordination.members
         self.namespace = coordination.namespace
         self.leases = coordination.leases
+        self.claims = coordination.claims
         self.peers = peers
         self.nursery = nursery
         self.small_bytes = mount.small_file

@@ -18,6 +18,7 @@ from ...model.values import ConfigError
 from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
+from .claims import ClaimEntries, Claims
 from .leases import Leases
 from .listeners import Changes
 from .lock_entries import LockEntries
@@ -64,14 +65,14 @@ class Coordination:
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)
-        entries = LockEntries(faults)
+        entries, claims = LockEntries(faults), ClaimEntries(faults)
         tree = Tree(
             listener=self.changes, faults=faults, maker=record.maker,
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
         self.replica = Replica(
             engine,
-            (self.members, self.groups, self.certificates, tree, entries, self.changes),
+            (self.members, self.groups, self.certificates, tree, entries, claims, self.changes),
             faults=faults,
             history=History(engine, self.session, faults),
         )
@@ -79,14 +80,17 @@ class Coordination:
             engine, self.replica, self.session, self.members, entries, nursery, timeout_s,
         )  # fmt: skip
         self.leases = Leases(engine, self.replica, tree, self.members, self.session, nursery)
+        self.claims = Claims(
+            engine, self.replica, self.members, self.session, claims, nursery, timeout_s
+        )
         self.changes.inode_listeners.append(self.leases.inode_changed)
         self.changes.name_listeners.append(self.leases.name_changed)
         self.changes.transaction_listeners.append(self.leases.transaction)
-        committer = SharedCommitter(
-            tree, engine, self.replica,
+        self._committer = SharedCommitter(
+            tree, engine, self.replica, claims=self.claims,
             after_commit=self.leases.wait_for_followers, read_only=self.role == "reader",
         )  # fmt: skip
-        self.namespace = Namespace(tree, committer)
+        self.namespace = Namespace(tree, self._committer)
 
     @property
     def settings(self) -> Settings:
@@ -106,6 +110,7 @@ class Coordination:
         self._nursery.start_soon(self._remove_abandoned)
         self._nursery.start_soon(self.renewal.run)
         self._nursery.start_soon(self.leases.run)
+        self._nursery.start_soon(self.claims.run, self._committer.store)
         self._nursery.start_soon(self.locks.run)
 
     async def _remove_abandoned(self) -> None:

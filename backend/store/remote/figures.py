@@ -55,6 +55,7 @@ class ClusterFigures:
     barriers: int = count("Times that etcd was asked whether the replica is up to date")
     transactions: int = count("Transactions of etcd")
     followed_directories: int = gauge("Directories that are read without asking etcd")
+    claimed_directories: int = gauge("Directories in which files are made without asking etcd")
     lease_transactions: int = count("Transactions of etcd about directories that are followed")
     acknowledgements: int = count("Times that etcd was told how far this mount is")
     locked: int = gauge("Files that this host has locks on for the cluster")

@@ -33,11 +33,18 @@ class Freshness:
         self.listeners = changes.mount_listeners
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
+        self._claims = cluster.claims
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
         directories = self._directories_of(inode)
         return bool(directories) and all(map(self._leases.covers, directories))
+
+    def is_missing(self, directory: int, name: bytes) -> bool:
+        """Return whether there is no such name, as is known without asking (see api)."""
+        return self._claims.is_ours(directory) and not self._namespace.tree.ino_behind(
+            directory, name
+        )
 
     def _directories_of(self, inode: Inode) -> Sequence[int]:
         return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)

@@ -44,6 +44,9 @@ class Changes:
         for listener in self.name_listeners:
             listener(parent)
 
+    def kept(self) -> None:
+        self._tell(0, ours=True, known=True)
+
     # -- consumer of the replica hub ---------------------------------------------------------------
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
@@ -56,11 +59,13 @@ class Changes:
             self._transaction(revision, event.value or b"")
 
     def _transaction(self, revision: int, last_id: bytes) -> None:
-        ours = self._is_ours(last_id)
+        self._tell(revision, ours=self._is_ours(last_id), known=bool(last_id))
+
+    def _tell(self, revision: int, *, ours: bool, known: bool) -> None:
         for part in self.mount_listeners:
             part.transaction(ours=ours)
         for listener in self.transaction_listeners:
-            listener(revision, ours, bool(last_id))
+            listener(revision, ours, known)
 
     # -- the cache of contents ---------------------------------------------------------------------
 

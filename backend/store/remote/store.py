@@ -234,6 +234,7 @@ class RemoteStore:
             barriers=coordination.replica.barriers,
             transactions=coordination.engine.transactions,
             followed_directories=leases.count(),
+            claimed_directories=coordination.claims.count(),
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
             locked=self.locks.count(),

@@ -10,6 +10,6 @@ messages        messages on control connections, and the rights to them
 wire            the format of data connections
 authentication  codes that only the two ends that have the key can write
 channel         one data connection as a thread uses it
-streams, parts  files sent and received on it, whole or with holes
+streams         files sent and received on it
 threads         threads, and the event loop that waits for them
 """

@@ -2,7 +2,6 @@
 
 import errno
 import hmac
-import mmap
 import os
 import select
 import socket
@@ -10,15 +9,13 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
 
 import trio
 
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
-from ..messages import TEXT_MAX
+from ..link import USER_TIMEOUTS
+from ..messages import RECEIVER_PATIENCE, TEXT_MAX
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
 from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind, pack_preamble
 
@@ -28,6 +25,8 @@ TICK_S = 0.25
 _LOOK_EVERY_S = 0.02
 _BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
+# How many times, within its patience, a node tells a caller that it is alive.
+_SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
 # Errors of a socket; other errors of sendfile and recv are those of the file.
 _LOST_ERRNOS = frozenset(
@@ -48,13 +47,6 @@ _LOST_ERRNOS = frozenset(
 
 _threads = threading.local()
 
-# Called with bytes that were sent.
-Passed: TypeAlias = Callable[[memoryview], None]
-
-
-def _unseen(data: memoryview) -> None:
-    """Do nothing: for callers that need no bytes."""
-
 
 class Lost(Exception):
     """The connection cannot be used any more; the text says why."""
@@ -65,7 +57,7 @@ class Silent(Lost):
 
 
 class Patience:
-    """The time to wait for progress."""
+    """How long one call waits for progress."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -81,18 +73,24 @@ class Patience:
 
 
 class Channel:
-    """A data connection, used by one thread at a time; only `shutdown` is for any thread.
+    """A data connection, used by one thread at a time; only `shutdown` is for any thread. It is the node's
+    end if it `listens`.
 
-    Calls return after TICK_S at the latest and raise BlockingIOError when nothing could be done,
-    Lost when the connection is broken, and other OSErrors for what is wrong with the file. `clean` is
-    false while a request is under way: a connection that is left so cannot be used again. Messages can be
-    exchanged once `authentication` is set.
-    """
+    `receive`, `send` and `send_file` return after TICK_S at the latest and raise BlockingIOError when
+    nothing could be done. Other calls raise Silent when the peer makes no progress for `patience_s`:
+    `timeout_s`, and longer at the node, so that the caller reports the error. All raise Lost when the
+    connection is broken, and other OSErrors for what is wrong with the file. `clean` is false while a
+    request is under way: a connection that is left so cannot be used again. Messages can be exchanged once
+    `authenticate` was called."""
 
-    authentication: Authentication
-
-    def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float, *, listens: bool) -> None:
         self.sock = sock
+        self.patience_s = timeout_s * RECEIVER_PATIENCE if listens else timeout_s
+        self._listens = listens
+        self.authentication: Authentication
+        # The header that is being received, and how many bytes of its table are missing.
+        self._header: Header
+        self._table_bytes = 0
         self.clean = True
         self.was_idle = False
         self.idle_since = time.monotonic()
@@ -101,10 +99,13 @@ class Channel:
         self._looked = 0.0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout_s * 1000))
-        )
+        user_timeout_ms = max(1, int(timeout_s * USER_TIMEOUTS * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
         self._set_blocking()
+
+    def authenticate(self, key: bytes) -> None:
+        """Have messages carry codes made with the key of a ticket."""
+        self.authentication = Authentication(key, listens=self._listens)
 
     def _set_blocking(self) -> None:
         """Set time-outs in the kernel: the socket stays blocking, as MSG_WAITALL needs it."""
@@ -140,14 +141,14 @@ class Channel:
 
     # -- messages to the node --------------------------------------------------------------------
 
-    def send_preamble(self, number: bytes, patience: Patience) -> None:
-        self._send_message(pack_preamble(number), patience)
+    def send_preamble(self, number: bytes) -> None:
+        self._send_messages(pack_preamble(number))
 
-    def send_header(self, header: Header, patience: Patience) -> None:
-        self._send_message(header.pack(), patience)
+    def send_header(self, header: Header) -> None:
+        self._send_messages(*header.messages)
 
     def header_if_there(self) -> Header | None:
-        """Return the header, if it was received already. Raises BadMessage."""
+        """Return the header of a request, if all of it was received already. Raises BadMessage."""
         try:
             data = self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             if len(data) == HEADER_BYTES:
@@ -156,17 +157,24 @@ class Channel:
             raise _socket_failure(error) from None
         if not data:
             raise Lost("the peer closed the connection")
-        return self._header(data) if len(data) == HEADER_BYTES else None
+        if len(data) < HEADER_BYTES:
+            return None
+        self._header, self._table_bytes = Header.unpack(self.checked(data))
+        return None if self._table_bytes else self._header
 
-    def receive_header(self, patience: Patience) -> Header:
-        """Receive the header of a request. Raises BadMessage."""
-        return self._header(self.receive_exactly(HEADER_BYTES, patience))
+    def receive_header(self, limit_s: float) -> Header:
+        """Receive the header of a request, or the rest of it. Raises BadMessage."""
+        if not self._table_bytes:
+            data = self.receive_exactly(HEADER_BYTES, limit_s)
+            self._header, self._table_bytes = Header.unpack(self.checked(data))
+        if self._table_bytes:
+            table = self.receive_exactly(self._table_bytes + CODE_BYTES, limit_s)
+            self._header, self._table_bytes = self._header.with_table(self.checked(table)), 0
+        return self._header
 
-    def _header(self, data: bytes) -> Header:
-        return Header.unpack(self.checked(data))
-
-    def _send_message(self, message: bytes, patience: Patience) -> None:
-        self.send_all(message + self.authentication.sign(message), patience)
+    def _send_messages(self, *messages: bytes) -> None:
+        sign = self.authentication.sign
+        self.send_all(b"".join(message + sign(message) for message in messages))
 
     def checked(self, data: bytes | bytearray) -> bytes:
         """Check a received message, and return it without its code. Raises Forged."""
@@ -193,8 +201,9 @@ class Channel:
         except OSError as error:
             raise _socket_failure(error) from None
 
-    def receive_exactly(self, count: int, patience: Patience) -> bytes:
-        """Receive a few bytes, and return them."""
+    def receive_exactly(self, count: int, limit_s: float | None = None) -> bytes:
+        """Receive a few bytes within the limit (None: the patience), and return them."""
+        patience = Patience(limit_s or self.patience_s)
         buffer = bytearray(count)
         done = 0
         with memoryview(buffer) as view:
@@ -207,7 +216,8 @@ class Channel:
                 patience.check()
         return bytes(buffer)
 
-    def send_all(self, data: bytes, patience: Patience) -> None:
+    def send_all(self, data: bytes) -> None:
+        patience = Patience(self.patience_s)
         done = 0
         while done < len(data):
             try:
@@ -217,45 +227,27 @@ class Channel:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def end_sending(self, patience: Patience) -> None:
-        """Finish sending: all bytes of a request were sent."""
-
-    def end_receiving(self, patience: Patience) -> None:
-        """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
-        Forged."""
-
-    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
-        """Send some bytes of a file, and return how many. `passed` is called with them if they are in
-        memory of this process."""
+    def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
+        """Send some bytes of a file, and return how many. `passed` is called with them, and their place in
+        the file, if they are in memory of this process."""
         try:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
         except OSError as error:
             raise _socket_failure(error) from None
 
-    @contextmanager
-    def receiving(
-        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
-    ) -> Iterator[Callable[[int, int], int]]:
-        """Yield receive(start, stop), which receives the bytes [start, stop) of this part of a file, calls
-        `landed` with them, and returns how many were received. The file must be open for reading and
-        writing."""
-        if not length:
-            yield lambda start, stop: 0
-            return
-        skip = offset % mmap.ALLOCATIONGRANULARITY
-        with (
-            mmap.mmap(fd, length + skip, offset=offset - skip) as mapped,
-            memoryview(mapped) as view,
-        ):
+    def end_sending(self) -> None:
+        """Finish sending: all bytes of a request were sent."""
 
-            def receive(start: int, stop: int) -> int:
-                with view[skip + start : skip + stop] as piece:
-                    count = self.receive(piece)
-                    with piece[:count] as data:
-                        landed(start, count, data)
-                    return count
+    def begin_receiving(self) -> None:
+        """Get ready for the bytes of a request."""
 
-            yield receive
+    def receive_bytes(self, view: memoryview) -> int:
+        """Do as `receive`, for bytes of a request."""
+        return self.receive(view)
+
+    def end_receiving(self) -> None:
+        """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
+        Forged."""
 
     # -- replies ---------------------------------------------------------------------------------
 
@@ -292,21 +284,21 @@ class Channel:
             except BlockingIOError:
                 return None
 
-    def reply(self, reply: Reply, patience: Patience) -> None:
+    def reply(self, reply: Reply) -> None:
         text = reply.text[:TEXT_MAX].encode()
         fixed = REPLY.pack(reply.kind, reply.closing, len(text), reply.code, reply.node)
-        self._send_message(fixed + text, patience)
+        self._send_messages(fixed + text)
         self._said = time.monotonic()
 
-    def say_working(self, every_s: float, patience: Patience) -> None:
-        """Tell the peer that this node is alive, if the last time was long ago."""
-        if time.monotonic() - self._said >= every_s:
-            self.reply(Reply(ReplyKind.WORKING), patience)
+    def say_working(self) -> None:
+        """Tell the caller that this node is alive, if the last time was long ago."""
+        if time.monotonic() - self._said >= self.patience_s / _SIGNS_OF_LIFE:
+            self.reply(Reply(ReplyKind.WORKING))
 
-    def conclude(self, reply: Reply, patience_s: float) -> None:
+    def conclude(self, reply: Reply) -> None:
         """Send the last reply to a request. A peer that still sends is told that the connection will be
         closed, and receives the reply before."""
-        self.reply(reply._replace(closing=not self.clean), Patience(patience_s))
+        self.reply(reply._replace(closing=not self.clean))
         if not self.clean:
             self._drain()
 
@@ -328,45 +320,42 @@ class AuthenticatedChannel(Channel):
     """A channel with a code after all bytes of a request: they are sent from a buffer, so that the code is
     of the bytes that were sent, even if the file changes meanwhile."""
 
-    def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
-        super().__init__(sock, user_timeout_s)
+    def __init__(self, sock: socket.socket, timeout_s: float, *, listens: bool) -> None:
+        super().__init__(sock, timeout_s, listens=listens)
         self._sending: ByteCode | None = None
         self._receiving: ByteCode | None = None
 
-    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
+    def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
         if self._sending is None:
             self._sending = self.authentication.outgoing_bytes()
-        with memoryview(_buffer()) as view:
-            there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
-            sent = self.send(view[:there]) if there else 0
-            with view[:sent] as data:
-                self._sending.add(data)
-                passed(data)
-        return sent
+        code = self._sending
 
-    def end_sending(self, patience: Patience) -> None:
-        code, self._sending = self._sending, None
-        if code is not None:
-            self.send_all(code.code(), patience)
-
-    @contextmanager
-    def receiving(
-        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
-    ) -> Iterator[Callable[[int, int], int]]:
-        code = self._receiving = self.authentication.incoming_bytes()
-
-        def take(start: int, count: int, data: memoryview | None) -> None:
+        def take(start: int, length: int, data: memoryview | None) -> None:
             assert data is not None
             code.add(data)
-            landed(start, count, data)
+            passed(start, length, data)
 
-        with super().receiving(fd, offset, length, take) as receive:
-            yield receive
+        return _send_copy(self, fd, offset, count, take)
 
-    def end_receiving(self, patience: Patience) -> None:
+    def end_sending(self) -> None:
+        code, self._sending = self._sending, None
+        if code is not None:
+            self.send_all(code.code())
+
+    def begin_receiving(self) -> None:
+        self._receiving = self.authentication.incoming_bytes()
+
+    def receive_bytes(self, view: memoryview) -> int:
+        count = self.receive(view)
+        assert self._receiving is not None
+        with view[:count] as data:
+            self._receiving.add(data)
+        return count
+
+    def end_receiving(self) -> None:
         code, self._receiving = self._receiving, None
         assert code is not None
-        if not hmac.compare_digest(self.receive_exactly(CODE_BYTES, patience), code.code()):
+        if not hmac.compare_digest(self.receive_exactly(CODE_BYTES), code.code()):
             raise Forged("bytes on a data connection were not sent by the other end")
 
 
@@ -412,14 +401,18 @@ class EncryptedChannel(Channel):
         except OSError as error:
             raise _socket_failure(error) from None
 
-    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
-        # From a buffer: a mapping would raise SIGBUS if the file were truncated.
-        with memoryview(_buffer()) as view:
-            there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
-            sent = self.send(view[:there]) if there else 0
-            with view[:sent] as data:
-                passed(data)
-        return sent
+    def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
+        return _send_copy(self, fd, offset, count, passed)
+
+
+def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:
+    """Send some bytes of a file from a buffer: a mapping would raise SIGBUS if the file were truncated."""
+    with memoryview(_buffer()) as view:
+        there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
+        sent = channel.send(view[:there]) if there else 0
+        with view[:sent] as data:
+            passed(offset, sent, data)
+    return sent
 
 
 def _buffer() -> bytearray:

@@ -1,6 +1,5 @@
 """The node's end of data connections: extents are given out and taken in."""
 
-import contextvars
 import errno
 import logging
 import os
@@ -10,17 +9,18 @@ from functools import partial
 import trio
 
 from ...observe import logs
+from ...unwrap import only_error
 from ..frames import BadMessage
-from ..messages import RECEIVER_PATIENCE, failure_of
+from ..messages import failure_of
 from ..mover import Host
 from ..rights import Peer, tell_of_denial
 from ..service import check_right
-from .channel import Channel, Patience
+from .channel import Channel
 from .messages import RIGHTS
 from .onward import Onward
 from .streams import send_range
 from .threads import in_threads
-from .transfers import Transfers, take_extent
+from .transfers import Transfers
 from .way import TcpWay
 from .wire import Header, Op, Reply, ReplyKind
 
@@ -40,15 +40,13 @@ class Data:
         self._others = host.others
         self._transfers = transfers
         self._counters = host.counters
-        self._timeout_s = host.timeout_s
         self._places = trio.Semaphore(THREADS_MAX)
-        self._token = trio.lowlevel.current_trio_token()
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Serve a request. Return whether the connection can be used again."""
         header = channel.header_if_there()
         if header is None:
-            receive = partial(channel.receive_header, Patience(_HEADER_S))
+            receive = partial(channel.receive_header, _HEADER_S)
             (header,) = await in_threads([receive], channel.shutdown, self._places)
         self._counters.requests[header.op.name.lower()] += 1
         channel.clean = False
@@ -84,26 +82,24 @@ class Data:
         return reply
 
     def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
-        patience_s = self._timeout_s * RECEIVER_PATIENCE
-        patience = Patience(patience_s)
+        ((start, length),) = header.ranges
         fd = -1
         sent = 0
         try:
             fd = self._service.open(header.extent)
-            if header.offset + header.length > os.fstat(fd).st_size:
+            if start + length > os.fstat(fd).st_size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             reply = Reply(ReplyKind.OK)
-            channel.reply(reply, patience)
-            if send_range(channel, fd, header.offset, header.length, patience_s) is not None:
+            channel.reply(reply)
+            if send_range(channel, fd, start, length) is not None:
                 raise BadMessage("it replies to what it receives")
-            patience.renew()
-            channel.end_sending(patience)
-            sent = header.length
+            channel.end_sending()
+            sent = length
         except OSError as error:
             if sent:
                 raise
             reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
-            channel.reply(reply, patience)
+            channel.reply(reply)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -111,21 +107,9 @@ class Data:
         return reply, sent
 
     async def _take(self, channel: Channel, header: Header) -> Reply:
-        if header.op is Op.PART:
-            await self._transfers.announced(header)
         receiving = self._transfers.join(header, channel)
-        onward = Onward(header, self._timeout_s) if header.target.chain else None
-        seal = partial(contextvars.copy_context().run, self._transfers.seal, receiving)
-        work = partial(
-            take_extent,
-            channel,
-            header,
-            receiving,
-            partial(self._token.run_sync_soon, seal),
-            onward,
-            self._service.node,
-            self._timeout_s,
-        )
+        onward = Onward(header) if header.target.chain else None
+        work = partial(receiving.take, channel, header, onward)
         try:
             if onward is None:
                 ((reply, received),) = await in_threads([work], channel.shutdown, self._places)
@@ -145,24 +129,22 @@ class Data:
         header: Header,
         onward: Onward,
     ) -> tuple[Reply, int]:
-        outcome: list[tuple[Reply, int]] = []
-        errors: list[Exception] = []
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._hand_on, header.target.chain[0], onward)
-            try:
-                outcome = await in_threads([work], channel.shutdown, self._places)
-            except Exception as error:
-                errors.append(error)
-            finally:
-                onward.give_up()
-            nursery.cancel_scope.cancel()
-        self._counters.sent_bytes += onward.sent_bytes
-        if errors:
-            raise errors[0]
-        return outcome[0]
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._hand_on, header.target.chain[0], onward)
+                try:
+                    (outcome,) = await in_threads([work], channel.shutdown, self._places)
+                finally:
+                    onward.give_up()
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise only_error(group) from None
+        finally:
+            self._counters.sent_bytes += onward.sent_bytes
+        return outcome
 
     async def _conclude(self, channel: Channel, reply: Reply) -> None:
-        finish = partial(channel.conclude, reply, self._timeout_s * RECEIVER_PATIENCE)
+        finish = partial(channel.conclude, reply)
         await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, node: int, onward: Onward) -> None:

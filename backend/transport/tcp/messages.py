@@ -31,6 +31,4 @@ MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
 RIGHTS: Mapping[Op, Row] = {
     Op.READ: (ANY, ANY, ANY, NONE),
     Op.WRITE: (ANY, OWN, NONE, NONE),
-    Op.SPARSE: (ANY, OWN, NONE, NONE),
-    Op.PART: (ANY, OWN, NONE, NONE),
 }

@@ -8,7 +8,7 @@ import threading
 
 from .. import Unreachable
 from ..frames import BadMessage
-from .channel import TICK_S, Channel, Lost, Patience
+from .channel import TICK_S, Channel, Lost
 from .streams import end_sending, send_range
 from .wire import Header, Reply
 
@@ -17,10 +17,9 @@ class Onward:
     """One stream to the next node. `offer` and `give_up` are for the thread that receives, `run` is for
     the one that sends; a failure of the next node is kept, and does not concern what is received."""
 
-    def __init__(self, header: Header, timeout_s: float) -> None:
+    def __init__(self, header: Header) -> None:
         self._node, target = header.target.onward()
         self._header = header._replace(target=target)
-        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._fd = -1
         self._offered = 0
@@ -68,20 +67,24 @@ class Onward:
             self._done.set()
 
     def _send(self, channel: Channel) -> Reply:
-        header = self._header
         channel.clean = False
-        channel.send_header(header, Patience(self._timeout_s))
-        while self.sent_bytes < header.follow:
-            with self._changed:
-                while self._offered == self.sent_bytes and not self._is_given_up:
-                    self._changed.wait()
-                if self._is_given_up:
-                    raise Lost("the sender is gone")
-                count = self._offered - self.sent_bytes
-            reply = send_range(
-                channel, self._fd, header.offset + self.sent_bytes, count, self._timeout_s
-            )
-            if reply is not None:
-                return reply
-            self.sent_bytes += count
-        return end_sending(channel, self._timeout_s)
+        channel.send_header(self._header)
+        for start, length in self._header.ranges:
+            end = start + length
+            while start < end:
+                count = min(self._wait_for_more(), end - start)
+                reply = send_range(channel, self._fd, start, count)
+                if reply is not None:
+                    return reply
+                self.sent_bytes += count
+                start += count
+        return end_sending(channel)
+
+    def _wait_for_more(self) -> int:
+        """Return how many bytes were offered and not sent yet. Raises Lost."""
+        with self._changed:
+            while self._offered == self.sent_bytes and not self._is_given_up:
+                self._changed.wait()
+            if self._is_given_up:
+                raise Lost("the sender is gone")
+            return self._offered - self.sent_bytes

@@ -10,14 +10,13 @@ import trio
 from .. import Unreachable
 from ..caller import ControlClient
 from ..frames import BadMessage
-from ..link import USER_TIMEOUTS, Link, Refusal, check_node
-from .authentication import Authentication, Ticket
+from ..link import Link, Refusal, check_node
+from .authentication import Ticket
 from .channel import (
     AuthenticatedChannel,
     Channel,
     EncryptedChannel,
     Lost,
-    Patience,
     choose_congestion_control,
 )
 from .messages import TICKETS_MAX, Granted, Tickets
@@ -102,7 +101,7 @@ class Pool:
 
     async def _open(self, control: ControlClient, count: int) -> list[Channel]:
         node = self._link.node
-        answer = await control.ask(lambda number: Tickets(number, "", count))
+        answer = await control.ask(Tickets(count))
         if not isinstance(answer, Granted) or len(answer.tickets) != count:
             raise Unreachable(node, "its answer makes no sense")
         opened: list[Channel] = []
@@ -144,26 +143,25 @@ class Pool:
                 channel.sock.settimeout(caller.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
                 check_node(channel.sock, caller.is_revoked)
-            channel.authentication = Authentication(ticket.key, listens=False)
+            channel.authenticate(ticket.key)
             # Fits into the empty buffer of the new connection.
-            channel.send_preamble(ticket.number, Patience(caller.timeout_s))
+            channel.send_preamble(ticket.number)
         except BaseException:
             channel.close()
             raise
         return channel
 
     def _channel(self, plain: socket.socket) -> Channel:
-        credentials = self._caller.credentials
-        user_timeout_s = self._caller.timeout_s * USER_TIMEOUTS
+        credentials, timeout_s = self._caller.credentials, self._caller.timeout_s
         try:
             if credentials is None:
-                return Channel(plain, user_timeout_s)
+                return Channel(plain, timeout_s, listens=False)
             if not self._encrypt:
-                return AuthenticatedChannel(plain, user_timeout_s)
+                return AuthenticatedChannel(plain, timeout_s, listens=False)
             secure: ssl.SSLSocket = credentials.client_context().wrap_socket(
                 plain, do_handshake_on_connect=False
             )
-            return EncryptedChannel(secure, user_timeout_s)
+            return EncryptedChannel(secure, timeout_s, listens=False)
         except BaseException:
             plain.close()
             raise

@@ -10,7 +10,6 @@ import trio
 from ...trust.security import describe_tls_error
 from ..door import begins_with_tls, identity_of, listen
 from ..frames import BadMessage
-from ..messages import RECEIVER_PATIENCE
 from ..mover import Connection, Host, Serving
 from ..rights import Peer
 from .channel import (
@@ -88,7 +87,6 @@ class TcpServing(Serving):
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        user_timeout_s = self._timeout_s * RECEIVER_PATIENCE
         encrypted = begins_with_tls(start) and self._credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
@@ -96,12 +94,12 @@ class TcpServing(Serving):
         try:
             if not encrypted:
                 kind = Channel if self._credentials is None else AuthenticatedChannel
-                return kind(plain, user_timeout_s)
+                return kind(plain, self._timeout_s, listens=True)
             assert self._credentials is not None
             secure = self._credentials.server_context().wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False
             )
-            channel = EncryptedChannel(secure, user_timeout_s)
+            channel = EncryptedChannel(secure, self._timeout_s, listens=True)
         except BaseException:
             plain.close()
             raise

@@ -1,9 +1,9 @@
 """Data connections: bytes between files and sockets, in threads, past every Python object.
 
 A connection begins with a preamble that shows a ticket, which was given out on a control connection.
-Then there are requests, one after the other: a Header; for a write, the bytes; replies. A read is
-answered with OK and the bytes. In a cluster with certificates a code follows the bytes, unless they are
-encrypted (authentication.py): the last piece is not used before it was found right. A write is answered
+Then there are requests, one after the other: a Header; for a write, the bytes of its ranges; replies. A
+read is answered with OK and the bytes. In a cluster with certificates a code follows the bytes, unless they
+are encrypted (authentication.py): the last piece is not used before it was found right. A write is answered
 with any number of WORKING, which say that the node is alive while it waits for others, and then OK or
 FAILED, which may come before all bytes were sent; the connection is of no use after that.
 
@@ -23,13 +23,13 @@ for a reply now and then, a chain of two nodes takes a tenth less processor time
 """
 
 import errno
+import mmap
 from collections.abc import Callable
-from functools import partial
 
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from .channel import Channel, Lost, Patience
-from .wire import Header, Reply, ReplyKind
+from .wire import Ranges, Reply, ReplyKind
 
 # The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
@@ -44,29 +44,19 @@ def piece_bytes(length: int) -> int:
 
 
 def send_range(
-    channel: Channel,
-    fd: int,
-    offset: int,
-    length: int,
-    timeout_s: float,
-    passed: Landed = nothing_landed,
+    channel: Channel, fd: int, offset: int, length: int, passed: Landed = nothing_landed
 ) -> Reply | None:
     """Send a part of a file. `passed` is called with bytes that are in memory of this process, and their
-    place in the part.
+    place in the file.
 
     Returns the peer's reply if it did not wait for everything, else None. Raises Lost when the peer takes
-    nothing and says nothing for `timeout_s`, and OSError: EIO when the file is too short.
+    nothing and says nothing for the channel's patience, and OSError: EIO when the file is too short.
     """
-    patience = Patience(timeout_s)
-    begin, end = offset, offset + length
-    show = partial(_show, passed) if passed is not nothing_landed else None
+    patience = Patience(channel.patience_s)
+    end = offset + length
     while offset < end:
-        count = min(end - offset, PIECE_BYTES_MAX)
         try:
-            if show is None:
-                sent = channel.send_file(fd, offset, count)
-            else:
-                sent = channel.send_file(fd, offset, count, partial(show, offset - begin))
+            sent = channel.send_file(fd, offset, min(end - offset, PIECE_BYTES_MAX), passed)
             if not sent:
                 raise OSError(errno.EIO, "the file shrank while it was sent")
             offset += sent
@@ -88,38 +78,18 @@ def send_range(
     return None
 
 
-def end_sending(channel: Channel, timeout_s: float) -> Reply:
+def end_sending(channel: Channel) -> Reply:
     """Return the final reply after all bytes of a write were sent. Raises Lost when the peer takes nothing
-    and says nothing for `timeout_s`."""
-    channel.end_sending(Patience(timeout_s))
-    reply = wait_for_reply(channel, timeout_s)
+    and says nothing for the channel's patience."""
+    channel.end_sending()
+    reply = wait_for_reply(channel)
     channel.clean = not reply.closing
     return reply
 
 
-def send_part(
-    channel: Channel,
-    header: Header,
-    fd: int,
-    offset: int,
-    timeout_s: float,
-    passed: Landed = nothing_landed,
-) -> Reply:
-    """Send a header of a write and its bytes, which begin at `offset` of a file, and return the final
-    reply. Raises as `send_range` does."""
-    channel.clean = False
-    channel.send_header(header, Patience(timeout_s))
-    reply = send_range(channel, fd, offset, header.length, timeout_s, passed)
-    return end_sending(channel, timeout_s) if reply is None else reply
-
-
-def _show(passed: Landed, start: int, data: memoryview) -> None:
-    passed(start, len(data), data)
-
-
-def wait_for_reply(channel: Channel, timeout_s: float) -> Reply:
-    """Return the final reply. Raises Lost when the peer says nothing for `timeout_s`."""
-    patience = Patience(timeout_s)
+def wait_for_reply(channel: Channel) -> Reply:
+    """Return the final reply. Raises Lost when the peer says nothing for the channel's patience."""
+    patience = Patience(channel.patience_s)
     while True:
         reply = channel.next_reply(wait=True)
         if reply is not None:
@@ -139,37 +109,47 @@ def _last_reply(channel: Channel) -> Reply | None:
     return None
 
 
-def receive_range(
+def receive_ranges(
     channel: Channel,
     fd: int,
-    offset: int,
-    length: int,
-    timeout_s: float,
-    arrived: Callable[[int, int], None] = lambda offset, count: None,
-    between: Callable[[], None] = lambda: None,
+    ranges: Ranges,
     landed: Landed = nothing_landed,
+    between: Callable[[], None] = lambda: None,
     piece: int = 0,
 ) -> None:
-    """Receive a part of a file in pieces of `piece` bytes (0: by its length). `arrived(offset, count)` is
-    called for each piece that is in the file, for the last one when all are known to be the sender's;
-    `between` after it and in every tick. `landed` is told where in the part pieces are, in their order.
+    """Receive the bytes of ranges of a file, which must be open for reading and writing, in pieces of at
+    most `piece` bytes (0: by the length of all). `landed` is called for each piece that is in the file,
+    with its place there; for the last one when all bytes are known to be the sender's. `between` is called
+    after each piece and in every tick.
 
-    Raises Lost when nothing comes for `timeout_s`, Forged, and OSError: ENOSPC.
+    Raises Lost when nothing comes for the channel's patience, Forged, and OSError: ENOSPC.
     """
-    patience = Patience(timeout_s)
-    piece = piece or piece_bytes(length)
-    done = 0
-    with channel.receiving(fd, offset, length, landed) as receive:
-        while done < length:
-            try:
-                count = receive(done, min(length, done + piece))
-            except BlockingIOError:
-                count = 0
-            if count:
-                patience.renew()
-                if done + count == length:
-                    channel.end_receiving(patience)
-                arrived(offset + done, count)
-                done += count
-            between()
-            patience.check()
+    missing = sum(length for _, length in ranges)
+    piece = piece or piece_bytes(missing)
+    patience = Patience(channel.patience_s)
+    if missing:
+        channel.begin_receiving()
+    for start, length in ranges if missing else ():
+        skip = start % mmap.ALLOCATIONGRANULARITY
+        with (
+            mmap.mmap(fd, length + skip, offset=start - skip) as mapped,
+            memoryview(mapped) as view,
+        ):
+            done = 0
+            while done < length:
+                at = skip + done
+                with view[at : min(skip + length, at + piece)] as part:
+                    try:
+                        count = channel.receive_bytes(part)
+                    except BlockingIOError:
+                        count = 0
+                    if count:
+                        patience.renew()
+                        missing -= count
+                        if not missing:
+                            channel.end_receiving()
+                        with part[:count] as data:
+                            landed(start + done, count, data)
+                        done += count
+                between()
+                patience.check()

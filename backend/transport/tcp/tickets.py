@@ -9,7 +9,7 @@ from ..frames import BadMessage
 from ..messages import Answer, Message, Request
 from ..mover import Connection, Lasting
 from ..rights import Peer
-from .authentication import CODE_BYTES, Authentication, Forged, Ticket
+from .authentication import CODE_BYTES, Forged, Ticket
 from .channel import Channel
 from .messages import Granted, Tickets
 from .wire import unpack_preamble
@@ -36,7 +36,7 @@ class Guest(Connection):
 
     async def answer(self, request: Request) -> Answer | Lasting:
         assert isinstance(request, Tickets)
-        return Granted(request.number, self._office.grant(self, request.count))
+        return Granted(self._office.grant(self, request.count))
 
     def take(self, message: Message) -> None:
         """Do nothing: there is no such message."""
@@ -90,7 +90,7 @@ class Office:
         granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
         if granted is None or granted.end < trio.current_time():
             raise BadMessage("it shows no valid ticket for a data connection")
-        channel.authentication = Authentication(granted.key, listens=True)
+        channel.authenticate(granted.key)
         try:
             channel.checked(preamble)
         except Forged:

@@ -7,65 +7,71 @@ If the next node fails, receiving goes on: the caller is told in the end, and wh
 once more to those that lack it, this node has it already.
 """
 
+import bisect
 import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from .. import Extent, Unreachable
 from ..frames import BadMessage
-from ..messages import RECEIVER_PATIENCE, failure_of
+from ..messages import failure_of
 from ..service import Incoming, Service, begin
-from .channel import Channel, Lost, Patience
+from .channel import Channel, Lost
 from .onward import Onward
-from .streams import PIECE_BYTES_MAX, piece_bytes, receive_range
+from .streams import PIECE_BYTES_MAX, piece_bytes, receive_ranges
 from .threads import Promise
-from .wire import Header, Op, Reply, ReplyKind
+from .wire import Header, Ranges, Reply, ReplyKind
 
 # A disk may take long to make an extent durable, or a node to be allowed to receive it.
 BUSY_LIMIT_S = 120.0
-# A PART and its announcement come on two connections.
-_ANNOUNCED_S = 5.0
-# How many times a sender is told that this node is alive within its time-out.
-_SIGNS_OF_LIFE = 5
 
 
 class Receiving:
-    """One extent that is being received. Threads use it; `Transfers` owns it from start to end."""
+    """One extent that node `node` receives. Threads use it; `Transfers` owns it from start to end."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, node: int) -> None:
         self.extent: Extent = header.extent
         self.transfer = header.transfer
-        self.total = header.total
-        self.is_sparse = header.op is Op.SPARSE
-        self._expected = header.length if self.is_sparse else header.total
+        self.lengths = header.total, header.comes
+        # The file is ready to be filled, or the extent is here already; the extent is sealed.
         self.begun = Promise()
         self.sealed = Promise()
+        # All bytes of all streams are in the file.
+        self.complete = trio.Event()
+        self.scope = trio.CancelScope()
         self.incoming: Incoming | None = None
         self.fd = -1
         self.is_here_already = False
-        self.is_sealing = False
-        self.progress_at = time.monotonic()
+        self._node = node
+        # Bytes that no stream has announced yet, and that are not in the file yet.
+        self._unannounced = self._missing = header.comes
+        self._progress_at = time.monotonic()
+        self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._ranges: list[tuple[int, int]] = []
-        self._received = 0
         self._error: OSError | None = None
 
-    def add(self, channel: Channel, offset: int, length: int) -> None:
-        """Add a stream. Raises BadMessage if another stream brings some of its bytes."""
+    def add(self, channel: Channel, ranges: Ranges) -> None:
+        """Add a stream. Raises BadMessage if another stream brings some of its bytes, or if more bytes come
+        than were announced: the last of them would be written to a sealed file."""
         with self._lock:
-            for start, count in self._ranges:
-                if offset < start + count and start < offset + length:
+            for start, length in ranges:
+                at = bisect.bisect(self._ranges, (start, length))
+                before = sum(self._ranges[at - 1]) if at else 0
+                after = self._ranges[at][0] if at < len(self._ranges) else start + length
+                if length and not before <= start <= start + length <= after:
                     raise BadMessage("two streams bring the same bytes of an extent")
-            # Otherwise the last of the bytes would be written to a sealed file.
-            if sum(count for _, count in self._ranges) + length > self._expected:
+            self._unannounced -= sum(length for _, length in ranges)
+            if self._unannounced < 0:
                 raise BadMessage("more bytes of an extent come than were announced")
-            self._ranges.append((offset, length))
+            for each in ranges:
+                if each[1]:
+                    bisect.insort(self._ranges, each)
             self._channels.add(channel)
 
     def remove(self, channel: Channel) -> bool:
@@ -73,13 +79,6 @@ class Receiving:
         with self._lock:
             self._channels.discard(channel)
             return not self._channels
-
-    def arrived(self, count: int) -> bool:
-        """Count bytes that are in the file, and return whether all are."""
-        with self._lock:
-            self._received += count
-            self.progress_at = time.monotonic()
-            return self._received == self._expected
 
     def fail(self, error: OSError) -> None:
         """End all streams with this error, unless there was one before."""
@@ -92,6 +91,71 @@ class Receiving:
         if self._error is not None:
             raise self._error
 
+    # -- in the thread of a stream ---------------------------------------------------------------
+
+    def take(self, channel: Channel, header: Header, onward: Onward | None) -> tuple[Reply, int]:
+        """Receive one stream of the extent, and offer it onward.
+
+        Returns the reply, and how many bytes were received; OK has been sent, FAILED has not. Raises Lost
+        if the sender is gone, BadMessage if it sends invalid bytes."""
+        received = 0
+
+        def landed(start: int, count: int, data: memoryview | None) -> None:
+            nonlocal received
+            received += count
+            self._arrived(count)
+            if onward is not None:
+                onward.offer(self.fd, count)
+
+        def between() -> None:
+            channel.say_working()
+            self.check()
+
+        def waiting() -> None:
+            between()
+            if time.monotonic() > self._progress_at + BUSY_LIMIT_S:
+                raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
+
+        length = header.length
+        try:
+            self.begun.wait(BUSY_LIMIT_S, channel.say_working)
+            if self.is_here_already:
+                if onward is not None:
+                    onward.offer(self.fd, length)
+            else:
+                piece = PIECE_BYTES_MAX if onward is None else piece_bytes(length)
+                try:
+                    receive_ranges(channel, self.fd, header.ranges, landed, between, piece)
+                except Lost:
+                    # Another thread may have stopped it, with the error.
+                    self.check()
+                    raise
+                if not header.comes:
+                    self._arrived(0)
+                self.sealed.wait(2 * BUSY_LIMIT_S, waiting)
+            while onward is not None and not onward.is_done():
+                channel.say_working()
+        except OSError as error:
+            self.fail(error)
+            channel.clean = received == length
+            return Reply(ReplyKind.FAILED, *failure_of(error, self._node)), received
+        except (Lost, BadMessage) as error:
+            # The sender may still be there, and tries again if it gets this error on another stream.
+            self.fail(Unreachable(self._node, f"a data connection was given up: {error}"))
+            raise
+        channel.clean = received == length
+        reply = Reply(ReplyKind.OK)
+        channel.conclude(reply)
+        return reply, received
+
+    def _arrived(self, count: int) -> None:
+        """Count bytes that are in the file."""
+        with self._lock:
+            self._missing -= count
+            self._progress_at = time.monotonic()
+            if not self._missing:
+                self._token.run_sync_soon(self.complete.set)
+
 
 class Transfers:
     """All extents that are being received. Methods are for the event loop; `nursery` outlives them all."""
@@ -100,36 +164,21 @@ class Transfers:
         self._service = service
         self._nursery = nursery
         self._current: dict[Extent, Receiving] = {}
-        self._came = trio.Event()
-
-    async def announced(self, header: Header) -> None:
-        """Wait for the transfer that a PART is of: it comes on another connection. Raises OSError."""
-        with trio.move_on_after(_ANNOUNCED_S):
-            while not self._is_announced(header):
-                await self._came.wait()
-        if not self._is_announced(header):
-            raise Unreachable(self._service.node, "it does not wait for this part of an extent")
-
-    def _is_announced(self, header: Header) -> bool:
-        current = self._current.get(header.extent)
-        return current is not None and current.is_sparse and current.transfer == header.transfer
 
     def join(self, header: Header, channel: Channel) -> Receiving:
         """Return the transfer of a stream that begins; it ends with `leave`. Raises BadMessage."""
         current = self._current.get(header.extent)
         if current is not None and current.transfer == header.transfer:
-            if current.total != header.total:
+            if current.lengths != (header.total, header.comes):
                 raise BadMessage("two streams of a transfer do not agree on its size")
-            current.add(channel, header.offset, header.follow)
+            current.add(channel, header.ranges)
             return current
         if current is not None:
             # Its sender has given the transfer up, or soon will.
             current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
-        receiving = self._current[header.extent] = Receiving(header)
-        receiving.add(channel, header.offset, header.follow)
-        self._came.set()
-        self._came = trio.Event()
-        self._nursery.start_soon(receiving.begun.fulfil, lambda: self._begin(receiving, header))
+        receiving = self._current[header.extent] = Receiving(header, self._service.node)
+        receiving.add(channel, header.ranges)
+        self._nursery.start_soon(self._store, receiving, header)
         return receiving
 
     def give_up(self, content: int) -> None:
@@ -146,26 +195,29 @@ class Transfers:
             del self._current[receiving.extent]
         with trio.CancelScope(shield=True):
             await receiving.begun.ended()
-            if receiving.is_sealing:
+            if receiving.complete.is_set():
                 await receiving.sealed.ended()
+        receiving.scope.cancel()
         if receiving.incoming is not None:
             receiving.incoming.close()
         elif receiving.fd >= 0:
             os.close(receiving.fd)
 
-    def seal(self, receiving: Receiving) -> None:
-        """Seal a complete extent; `receiving.sealed` is the outcome."""
-        receiving.is_sealing = True
-        incoming = receiving.incoming
-        assert incoming is not None
-        self._nursery.start_soon(
-            receiving.sealed.fulfil, lambda: self._service.seal(receiving.extent, incoming)
-        )
+    async def _store(self, receiving: Receiving, header: Header) -> None:
+        """Make the file that the bytes come into, and seal the extent when all are there."""
+
+        async def seal() -> None:
+            await receiving.complete.wait()
+            assert receiving.incoming is not None
+            await self._service.seal(receiving.extent, receiving.incoming)
+
+        await receiving.begun.fulfil(lambda: self._begin(receiving, header))
+        with receiving.scope:
+            await receiving.sealed.fulfil(seal)
 
     async def _begin(self, receiving: Receiving, header: Header) -> None:
-        extent, total = header.extent, header.total
-        allocated = header.length if receiving.is_sparse else total
-        incoming = await begin(self._service, extent, header.target, total, allocated)
+        extent = header.extent
+        incoming = await begin(self._service, extent, header.target, header.total, header.comes)
         if incoming is None:
             receiving.fd = self._service.open(extent)
             receiving.is_here_already = True
@@ -175,83 +227,3 @@ class Transfers:
         if header.target.chain:
             incoming.lend()
         receiving.check()
-
-
-def take_extent(
-    channel: Channel,
-    header: Header,
-    receiving: Receiving,
-    seal: Callable[[], None],
-    onward: Onward | None,
-    node: int,
-    timeout_s: float,
-) -> tuple[Reply, int]:
-    """Receive one stream of an extent in a thread, and offer it onward.
-
-    `seal` is called when all bytes of all streams are here. Returns the reply, and how many bytes were
-    received; OK has been sent, FAILED has not. Raises Lost if the sender is gone, BadMessage if it sends
-    invalid bytes.
-    """
-    every_s = timeout_s / _SIGNS_OF_LIFE
-    patience = Patience(timeout_s * RECEIVER_PATIENCE)
-    received = 0
-
-    def alive() -> None:
-        channel.say_working(every_s, patience)
-
-    def arrived(offset: int, count: int) -> None:
-        nonlocal received
-        received += count
-        if receiving.arrived(count):
-            seal()
-        if onward is not None:
-            onward.offer(receiving.fd, count)
-
-    def between() -> None:
-        channel.say_working(every_s, patience)
-        receiving.check()
-
-    def waiting() -> None:
-        between()
-        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
-            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
-
-    try:
-        receiving.begun.wait(BUSY_LIMIT_S, alive)
-        if not receiving.is_here_already:
-            try:
-                if header.follow:
-                    receive_range(
-                        channel,
-                        receiving.fd,
-                        header.offset,
-                        header.length,
-                        timeout_s * RECEIVER_PATIENCE,
-                        arrived,
-                        between,
-                        piece=PIECE_BYTES_MAX if onward is None else piece_bytes(header.length),
-                    )
-            except Lost:
-                # Another thread may have stopped it, with the error.
-                receiving.check()
-                raise
-            if not header.total or (header.op is Op.SPARSE and not header.length):
-                seal()
-            if header.op is not Op.PART:
-                receiving.sealed.wait(2 * BUSY_LIMIT_S, waiting)
-        elif onward is not None:
-            onward.offer(receiving.fd, header.follow)
-        while onward is not None and not onward.is_done():
-            alive()
-    except OSError as error:
-        receiving.fail(error)
-        channel.clean = received == header.follow
-        return Reply(ReplyKind.FAILED, *failure_of(error, node)), received
-    except (Lost, BadMessage) as error:
-        # The sender may still be there, and tries again if it gets this error on another stream.
-        receiving.fail(Unreachable(node, f"a data connection was given up: {error}"))
-        raise
-    channel.clean = received == header.follow
-    reply = Reply(ReplyKind.OK)
-    channel.conclude(reply, timeout_s * RECEIVER_PATIENCE)
-    return reply, received

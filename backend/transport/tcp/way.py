@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import trio
@@ -16,12 +16,11 @@ from ..frames import BadMessage
 from ..growth import Growth
 from ..link import Link
 from ..mover import Transfer, Way
-from .channel import Channel, Lost, Patience, Silent
-from .parts import Parts
+from .channel import Channel, Lost, Silent
 from .pool import Pool
-from .streams import receive_range, send_part, wait_for_reply
+from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, ReplyKind
+from .wire import Header, Op, Ranges, Reply, ReplyKind
 
 __all__ = ["TcpWay"]
 
@@ -50,7 +49,6 @@ class TcpWay(Way):
         self._link = link
         self._streams = streams
         self._places = places
-        self._timeout_s = link.caller.timeout_s
         self._counters = link.caller.counters
 
     def suits(self, transfer: Transfer) -> bool:
@@ -66,21 +64,26 @@ class TcpWay(Way):
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         nowhere = Target(0, 0, ())
-        headers = self._headers(Op.READ, extent, nowhere, start, into.length, self._streams)
+        # Where byte 0 of the extent would be in the file.
+        base = into.offset - start
+        landed = landed_from(landed, -into.offset)
 
         def work(channel: Channel, header: Header) -> None:
-            self._receive(channel, header, into.fd, into.offset, start, landed)
+            _receive(channel, header, into.fd, base, landed)
 
-        await self._run(headers, work, self._places)
+        await self._run(
+            Op.READ, extent, nowhere, 0, [(start, into.length)], self._streams, work, self._places
+        )
 
     async def write(
         self, extent: Extent, target: Target, source: FileRange, passed: Landed
     ) -> None:
-        status = os.fstat(source.fd)
+        fd, offset, length, _ = source
+        status = os.fstat(fd)
+        ranges = [(0, length)]
         if is_sparse(status.st_size, status.st_blocks):
-            await self._send_sparse(extent, target, source)
-        else:
-            await self._send_all(extent, target, source, self._streams, self._places, passed)
+            ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
+        await self._send(extent, target, source, ranges, self._streams, self._places, passed)
 
     async def pass_on(
         self,
@@ -92,7 +95,7 @@ class TcpWay(Way):
     ) -> None:
         lend()
         await growth.complete()
-        await self._send_all(extent, target, source, 1, None)
+        await self._send(extent, target, source, [(0, source.length)], 1, None)
 
     def give_up(self, why: str) -> None:
         self.pool.close()
@@ -100,89 +103,58 @@ class TcpWay(Way):
     def tidy(self) -> None:
         self.pool.tidy()
 
-    async def _send_sparse(self, extent: Extent, target: Target, source: FileRange) -> None:
-        fd, offset, length, _ = source
-        found = await trio.to_thread.run_sync(segments, fd, offset, length)
-        data = sum(count for _, count in found)
-        base = Header(
-            Op.SPARSE, extent, target, secrets.randbits(63), length, 0, data, current_request()
-        )
-        streams = min(self._streams, len(found))
-        headers = [base, *([base._replace(op=Op.PART)] * streams)]
-        parts = Parts(fd, offset, found, self._timeout_s)
-
-        def work(channel: Channel, header: Header) -> None:
-            move = parts.begin if header.op is Op.SPARSE else parts.send
-            move(channel, header)
-
-        # `parts` knows which segments were sent, not which arrived, so the caller's next try begins anew.
-        await self._run(headers, work, self._places, repeats=False)
-
-    async def _send_all(
+    async def _send(
         self,
         extent: Extent,
         target: Target,
         source: FileRange,
+        ranges: Sequence[tuple[int, int]],
         streams: int,
         places: trio.Semaphore | None,
         passed: Landed = nothing_landed,
     ) -> None:
         fd, offset, length, _ = source
-        headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
+        if passed is not nothing_landed:
+            passed = landed_from(passed, -offset)
 
         def work(channel: Channel, header: Header) -> None:
-            self._send(channel, header, fd, offset, passed)
+            _send(channel, header, fd, offset, passed)
 
-        await self._run(headers, work, places)
+        await self._run(Op.WRITE, extent, target, length, ranges, streams, work, places)
 
-    def _headers(
+    async def _run(
         self,
         op: Op,
         extent: Extent,
         target: Target,
-        start: int,
-        length: int,
+        total: int,
+        ranges: Sequence[tuple[int, int]],
         streams: int,
-        total: int = 0,
-    ) -> list[Header]:
-        """Return a header for each stream."""
-        count = max(1, min(streams, length // _STREAM_BYTES_MIN))
-        share = -(-length // count)
-        if count > 1:
-            share += -share % _STREAM_ALIGNMENT_BYTES
-        transfer = secrets.randbits(63)
-        trace = current_request()
-        return [
-            Header(
-                op, extent, target, transfer, total, start + done, min(share, length - done), trace
-            )
-            for done in range(0, max(length, 1), max(share, 1))
-        ]
-
-    async def _run(
-        self,
-        headers: list[Header],
         work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
-        repeats: bool = True,
     ) -> None:
-        """Do each header's work on a connection. If a connection that had been idle turns out to be
-        broken, and the work `repeats`, all is done once more on new ones."""
+        """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
+        had been idle turns out to be broken, all is done once more on new ones."""
         link, counters = self._link, self._counters
         counters.round_trips += 1
-        channels = await self.pool.borrow(len(headers))
-        repeats = repeats and any(channel.was_idle for channel in channels)
+        comes, trace = sum(length for _, length in ranges), current_request()
+        shares = _shares(ranges, comes, streams)
+
+        def headers() -> list[Header]:
+            number = secrets.randbits(63)
+            return [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
+
+        channels = await self.pool.borrow(len(shares))
+        was_idle = any(channel.was_idle for channel in channels)
         try:
             try:
-                await self._run_on(channels, headers, work, places)
+                await self._run_on(channels, headers(), work, places)
             except Lost as error:
-                if not repeats or isinstance(error, Silent):
+                if not was_idle or isinstance(error, Silent):
                     raise
                 log.info("store node %x: on new data connections: %s", link.node, error)
-                transfer = secrets.randbits(63)
-                headers = [header._replace(transfer=transfer) for header in headers]
-                channels = await self.pool.borrow(len(headers))
-                await self._run_on(channels, headers, work, places)
+                channels = await self.pool.borrow(len(shares))
+                await self._run_on(channels, headers(), work, places)
         except (Lost, BadMessage) as error:
             counters.errors["ENOTCONN"] += 1
             raise Unreachable(link.node, str(error)) from None
@@ -219,29 +191,46 @@ class TcpWay(Way):
         finally:
             self.pool.give_back(channels)
 
-    def _send(self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed) -> None:
-        begin = header.offset
-        if passed is not nothing_landed:
-            passed = landed_from(passed, begin)
-        reply = send_part(channel, header, fd, offset + begin, self._timeout_s, passed)
-        reply.check(header.target.group)
 
-    def _receive(
-        self, channel: Channel, header: Header, fd: int, offset: int, start: int, landed: Landed
-    ) -> None:
-        timeout_s = self._timeout_s
-        channel.clean = False
-        channel.send_header(header, Patience(timeout_s))
-        reply = wait_for_reply(channel, timeout_s)
-        if reply.kind is ReplyKind.OK:
-            begin = header.offset - start
-            receive_range(
-                channel,
-                fd,
-                offset + begin,
-                header.length,
-                timeout_s,
-                landed=landed_from(landed, begin),
-            )
-        channel.clean = True
-        reply.check(header.target.group)
+def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> list[Ranges]:
+    """Divide ranges, `length` bytes together, among at most so many streams, each of which is worth it."""
+    count = max(1, min(streams, length // _STREAM_BYTES_MIN))
+    share = -(-length // count)
+    if count > 1:
+        share += -share % _STREAM_ALIGNMENT_BYTES
+    shares: list[list[tuple[int, int]]] = [[]]
+    room = share
+    for start, left in ranges:
+        while left > room:
+            if room:
+                shares[-1].append((start, room))
+            start, left = start + room, left - room
+            shares.append([])
+            room = share
+        shares[-1].append((start, left))
+        room -= left
+    return [tuple(each) for each in shares]
+
+
+def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) -> None:
+    """Send one stream of an extent that begins at `base` of a file. Raises the node's error."""
+    channel.clean = False
+    channel.send_header(header)
+    reply: Reply | None = None
+    for start, length in header.ranges:
+        reply = send_range(channel, fd, base + start, length, passed)
+        if reply is not None:
+            break
+    (end_sending(channel) if reply is None else reply).check(header.target.group)
+
+
+def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Landed) -> None:
+    """Receive one stream of an extent. Raises the node's error."""
+    channel.clean = False
+    channel.send_header(header)
+    reply = wait_for_reply(channel)
+    if reply.kind is ReplyKind.OK:
+        ranges = tuple((base + start, length) for start, length in header.ranges)
+        receive_ranges(channel, fd, ranges, landed)
+    channel.clean = True
+    reply.check(header.target.group)

@@ -1,12 +1,14 @@
 """The format of data connections: a preamble, then Headers and Replies (streams.py says in what order).
 
-Each of them is followed by its code (authentication.py).
+A header with several ranges is followed by a table of them. Each of these messages is followed by its code
+(authentication.py).
 """
 
 import enum
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from ...files.sparse import SEGMENTS_MAX
 from .. import Extent, Target
 from ..frames import BadMessage
 from ..messages import CHAIN_MAX, VERSION, describe_version, error_of
@@ -14,7 +16,8 @@ from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 
 _MAGIC = b"irDM"
 _PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
-_HEADER = struct.Struct(f">BBxxIQQQQQQQ{CHAIN_MAX}Q32s")
+_HEADER = struct.Struct(f">BBHIQQQQQQQQ{CHAIN_MAX}Q32s")
+_RANGE = struct.Struct(">QQ")
 # The fields: kind, closing, bytes of text that follow, errno, node.
 REPLY = struct.Struct(">B?HiQ")
 
@@ -24,13 +27,13 @@ HEADER_BYTES = _HEADER.size + CODE_BYTES
 
 _UINT63_MAX = (1 << 63) - 1
 
+# Starts and lengths of ranges of an extent.
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
 
 class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
-    SPARSE = 3
-    """A write with holes: only `length` bytes come, in PARTs of the same `transfer`."""
-    PART = 4
 
 
 class ReplyKind(enum.IntEnum):
@@ -56,46 +59,55 @@ class Reply(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`length` bytes from `offset` of an extent, which is `total` bytes long (of a write). The streams
-    of one write have the same `transfer`, a random number."""
+    """One stream of a transfer: the `ranges` (start, length) of an extent whose bytes it brings, in this
+    order. The streams of one write have the same `transfer`, a random number; the extent is `total` bytes
+    long, and all streams together bring `comes` of them: the others are holes."""
 
     op: Op
     extent: Extent
     target: Target
     transfer: int
     total: int
-    offset: int
-    length: int
+    comes: int
+    ranges: Ranges
     trace: str
 
     @property
-    def follow(self) -> int:
-        """Return how many bytes of a write follow on the connection."""
-        return 0 if self.op is Op.SPARSE else self.length
+    def length(self) -> int:
+        """Return how many bytes the stream brings."""
+        return sum(length for _, length in self.ranges)
 
-    def pack(self) -> bytes:
-        chain = self.target.chain
-        return _HEADER.pack(
+    @property
+    def messages(self) -> list[bytes]:
+        """Return the header, and the table of its ranges if there are several."""
+        chain, ranges = self.target.chain, self.ranges
+        header = _HEADER.pack(
             self.op,
             len(chain),
+            len(ranges),
             self.extent.stripe,
             self.extent.content,
             self.target.group,
             self.target.config,
             self.transfer,
             self.total,
-            self.offset,
+            self.comes,
+            ranges[0][0],
             self.length,
             *chain,
             *([0] * (CHAIN_MAX - len(chain))),
             self.trace.encode("ascii", "replace")[:32],
         )
+        if len(ranges) == 1:
+            return [header]
+        return [header, b"".join(_RANGE.pack(*each) for each in ranges)]
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Header":
-        """Return a header from bytes. Raises BadMessage."""
-        op, nodes, stripe, content, group, config, transfer, *rest = _HEADER.unpack(data)
-        total, offset, length, *chain = rest[: 3 + CHAIN_MAX]
+    def unpack(cls, data: bytes) -> "tuple[Header, int]":
+        """Return a header from bytes, and how many bytes of a table of ranges follow (`with_table`). Raises
+        BadMessage."""
+        op, nodes, count, stripe, content, group, config, transfer, *rest = _HEADER.unpack(data)
+        total, comes, offset, length, *chain = rest[: 4 + CHAIN_MAX]
         try:
             op = Op(op)
         except ValueError:
@@ -105,11 +117,27 @@ class Header(NamedTuple):
         numbers = (content, group, config, total, offset, length, *chain)
         if max(numbers) > _UINT63_MAX or offset + length > _UINT63_MAX:
             raise BadMessage("a number is out of range")
-        if op is not Op.READ and offset + length > total:
-            raise BadMessage(f"bytes {offset} to {offset + length} of {total}")
+        if op is Op.WRITE and not (length <= comes <= total and offset + length <= total):
+            raise BadMessage(f"{length} bytes from {offset} of {comes}, in an extent of {total}")
+        if not 0 < count <= (SEGMENTS_MAX if op is Op.WRITE else 1):
+            raise BadMessage(f"{count} ranges in one stream")
         trace = rest[-1].rstrip(b"\0").decode("ascii", "replace")
         target = Target(group, config, tuple(chain[:nodes]))
-        return cls(op, Extent(content, stripe), target, transfer, total, offset, length, trace)
+        ranges = ((offset, length),)
+        header = cls(op, Extent(content, stripe), target, transfer, total, comes, ranges, trace)
+        return header, 0 if count == 1 else count * _RANGE.size
+
+    def with_table(self, table: bytes) -> "Header":
+        """Return the header with the ranges in a table. Raises BadMessage."""
+        ranges = tuple(_RANGE.iter_unpack(table))
+        at = 0
+        for start, length in ranges:
+            if start < at or not length:
+                raise BadMessage("the ranges of a stream do not follow each other")
+            at = start + length
+        if at > self.total or sum(length for _, length in ranges) != self.length:
+            raise BadMessage("the ranges of a stream are not as long as its header says")
+        return self._replace(ranges=ranges)
 
 
 def pack_preamble(number: bytes) -> bytes:

@@ -1,14 +1,15 @@
-"""An opened port with everything that its queue pairs share: regions, staging memory, protection domain."""
+"""An opened port of a device with everything that its queue pairs share: protection domain, regions,
+staging memory."""
 
 import errno
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import trio
 
 from .devices import Route
 from .library import Library
-from .opened import OpenedPort
 from .queue import QueuePair
 from .regions import Regions
 from .staging import Staging
@@ -16,27 +17,61 @@ from .staging import Staging
 # The limit for all peers together. Each queue pair takes kernel memory at both ends.
 QUEUE_PAIRS_MAX = 4096
 _SETBACK_S = 0.1
+_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
-class Adapter(OpenedPort):
-    """Use as a context manager; close queue pairs and windows before it.
-
-    At most `limit_bytes` are registered. Raises OSError.
-    """
+class Adapter:
+    """An opened port. Use as a context manager; close queue pairs, windows and everything else made from
+    `context` and `pd` before it. At most `limit_bytes` are registered. `mtu` is in bytes; `events` is the
+    descriptor of the device's asynchronous events. Raises OSError."""
 
     def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
-        super().__init__(library, route)
+        self.library = library
+        self.name = route.device
+        self.port = route.port
+        self.lid = route.lid
         # The queue pairs that fail when the port goes down.
         self.pairs: set[QueuePair] = set()
         # Why this port cannot be used until the process restarts; "" if it can.
         self.failure = ""
-        self.regions = Regions(library, self.pd, min(limit_bytes, self.bytes_max))
-        self.staging = Staging(library, self.pd, self.regions)
+        self._gids: dict[int, bytes] = {}
+        self.context: Any
+        self.context, self.events = library.open(route.device)
+        try:
+            with library.errors:
+                limits = self.context.query_device()
+                port = self.context.query_port(route.port)
+                self.pd = library.PD(self.context)
+        except BaseException:
+            self.context.close()
+            raise
+        self.mtu = _MTUS.get(int(port.active_mtu), 256)
+        self.reads_answered = max(1, int(limits.max_qp_rd_atom))
+        self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
+        kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
+        self.has_windows = bool(int(limits.device_cap_flags) & kinds)
+        self.regions = Regions(library, self.pd, min(limit_bytes, int(limits.max_mr_size)))
+        self.staging = Staging(self.regions)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.staging.close()
         self.regions.close()
-        super().__exit__()
+        with self.library.errors:
+            self.pd.close()
+            self.context.close()
+
+    def add_gid(self, index: int, value: bytes) -> None:
+        """Add a GID that routes use."""
+        self._gids[index] = value
+
+    def gid(self, index: int) -> bytes:
+        """Return the GID at an index. Raises OSError if no route uses it."""
+        if index not in self._gids:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return self._gids[index]
 
     def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
         """Return a new queue pair; the caller has to start its `run`. Raises OSError."""
@@ -44,7 +79,7 @@ class Adapter(OpenedPort):
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
-        pair = QueuePair(self, gid_index, receives, closed=self.pairs.discard, **options)
+        pair = QueuePair(self, gid_index, receives, **options)
         self.pairs.add(pair)
         return pair
 
@@ -59,7 +94,8 @@ class Adapter(OpenedPort):
                 # There was no event to read. Wait, so that this loop does not spin.
                 await trio.sleep(_SETBACK_S)
             try:
-                state = self.state()
+                with self.library.errors:
+                    state = int(self.context.query_port(self.port).state)
             except OSError as error:
                 self.failure = f"device {self.name} is gone: {error.strerror}"
                 self._fail_all(self.failure)

@@ -1,24 +1,20 @@
-"""All queue pairs to one store node: which one an operation uses, and what happens when one breaks.
+"""All queue pairs to one store node: how they are set up, and what happens when one breaks.
 
 A lane is one queue pair between a rail here and one there. Lanes are set up when the first operation asks.
-Lost ones are tried again in the background, every RETRY_S and when a port of this host comes back. An
-operation goes to the lane that would finish it first. If that lane breaks meanwhile, the operation begins
-again on another one, and raises NotThisWay if none is left.
+Lost ones are tried again in the background, every RETRY_S and when a port of this host comes back.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 
 import trio
 
-from .. import Extent, FileRange, Landed, Target, nothing_landed
-from ..caller import Caller, ControlClient
+from ..caller import ControlClient
 from ..frames import BadMessage
-from ..growth import Growth
 from ..mover import NotThisWay
 from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound, check_rails
 from .path import Path, ask, open_path
-from .rails import OwnRail, name_of, pair
+from .rails import OwnRail, name_of
+from .rails import pair as paired
 from .rdma import Rdma
 
 log = logging.getLogger(__name__)
@@ -29,16 +25,14 @@ _LOOK_S = 60.0
 # A READ is divided between rails if each of them gets at least this much.
 SHARE_BYTES_MIN = 4 << 20
 _SHARE_ALIGNMENT_BYTES = 2 << 20
-# An operation that breaks this many lanes is moved over TCP.
-_TRIES = 4
-
-
 # The node chooses a part of each name, and might send ever new ones.
 _NAMES_MAX = 256
 _UP, _DOWN = "up", "down"
 
 
-class _Lane:
+class Lane:
+    """One queue pair between a rail here and one of the node."""
+
     def __init__(self, mine: OwnRail, other: Rail, index: int) -> None:
         self.number = -1
         self.index = index
@@ -61,22 +55,16 @@ class _Lane:
 
 class Lanes:
     """The lanes of one control connection; `run` is a task. `told` has the last state logged
-    for each pair of rails, by name; `stages` is as in `open_path`."""
+    for each pair of rails, by name; `stages` is as in Path."""
 
     def __init__(
-        self,
-        control: ControlClient,
-        caller: Caller,
-        rdma: Rdma,
-        told: dict[str, str],
-        stages: bool,
+        self, control: ControlClient, rdma: Rdma, told: dict[str, str], stages: bool
     ) -> None:
         self.control = control
         self._rdma = rdma
-        self._caller = caller
         self._told = told
         self._stages = stages
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
         self._first = trio.Event()
         self._broke = trio.Event()
         # Pairs of rails that worked before or failed to connect, to be tried again soon.
@@ -103,79 +91,17 @@ class Lanes:
         if not self._first.is_set():
             await self._first.wait()
 
-    # -- moving bytes ----------------------------------------------------------------------------
+    # -- choice of a lane ------------------------------------------------------------------------
 
-    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
-
-        async def read_part(at: int, count: int) -> None:
-            def landed_there(begin: int, count: int, data: memoryview | None) -> None:
-                landed(at + begin, count, data)
-
-            await self._move(
-                count,
-                lambda path: path.read(extent, start + at, into.part(at, count), landed_there),
-            )
-
-        parts = self._shares(into.length)
-        if len(parts) == 1:
-            await read_part(0, into.length)
-            return
-        errors: list[OSError | NotThisWay] = []
-
-        async def attempt(at: int, count: int, scope: trio.CancelScope) -> None:
-            try:
-                await read_part(at, count)
-            except (OSError, NotThisWay) as error:
-                errors.append(error)
-                scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for at, count in parts:
-                nursery.start_soon(attempt, at, count, nursery.cancel_scope)
-        if errors:
-            raise errors[0]
-
-    async def write(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth | None = None,
-        passed: Landed = nothing_landed,
-    ) -> None:
-        """Do as Device.write. With `growth`, the file is still being received. Raises OSError,
-        NotThisWay."""
-        await self._move(
-            source.length, lambda path: path.write(extent, target, source, growth, passed)
+    def fastest(self, length: int) -> Lane | None:
+        """Return the lane that would finish an operation on so many bytes first; None if none is usable."""
+        return min(
+            (lane for lane in self._lanes if lane.is_usable),
+            key=lambda lane: (lane.bytes_under_way + length) / lane.mbit_s,
+            default=None,
         )
 
-    async def _move(self, length: int, move: Callable[[Path], Awaitable[None]]) -> None:
-        why = "there is no queue pair"
-        for _ in range(_TRIES):
-            usable = [lane for lane in self._lanes if lane.is_usable]
-            if not usable:
-                break
-            lane = min(usable, key=lambda lane: (lane.bytes_under_way + length) / lane.mbit_s)
-            path = lane.path
-            assert path is not None
-            lane.bytes_under_way += length
-            try:
-                await move(path)
-            except NotThisWay as error:
-                if not path.failure:
-                    raise
-                why = str(error)
-                self._caller.counters.reroutes += 1
-                await self._lose(lane, path)
-            else:
-                self._caller.counters.rails[lane.mine.rail.name] += length
-                return
-            finally:
-                lane.bytes_under_way -= length
-        raise NotThisWay(why)
-
-    def _shares(self, length: int) -> list[tuple[int, int]]:
+    def shares(self, length: int) -> list[tuple[int, int]]:
         """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
         speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
         count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
@@ -221,7 +147,7 @@ class Lanes:
         """Set up queue pairs between all rails that reach each other."""
         try:
             own = self._rdma.rails(self.control.ends.here)
-            answer = await ask(self.control, lambda number: Rails(number, ""))
+            answer = await ask(self.control, Rails())
             if not isinstance(answer, RailsFound):
                 raise NotThisWay("the node's answer makes no sense")
             check_rails(answer.rails)
@@ -229,7 +155,7 @@ class Lanes:
             self._cannot(_text(error))
             return
         each = self._rdma.choice.queue_pairs
-        pairs = pair(own, answer.rails)[: QUEUE_PAIRS_MAX // each]
+        pairs = paired(own, answer.rails)[: QUEUE_PAIRS_MAX // each]
         if not pairs:
             self._cannot("no RDMA device here is on a network with one of the node's")
             return
@@ -237,7 +163,7 @@ class Lanes:
             self._told.clear()
             self._lost.clear()
         before = {lane.key: lane for lane in self._lanes}
-        lanes = [_Lane(*ends, index) for ends in pairs for index in range(each)]
+        lanes = [Lane(*ends, index) for ends in pairs for index in range(each)]
         lanes = [before.pop(lane.key, lane) for lane in lanes]
         lanes += [lane for lane in before.values() if lane.is_usable]
         self._lanes = lanes[:QUEUE_PAIRS_MAX]
@@ -249,18 +175,11 @@ class Lanes:
                 if lane.path is None:
                     nursery.start_soon(self._connect, lane)
 
-    async def _connect(self, lane: _Lane) -> None:
+    async def _connect(self, lane: Lane) -> None:
         try:
             adapter, gid_index = self._rdma.open(lane.mine.route)
-            path = await open_path(
-                self.control,
-                self._caller,
-                adapter,
-                gid_index,
-                lane.other,
-                lane.number,
-                self._stages,
-            )
+            pair = adapter.queue_pair(gid_index)
+            path = await open_path(self.control, pair, lane.other, lane.number, self._stages)
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)
             return
@@ -268,7 +187,7 @@ class Lanes:
         if not self.control.is_open:
             path.fail("the control connection ended")
             return
-        self._caller.nursery.start_soon(self._watch, lane, path)
+        self.control.caller.nursery.start_soon(self._watch, lane, path)
         back = " is back" if lane.name in self._lost else ""
         self._lost.discard(lane.name)
         if self._told.get(lane.name) != _UP:
@@ -277,11 +196,11 @@ class Lanes:
         self._told.pop("", None)
         self._first.set()
 
-    async def _watch(self, lane: _Lane, path: Path) -> None:
+    async def _watch(self, lane: Lane, path: Path) -> None:
         await path.failed.wait()
-        await self._lose(lane, path)
+        await self.lose(lane, path)
 
-    async def _lose(self, lane: _Lane, path: Path) -> None:
+    async def lose(self, lane: Lane, path: Path) -> None:
         """Take a broken queue pair out of use. It has told the operations under way on it itself."""
         if lane.path is not path:
             return
@@ -291,7 +210,7 @@ class Lanes:
             self._broke.set()
         await path.close(path.failure)
 
-    def _cannot(self, why: str, lane: _Lane | None = None) -> None:
+    def _cannot(self, why: str, lane: Lane | None = None) -> None:
         """Log that RDMA, or this lane, does not work; once until that changes."""
         if not self.control.is_open:
             return

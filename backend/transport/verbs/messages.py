@@ -4,7 +4,6 @@ import errno
 
 import msgspec
 
-from .. import Target
 from ..codec import MessageSet
 from ..frames import BadMessage
 from ..messages import (
@@ -14,9 +13,9 @@ from ..messages import (
     Answer,
     Message,
     Request,
+    ToTarget,
     check_extent,
     check_range,
-    check_target,
 )
 from ..rights import ANY, NONE, OWN
 
@@ -102,22 +101,20 @@ class Expose(AboutExtent, tag=19):
         check_range(self.start, self.length)
 
 
-class Reserve(AboutExtent, tag=30):
+class Reserve(ToTarget, tag=30):
     """Asks to write an extent into the node's memory, by queue pair `pair`, in pieces of `piece` bytes; the
     last one may be shorter. Each piece ends with a WRITE that carries the granted handle as immediate data.
     Answered a second time, with the number `sealed`, when all pieces have arrived and the extent is sealed
     here and down the chain."""
 
-    target: Target
     length: int
     piece: int
     sealed: int
     pair: int = 0
 
     def check(self) -> None:
+        ToTarget.check(self)
         check_pair(self.pair)
-        check_target(self.target)
-        check_extent(self.extent)
         check_reservation(self.length, self.piece)
 
 

@@ -6,19 +6,17 @@ meanwhile, `Broken` is raised and nothing is lost: the node drops a half-written
 moves the bytes in another way.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from ..caller import Caller, ControlClient
+from ..caller import ControlClient, Expected
 from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay
-from .adapter import Adapter
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -54,23 +52,16 @@ def piece_bytes(length: int, is_handed_on: bool = False) -> int:
 
 
 class Path:
-    """A queue pair to one store node. It lives no longer than the control connection that it was set up on.
-    Made by `open_path`."""
+    """A queue pair to one store node, number `number` of its control connection, with which it ends. Made
+    by `open_path`. Without `stages`, files are registered at first use; with it, their bytes pass through
+    memory that stays registered, as each file is used once."""
 
-    def __init__(
-        self,
-        control: ControlClient,
-        adapter: Adapter,
-        pair: QueuePair,
-        number: int,
-        stages: bool,
-    ) -> None:
+    def __init__(self, control: ControlClient, pair: QueuePair, number: int, stages: bool) -> None:
         self._control = control
-        self._adapter = adapter
         self._pair = pair
+        self._adapter = pair.adapter
         self._number = number
         self._stages = stages
-        self.node = control.node
 
     @property
     def failure(self) -> str:
@@ -91,11 +82,7 @@ class Path:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
-            exposed = await self._ask(
-                lambda number: Expose(
-                    number, current_request(), extent, start, length, self._number
-                )
-            )
+            exposed = await self._ask(Expose(extent, start, length, self._number))
             try:
                 if not regions:
                     remote = Remote(exposed.address, exposed.key)
@@ -127,37 +114,27 @@ class Path:
                     raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
-            with self._control.expecting() as sealed:
+            with Expected(self._control, target.group) as sealed:
+                told = piece if target.chain else length
                 exposed = await self._ask(
-                    lambda number: Reserve(
-                        number,
-                        current_request(),
-                        extent,
-                        target,
-                        length,
-                        piece if target.chain else length,
-                        sealed.number,
-                        self._number,
-                    ),
-                    target.group,
+                    Reserve(extent, target, length, told, sealed.number, self._number)
                 )
                 try:
                     if exposed.wanted and region is not None:
-                        await self._write_from(
-                            region, source, piece, exposed, growth, each=bool(target.chain)
-                        )
+                        each = bool(target.chain)
+                        await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
                             self._pair, remote, source, exposed.handle, bool(target.chain), passed
                         )
                     with _told_apart():
-                        answer = await sealed.answer(target.group)
+                        answer = await sealed.answer()
                 except BaseException:
                     self._control.say_later(Release(exposed.handle))
                     raise
             if not isinstance(answer, Done):
-                raise Unreachable(self.node, "its answer makes no sense")
+                raise Unreachable(self._control.node, "its answer makes no sense")
 
     async def _write_from(
         self,
@@ -178,9 +155,18 @@ class Path:
                 there = await growth.more_than(min(length, done + piece) - 1)
                 if there < length:
                     there -= there % piece
-            pieces = _pieces(address, region.key, exposed, done, there, piece)
-            number = exposed.handle if each or there == length else None
-            await self._pair.write(pieces, number, each)
+            pieces = [
+                Piece(
+                    address + at,
+                    min(piece, there - at),
+                    region.key,
+                    exposed.address + at,
+                    exposed.key,
+                    exposed.handle if each or at + piece >= length else None,
+                )
+                for at in range(done, there, piece)
+            ]
+            await self._pair.write(pieces)
             done = there
 
     @asynccontextmanager
@@ -220,21 +206,17 @@ class Path:
                 f"{file.length} bytes cannot be registered: {error.strerror}"
             ) from None
 
-    async def _ask(self, make: Callable[[int], Request], group: int = 0) -> Exposed:
+    async def _ask(self, request: Request) -> Exposed:
         try:
-            answer = await ask(self._control, make, group)
+            answer = await ask(self._control, request)
         except OSError as error:
             if error.errno != NO_QUEUE_PAIR:
                 raise
             self._pair.fail(f"the node gave it up: {error.strerror}")
             raise Broken(self.failure) from None
         if not isinstance(answer, Exposed):
-            raise Unreachable(self.node, "its answer makes no sense")
+            raise Unreachable(self._control.node, "its answer makes no sense")
         return answer
-
-    async def _say(self, message: Detach) -> None:
-        with trio.CancelScope(shield=True):
-            await self._control.say(message)
 
     def fail(self, why: str) -> None:
         """Fail the queue pair: transfers under way raise Broken."""
@@ -243,26 +225,18 @@ class Path:
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
         self._pair.fail(why)
-        await self._say(Detach(self._number))
+        with trio.CancelScope(shield=True):
+            await self._control.say(Detach(self._number))
 
 
 async def open_path(
-    control: ControlClient,
-    caller: Caller,
-    adapter: Adapter,
-    gid_index: int,
-    rail: Rail,
-    pair_number: int,
-    stages: bool,
+    control: ControlClient, pair: QueuePair, rail: Rail, number: int, stages: bool
 ) -> Path:
-    """Set up a queue pair with a rail of the node, and check that it works. With `stages`, files are used
-    once and are not registered. Raises OSError, NotThisWay."""
-    pair = adapter.queue_pair(gid_index)
+    """Connect a queue pair with a rail of the node, and check that it works; it is closed if it does not.
+    Raises OSError, NotThisWay."""
+    caller = control.caller
     try:
-        answer = await ask(
-            control,
-            lambda number: Attach(number, "", pair.end(), pair_number, rail.name, rail.gid),
-        )
+        answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
         try:
@@ -274,7 +248,7 @@ async def open_path(
         pair.close()
         raise
     caller.nursery.start_soon(pair.run)
-    path = Path(control, adapter, pair, pair_number, stages)
+    path = Path(control, pair, number, stages)
     try:
         await pair.probe()
     except BaseException:
@@ -283,10 +257,10 @@ async def open_path(
     return path
 
 
-async def ask(control: ControlClient, make: Callable[[int], Request], group: int = 0) -> Answer:
+async def ask(control: ControlClient, request: Request) -> Answer:
     """Ask the node and return its answer. Raises OSError, the node's error; NotThisWay."""
     with _told_apart():
-        return await control.ask(make, group)
+        return await control.ask(request)
 
 
 @contextmanager
@@ -312,13 +286,3 @@ def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> li
             count = min(piece, last - at)
             pieces.append(Piece(region.address(at), count, region.key, there, exposed.key))
     return pieces
-
-
-def _pieces(
-    address: int, key: int, exposed: Exposed, start: int, end: int, piece: int
-) -> list[Piece]:
-    """Return the pieces that write bytes [start, end) of the range that begins at `address`."""
-    return [
-        Piece(address + at, min(piece, end - at), key, exposed.address + at, exposed.key)
-        for at in range(start, end, piece)
-    ]

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -22,8 +22,10 @@ from ..prompt import acquire
 from .completions import Completions
 from .library import immediate, status_name
 from .messages import QueueEnd
-from .opened import OpenedPort
 from .regions import Region
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +51,16 @@ class Broken(NotThisWay):
 
 
 class Piece(NamedTuple):
-    """A run of bytes at this end (address, length, lkey) and at the peer (address, rkey)."""
+    """A run of bytes at this end (address, length, lkey) and at the peer (address, rkey). A WRITE carries
+    `number` as immediate data (None: none); the peer gets it when this piece and all before it are in its
+    memory."""
 
     address: int
     length: int
     key: int
     remote_address: int
     remote_key: int
+    number: int | None = None
 
 
 class Batch:
@@ -71,33 +76,31 @@ class Window:
     its queue pair."""
 
     def __init__(self, pair: "QueuePair", handle: Any, address: int, key: int) -> None:
-        self._pair = pair
+        self.pair = pair
         self._handle = handle
         self.address = address
         self.key = key
         pair.windows.add(self)
 
     def close(self) -> None:
-        self._pair.windows.discard(self)
+        self.pair.windows.discard(self)
         self._handle.close()
 
 
 class QueuePair:
     """A queue pair; make it by Adapter.queue_pair. With `receives`, the peer may write here, and
-    `arrived(number)` is called for each of its WRITEs with immediate data. `closed` is called at the end.
-    Rights granted to the peer are registered in the protection domain `pd`."""
+    `arrived(number)` is called for each of its WRITEs with immediate data. Rights granted to the peer are
+    registered in the protection domain `pd`."""
 
     def __init__(
         self,
-        port: OpenedPort,
+        adapter: "Adapter",
         gid_index: int,
         receives: bool,
         arrived: Callable[[int], None] = lambda number: None,
-        closed: Callable[["QueuePair"], None] = lambda pair: None,
     ) -> None:
-        self._port = port
-        self._library = port.library
-        self._closed = closed
+        self.adapter = adapter
+        self._library = adapter.library
         self._gid_index = gid_index
         self._arrived = arrived
         self._receives = RECEIVES if receives else 0
@@ -114,22 +117,22 @@ class QueuePair:
         self._sent = Completions(
             # One entry for each work request: even an unsignalled one completes if it fails.
             library,
-            port.context,
+            adapter.context,
             SENDS + 1,
             self._take_sent,
             lambda: bool(self._batches),
         )
         self._arrivals = self._sent
-        self.pd = port.pd
+        self.pd = adapter.pd
         try:
-            if receives and not port.has_windows:
+            if receives and not adapter.has_windows:
                 # Without windows a right is a memory region, whose rkey works for the whole protection
                 # domain.
                 with library.errors:
-                    self.pd = library.PD(port.context)
+                    self.pd = library.PD(adapter.context)
             if receives:
                 self._arrivals = Completions(
-                    library, port.context, RECEIVES, self._take_arrival, lambda: True
+                    library, adapter.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
             self._pair = self._make()
@@ -167,29 +170,29 @@ class QueuePair:
             )
 
     def end(self) -> QueueEnd:
-        port = self._port
+        adapter = self.adapter
         return QueueEnd(
-            port.gid(self._gid_index),
-            port.lid,
+            adapter.gid(self._gid_index),
+            adapter.lid,
             int(self._pair.qp_num),
             self._psn,
-            port.mtu,
-            min(_READS_MAX, port.reads_answered),
+            adapter.mtu,
+            min(_READS_MAX, adapter.reads_answered),
         )
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
         """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
         OSError."""
-        library, port = self._library, self._port
+        library, adapter = self._library, self.adapter
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
         )
         attributes = library.QPAttr(
-            port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
+            port_num=adapter.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, adapter.mtu)}")
         )
         with library.errors:
             attributes.ah_attr = library.AHAttr(
-                port_num=port.port, dlid=peer.lid, is_global=1, gr=route
+                port_num=adapter.port, dlid=peer.lid, is_global=1, gr=route
             )
             attributes.qp_access_flags = (
                 library.enum("ACCESS_REMOTE_READ") | library.enum("ACCESS_REMOTE_WRITE")
@@ -198,8 +201,8 @@ class QueuePair:
             )
             attributes.dest_qp_num = peer.number
             attributes.sq_psn, attributes.rq_psn = self._psn, peer.psn
-            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, port.reads_asked))
-            attributes.max_dest_rd_atomic = min(_READS_MAX, port.reads_answered)
+            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, adapter.reads_asked))
+            attributes.max_dest_rd_atomic = min(_READS_MAX, adapter.reads_answered)
             attributes.min_rnr_timer = _RNR_TIMER
             attributes.timeout = timeout_exponent(patience_s)
             attributes.retry_cnt = _RETRIES
@@ -212,23 +215,21 @@ class QueuePair:
 
     async def read(self, pieces: Sequence[Piece]) -> None:
         """READ from the peer's memory into this end's. Raises Broken."""
-        await self._transfer(self._read, pieces, None)
+        await self._transfer(self._read, pieces)
 
-    async def write(self, pieces: Sequence[Piece], number: int | None, each: bool = True) -> None:
-        """WRITE from this end's memory into the peer's. A `number` is sent as immediate data of each piece,
-        or of the last one only if not `each`; the peer gets it when that piece and all before it are in its
-        memory. Raises Broken."""
-        await self._transfer(self._write, pieces, number, each)
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """WRITE from this end's memory into the peer's. Raises Broken."""
+        await self._transfer(self._write, pieces)
 
     async def probe(self) -> None:
         """Check that the peer answers, by a WRITE of no bytes, which needs no rkey. Raises Broken."""
-        await self.write([Piece(0, 0, 0, 0, 0)], None)
+        await self.write([Piece(0, 0, 0, 0, 0)])
 
-    async def begin_write(self, pieces: Sequence[Piece], number: int | None) -> Batch:
-        """Post a `write` of at most BATCH pieces and return; the caller must also await `finish`. Batches
-        arrive in the order in which they were begun. Raises Broken."""
+    async def begin_write(self, piece: Piece) -> Batch:
+        """Post the `write` of a piece and return; the caller must also await `finish`. Pieces arrive in the
+        order in which they were begun. Raises Broken."""
         await self._find_room()
-        return self._post([self._request(self._write, piece, number) for piece in pieces])
+        return self._post([self._request(self._write, piece)])
 
     # -- rights of the peer ----------------------------------------------------------------------
 
@@ -246,16 +247,16 @@ class QueuePair:
         a window needs a writable region; on a device with windows, its protection domain is the one of all
         queue pairs.
         """
-        library, port = self._library, self._port
+        library, adapter = self._library, self.adapter
         rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
         address = region.address(offset)
-        if not (port.has_windows and region.writable):
+        if not (adapter.has_windows and region.writable):
             rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
             with library.errors:
                 registration = library.MR(self.pd, length, rights, address=address)
             return Window(self, registration, address, registration.rkey)
         with library.errors:
-            handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
+            handle = library.MW(adapter.pd, library.enum("MW_TYPE_2"))
         window = Window(self, handle, address, 0)
         try:
             info = library.MWBindInfo(region.registration, address, length, rights)
@@ -275,23 +276,18 @@ class QueuePair:
         await self.finish([self._post([request])])
         return key
 
-    async def _transfer(
-        self, opcode: int, pieces: Sequence[Piece], number: int | None, each: bool = True
-    ) -> None:
+    async def _transfer(self, opcode: int, pieces: Sequence[Piece]) -> None:
         batches: list[Batch] = []
         try:
             for first in range(0, len(pieces), BATCH):
                 await self._find_room()
-                requests = [
-                    self._request(opcode, piece, number if each or piece is pieces[-1] else None)
-                    for piece in pieces[first : first + BATCH]
-                ]
-                batches.append(self._post(requests))
+                batch = pieces[first : first + BATCH]
+                batches.append(self._post([self._request(opcode, piece) for piece in batch]))
         finally:
             await self.finish(batches)
 
-    def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
-        library = self._library
+    def _request(self, opcode: int, piece: Piece) -> Any:
+        library, number = self._library, piece.number
         request = library.SendWR(
             opcode=opcode if number is None else self._write_number,
             num_sge=1,
@@ -373,7 +369,7 @@ class QueuePair:
             for batch in list(self._batches.values()):
                 await batch.done.wait()
         if self._batches and not self.is_closed:
-            log.warning("RDMA device %s does not give back what is posted", self._port.name)
+            log.warning("RDMA device %s does not give back what is posted", self.adapter.name)
 
     def _take_sent(self, completion: Any) -> None:
         if completion.status:
@@ -422,7 +418,7 @@ class QueuePair:
         if self.is_closed:
             return
         self.is_closed = True
-        self._closed(self)
+        self.adapter.pairs.discard(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
         for window in list(self.windows):
@@ -438,7 +434,7 @@ class QueuePair:
     def _close_rest(self) -> None:
         for completions in {self._sent, self._arrivals}:
             completions.close()
-        if self.pd is not self._port.pd:
+        if self.pd is not self.adapter.pd:
             with self._library.errors:
                 self.pd.close()
 

@@ -227,15 +227,6 @@ class Regions:
         status = os.fstat(fd)
         return self._find((status.st_dev, status.st_ino), offset, length, writable)
 
-    def hold(self, length: int) -> None:
-        """Count `length` bytes that the caller registers itself, until `let_go`. Raises OSError ENOMEM."""
-        self._make_room(length)
-        self.counters.registrations += 1
-        self.counters.pinned_bytes += length
-
-    def let_go(self, length: int) -> None:
-        self.counters.pinned_bytes -= length
-
     def _find(
         self, file: tuple[int, int], offset: int, length: int, writable: bool
     ) -> Region | None:
@@ -313,11 +304,6 @@ class Regions:
         region.close()
 
 
-def populate(address: int, length: int, writable: bool) -> None:
-    """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
-    _libc.madvise(address, length, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
-
-
 class _Mapped:
     """A mapped range of a file, and a descriptor of the file. Python's own mmap objects cannot be used:
     they tell their address only if they are writable."""
@@ -336,7 +322,9 @@ class _Mapped:
         self._is_closed = False
 
     def populate(self) -> None:
-        populate(self.address, self._length, self._writable)
+        """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
+        advice = _MADV_POPULATE_WRITE if self._writable else _MADV_POPULATE_READ
+        _libc.madvise(self.address, self._length, advice)
 
     def register(self, library: Library, pd: Any, length: int, access: int) -> Any:
         return library.MR(pd, length, access, address=self.address)

@@ -9,17 +9,15 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
-from .. import Extent, FileRange, Target
+from .. import FileRange
 from ..growth import Growth
 from ..messages import Answer, Done, Message, Request
 from ..mover import Connection, Host, Lasting
 from ..rights import Peer
 from ..service import Held, Incoming, begin
-from .adapter import Adapter
 from .messages import (
     HANDLES_MAX,
     NO_QUEUE_PAIR,
@@ -47,18 +45,13 @@ GIVEN_S = 600.0
 SESSION_OVER = "the peer's session is over"
 
 
-class _End(NamedTuple):
-    adapter: Adapter
-    pair: QueuePair
-
-
 class _Given:
-    """A peer's right to a range of a file."""
+    """A peer's right to a range of a file: a window on a registered region."""
 
-    def __init__(self, end: _End, held: Held, region: Region, window: Window) -> None:
+    def __init__(self, held: Held, region: Region, window: Window) -> None:
         self.held = held
         self.window = window
-        self.end = end
+        self.pair = window.pair
         self._region: Region | None = region
         self.until = trio.current_time() + GIVEN_S
 
@@ -66,28 +59,27 @@ class _Given:
         """End the right: the peer cannot touch the memory any more."""
         if self._region is not None:
             self.window.close()
-            self.end.adapter.regions.release(self._region, keep=self.held.is_own)
+            self.pair.adapter.regions.release(self._region, keep=self.held.is_own)
             self._region = None
 
 
 class _Arrival:
-    """An extent that a peer writes. `incoming` is the file that it comes into, and `given` the peer's right
-    to it. Both are None if the extent is here already: then `held` is only handed on."""
+    """An extent that a peer writes by a queue pair. `incoming` is the file that it comes into, and `given`
+    the peer's right to it. Both are None if the extent is here already: then `held` is only handed on."""
 
     def __init__(
         self,
-        end: _End,
+        pair: QueuePair,
         asked: Reserve,
-        growth: Growth,
         held: Held,
         incoming: Incoming | None = None,
         given: _Given | None = None,
     ) -> None:
-        self.end = end
+        self.pair = pair
         self.extent = asked.extent
         self.target = asked.target
         self.piece = asked.piece
-        self.growth = growth
+        self.growth = Growth(asked.length, 0 if incoming is not None else asked.length)
         self.held = held
         self.incoming = incoming
         self.given = given
@@ -120,22 +112,21 @@ class Responder(Connection):
         self._nursery = nursery
         self._ended = ended
         self._handles = itertools.count(1)
-        self._ends: dict[int, _End] = {}
+        self._pairs: dict[int, QueuePair] = {}
         self._given: dict[int, _Given] = {}
         self._arrivals: dict[int, _Arrival] = {}
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        number = request.number
         match request:
             case Attach():
-                return Attached(number, self._attach(request))
+                return Attached(self._attach(request))
             case Rails():
-                return RailsFound(number, self._rails())
+                return RailsFound(self._rails())
             case Expose():
                 return await self._expose(request)
         assert isinstance(request, Reserve)
         first = await self._reserve(request)
-        return Lasting(first, request.sealed, partial(self._seal, first.handle, request.sealed))
+        return Lasting(first, request.sealed, partial(self._seal, first.handle))
 
     def take(self, message: Message) -> None:
         match message:
@@ -150,16 +141,15 @@ class Responder(Connection):
 
     def detach(self, why: str, number: int | None = None) -> None:
         """Close queue pair `number`, or all of them, and end the rights granted for it."""
-        gone = [
-            self._ends.pop(each) for each in list(self._ends) if number is None or each == number
-        ]
-        for end in gone:
+        numbers = list(self._pairs) if number is None else [number]
+        gone = [self._pairs.pop(each) for each in numbers if each in self._pairs]
+        for pair in gone:
             # Close it before its files: a message that has partly arrived still writes to their memory.
-            end.pair.fail(why)
-            end.pair.close()
+            pair.fail(why)
+            pair.close()
         held: dict[int, _Given | _Arrival] = {**self._given, **self._arrivals}
         for handle, each in held.items():
-            if each.end in gone:
+            if each.pair in gone:
                 self._drop(handle, why)
 
     def give_up(self, content: int) -> None:
@@ -193,7 +183,7 @@ class Responder(Connection):
                 raise
         except OSError as error:
             raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
-        self._ends[asked.pair] = _End(adapter, pair)
+        self._pairs[asked.pair] = pair
         self._nursery.start_soon(pair.run)
         self._nursery.start_soon(self._watch, asked.pair, pair)
         return pair.end()
@@ -208,13 +198,13 @@ class Responder(Connection):
 
     async def _expose(self, asked: Expose) -> Exposed:
         """Grant the right to read. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS, NO_QUEUE_PAIR."""
-        end = self._end(asked.pair)
+        pair = self._pair(asked.pair)
         held = await self._service.hold_own(asked.extent)
         try:
             size = self._service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            given = await self._give(end, held, size, asked.start, asked.length, False)
+            given = await self._give(pair, held, size, asked.start, asked.length, False)
         except BaseException:
             held.close()
             raise
@@ -222,34 +212,33 @@ class Responder(Connection):
         self._given[handle] = given
         self._counters.requests["read"] += 1
         self._counters.sent_bytes += asked.length
-        return Exposed(asked.number, handle, given.window.address, given.window.key)
+        return Exposed(handle, given.window.address, given.window.key)
 
     async def _reserve(self, asked: Reserve) -> Exposed:
         """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
         NO_QUEUE_PAIR."""
-        end, length = self._end(asked.pair), asked.length
-        incoming = await self._begin(end, asked.extent, asked.target, length)
+        pair, length = self._pair(asked.pair), asked.length
+        incoming = await self._begin(pair, asked)
         if incoming is None:
-            held = self._service.hold(asked.extent)
-            arrival = _Arrival(end, asked, Growth(length, length), held)
+            arrival = _Arrival(pair, asked, self._service.hold(asked.extent))
         else:
             try:
-                given = await self._give(end, incoming, length, 0, length, True)
+                given = await self._give(pair, incoming, length, 0, length, True)
             except BaseException:
                 incoming.close()
                 raise
-            arrival = _Arrival(end, asked, Growth(length), incoming, incoming, given)
+            arrival = _Arrival(pair, asked, incoming, incoming, given)
         handle = next(self._handles)
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
         if arrival.given is None:
-            return Exposed(asked.number, handle, 0, 0, wanted=False)
+            return Exposed(handle, 0, 0, wanted=False)
         window = arrival.given.window
-        return Exposed(asked.number, handle, window.address, window.key)
+        return Exposed(handle, window.address, window.key)
 
-    async def _seal(self, handle: int, number: int) -> Answer:
+    async def _seal(self, handle: int) -> Answer:
         """Answer when all pieces have arrived and the extent is sealed here and down the chain. Raises
         OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
         the queue pair."""
@@ -270,21 +259,19 @@ class Responder(Connection):
         finally:
             arrival.onward.cancel()
             self._leave(arrival)
-        return Done(number)
+        return Done()
 
     # -- coming in -------------------------------------------------------------------------------
 
-    async def _begin(
-        self, end: _End, extent: Extent, target: Target, length: int
-    ) -> Incoming | None:
+    async def _begin(self, pair: QueuePair, asked: Reserve) -> Incoming | None:
         try:
-            return await begin(self._service, extent, target, length)
+            return await begin(self._service, asked.extent, asked.target, asked.length)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
         # A removed extent keeps its memory until it is unregistered: do that, and try again.
-        end.adapter.regions.drop_orphans()
-        return await begin(self._service, extent, target, length)
+        pair.adapter.regions.drop_orphans()
+        return await begin(self._service, asked.extent, asked.target, asked.length)
 
     def _arrived(self, handle: int) -> None:
         arrival = self._arrivals.get(handle)
@@ -329,50 +316,41 @@ class Responder(Connection):
     # -- rights ----------------------------------------------------------------------------------
 
     async def _give(
-        self,
-        end: _End,
-        held: Held,
-        size: int,
-        start: int,
-        length: int,
-        writes: bool,
+        self, pair: QueuePair, held: Held, size: int, start: int, length: int, writes: bool
     ) -> _Given:
         """Grant a right. Registers the whole file, which later ranges of it can use. Raises OSError."""
-        adapter, pair = end
+        regions = pair.adapter.regions
         try:
-            region = await adapter.regions.acquire_file(held.fd, size)
+            region = await regions.acquire_file(held.fd, size)
         except OSError as error:
-            log.info("%d bytes cannot be registered: %s", size, error.strerror)
             text = f"{size} bytes cannot be registered: {error.strerror}"
+            log.info("%s", text)
             raise OSError(NOT_BY_VERBS, text) from None
         try:
             if pair.failure:
                 raise Broken(pair.failure)
             window = await pair.grant(region, start, length, writes)
-        except Broken as error:
-            adapter.regions.release(region, keep=held.is_own)
-            raise OSError(NO_QUEUE_PAIR, str(error)) from None
-        except OSError as error:
-            adapter.regions.release(region, keep=held.is_own)
-            raise OSError(NOT_BY_VERBS, str(error)) from None
-        except BaseException:
-            adapter.regions.release(region, keep=held.is_own)
+        except BaseException as error:
+            regions.release(region, keep=held.is_own)
+            if isinstance(error, (Broken, OSError)):
+                code = NO_QUEUE_PAIR if isinstance(error, Broken) else NOT_BY_VERBS
+                raise OSError(code, str(error)) from None
             raise
-        given = _Given(end, held, region, window)
+        given = _Given(held, region, window)
         if pair.failure:
             given.take_back()
             raise OSError(NO_QUEUE_PAIR, pair.failure)
         return given
 
-    def _end(self, number: int) -> _End:
+    def _pair(self, number: int) -> QueuePair:
         """Return queue pair `number`. Raises OSError if it is gone, or too many operations are under
         way."""
-        end = self._ends.get(number)
-        if end is None:
+        pair = self._pairs.get(number)
+        if pair is None:
             raise OSError(NO_QUEUE_PAIR, "there is no queue pair")
         if len(self._given) + len(self._arrivals) >= HANDLES_MAX:
             raise OSError(NOT_BY_VERBS, f"{HANDLES_MAX} operations are under way")
-        return end
+        return pair
 
     async def _watch(self, number: int, pair: QueuePair) -> None:
         """End the rights granted for a queue pair when it breaks, and each right after GIVEN_S."""
@@ -387,8 +365,7 @@ class Responder(Connection):
             for handle, given in rights:
                 if given.until < now:
                     self._drop(handle, "it took too long")
-        end = self._ends.get(number)
-        if end is not None and end.pair is pair:
+        if self._pairs.get(number) is pair:
             self.detach(pair.failure, number)
 
 

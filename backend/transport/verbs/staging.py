@@ -11,16 +11,14 @@ not, so transfers cannot deadlock. A slot is given back only when neither a thre
 it any more, even if the transfer failed.
 """
 
-import ctypes
 import errno
 import mmap
 import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import trio
 
@@ -28,9 +26,8 @@ from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
 from ..mover import NotThisWay
 from ..prompt import acquire
-from .library import Library
 from .queue import Piece, QueuePair
-from .regions import Regions, populate
+from .regions import Region, Regions
 
 BYTES_MAX = 32 << 20
 _BYTES_MIN = 1 << 20
@@ -64,16 +61,16 @@ class _Slot(NamedTuple):
 
 
 class Staging:
-    """The slots of one protection domain, made at first use. They count towards the limit of `regions`."""
+    """The slots of one protection domain, made at first use, in a file without a name: one of `regions`."""
 
-    def __init__(self, library: Library, pd: Any, regions: Regions) -> None:
-        self._library = library
-        self._pd = pd
+    def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._memory: _Memory | None = None
+        self._memory: tuple[Region, mmap.mmap] | None = None
         self._making = trio.Lock()
         self._why = ""
         self._after = 0.0
+        self._slot_bytes = 0
+        self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
         self._room = trio.Semaphore(0)
         self._threads = trio.CapacityLimiter(_THREADS_MAX)
@@ -89,13 +86,13 @@ class Staging:
     async def _make(self) -> None:
         if time.monotonic() < self._after:
             raise NotThisWay(self._why)
-        regions = self._regions
+        limit_bytes = self._regions.limit_bytes
         # The other half is left for queue pairs and for files that are registered themselves.
-        size = min(BYTES_MAX, regions.limit_bytes // 2)
-        why = f"no more than {regions.limit_bytes} bytes may be registered"
+        size = min(BYTES_MAX, limit_bytes // 2)
+        why = f"no more than {limit_bytes} bytes may be registered"
         while size >= _BYTES_MIN:
             try:
-                self._memory = await _Memory.make(self._library, self._pd, regions, size)
+                self._memory = await self._register(size)
                 break
             except OSError as error:
                 why = f"{size} bytes cannot be registered: {error.strerror}"
@@ -103,29 +100,55 @@ class Staging:
         else:
             self._why, self._after = why, time.monotonic() + _PAUSE_S
             raise NotThisWay(why)
-        for slot in self._memory.slots:
+        region, mapped = self._memory
+        step = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
+        self._slot_bytes = step = step - step % mmap.PAGESIZE
+        with memoryview(mapped) as view:
+            self._slots = [
+                _Slot(region.address(at), region.key, view[at : at + step])
+                for at in range(0, size - step + 1, step)
+            ]
+        for slot in self._slots:
             self._give_back(slot)
+
+    async def _register(self, size: int) -> tuple[Region, mmap.mmap]:
+        """Return new memory, registered and mapped. Raises OSError."""
+        fd = os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            region = await self._regions.acquire(fd, 0, size, True)
+            try:
+                return region, mmap.mmap(fd, size)
+            except BaseException:
+                self._regions.release(region, keep=False)
+                raise
+        finally:
+            os.close(fd)
 
     @property
     def slots(self) -> int:
-        return len(self._memory.slots) if self._memory is not None else 0
+        return len(self._slots)
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
     def close(self) -> None:
-        """Close the memory; no transfer may be under way."""
+        """Give the memory back; no transfer may be under way."""
         if self._memory is not None:
-            self._free.clear()
-            self._memory.close()
+            region, mapped = self._memory
             self._memory = None
+            for slot in self._slots:
+                slot.view.release()
+            self._slots.clear()
+            self._free.clear()
+            mapped.close()
+            self._regions.release(region, keep=False)
 
     def piece_bytes(self, length: int) -> int:
         """Return how many bytes one work request moves of a transfer of `length` bytes. `make` comes
         first."""
-        assert self._memory is not None
-        piece = min(length, self._memory.slot_bytes, max(_BLOCK_BYTES, length // _PIECES))
+        piece = min(length, self._slot_bytes, max(_BLOCK_BYTES, length // _PIECES))
         return piece - piece % _BLOCK_BYTES if piece > _BLOCK_BYTES else piece
 
     # -- moving bytes ----------------------------------------------------------------------------
@@ -176,9 +199,9 @@ class Staging:
             await self._copy(take, fd, slot.view[:count], offset + at, at_once)
             if at and not posted[at - piece].is_set():
                 await posted[at - piece].wait()
+            said = number if each or at + count == length else None
             batch = await pair.begin_write(
-                [Piece(slot.address, count, slot.key, remote.address + at, remote.key)],
-                number if each or at + count == length else None,
+                Piece(slot.address, count, slot.key, remote.address + at, remote.key, said)
             )
             posted[at].set()
             await pair.finish([batch])
@@ -208,7 +231,7 @@ class Staging:
                         await acquire(share)
                         nursery.start_soon(move_one, await self._take(), at)
             except BaseExceptionGroup as group:
-                raise _reason(group) from group
+                raise first_error(group, OSError, NotThisWay) from group
         self.staged_bytes += length
 
     async def _take(self) -> _Slot:
@@ -236,83 +259,12 @@ class Staging:
                 await trio.to_thread.run_sync(work, limiter=self._threads)
 
 
-class _Memory:
-    """Anonymous registered memory, cut into slots. Made by `make`."""
-
-    def __init__(self, library: Library, regions: Regions, size: int) -> None:
-        self.slot_bytes = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
-        self.slot_bytes -= self.slot_bytes % mmap.PAGESIZE
-        self.slots: list[_Slot] = []
-        self._library = library
-        self._regions = regions
-        self._size = size
-        self._registration: Any = None
-        self._mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # madvise fails on a kernel without huge pages.
-        with suppress(OSError):
-            self._mapped.madvise(mmap.MADV_HUGEPAGE)
-        # Pages shared with a child after fork are copied on write; the hardware would use the old ones.
-        self._mapped.madvise(mmap.MADV_DONTFORK)
-
-    @classmethod
-    async def make(cls, library: Library, pd: Any, regions: Regions, size: int) -> "_Memory":
-        """Allocate and register the memory. Raises OSError."""
-        regions.hold(size)
-        try:
-            made = cls(library, regions, size)
-            try:
-                await made._register(pd)
-            except BaseException:
-                made._mapped.close()
-                raise
-        except BaseException:
-            regions.let_go(size)
-            raise
-        return made
-
-    async def _register(self, pd: Any) -> None:
-        exported = ctypes.c_char.from_buffer(self._mapped)
-        address = ctypes.addressof(exported)
-        del exported
-        await trio.to_thread.run_sync(partial(populate, address, self._size, writable=True))
-        with self._library.errors:
-            self._registration = self._library.MR(
-                pd, self._size, self._library.enum("ACCESS_LOCAL_WRITE"), address=address
-            )
-        key = int(self._registration.lkey)
-        step = self.slot_bytes
-        with memoryview(self._mapped) as view:
-            self.slots = [
-                _Slot(address + at, key, view[at : at + step])
-                for at in range(0, self._size - step + 1, step)
-            ]
-
-    def close(self) -> None:
-        with self._library.errors:
-            self._registration.close()
-        for slot in self.slots:
-            slot.view.release()
-        self._mapped.close()
-        self._regions.let_go(self._size)
-
-
 def _copied_at_once(length: int, piece: int) -> bool:
     return length <= _ALL_AT_ONCE_BYTES or piece <= _AT_ONCE_BYTES or _processors() == 1
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the OSError of a group, or else the NotThisWay in it."""
-    error = first_error(group)
-    broken = group.subgroup(NotThisWay)
-    if error is group and broken is not None:
-        error = broken
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-    return error
 
 
 def _read_file(fd: int, view: memoryview, offset: int) -> None:

@@ -1,19 +1,30 @@
-"""The caller's end of the verbs mover: queue pairs to one store node."""
+"""The caller's end of the verbs mover: an operation goes to one of the queue pairs to a store node.
+
+An operation goes to the queue pair that would finish it first. If that one breaks meanwhile, the operation
+begins again on another one, and raises NotThisWay if none is left.
+"""
 
 from collections.abc import Awaitable, Callable
 
-from .. import Extent, FileRange, Landed, Memory, Target
+import trio
+
+from ...unwrap import first_error
+from .. import Extent, FileRange, Landed, Memory, Target, landed_from
 from ..growth import Growth
 from ..link import Link
-from ..mover import Transfer, Way
+from ..mover import NotThisWay, Transfer, Way
 from .lanes import Lanes
+from .path import Path
 from .rdma import Rdma
 
 __all__ = ["VerbsWay"]
 
+# An operation that breaks this many queue pairs is moved over TCP.
+_TRIES = 4
+
 
 class VerbsWay(Way):
-    """Moves extents to and from one node. `stages` is as in `open_path`."""
+    """Moves extents to and from one node. `stages` is as in Path."""
 
     name = "verbs"
 
@@ -35,13 +46,7 @@ class VerbsWay(Way):
         return record is None or self.name in record.transports
 
     async def reach(self) -> int | None:
-        caller = self._link.caller
-        control = await self._link.connected()
-        lanes = self.lanes
-        if lanes is None or lanes.control is not control:
-            lanes = self.lanes = Lanes(control, caller, self._rdma, self._told, self._stages)
-            caller.nursery.start_soon(lanes.run)
-        await lanes.ready()
+        lanes = await self._connected()
         return lanes.mbit_s if lanes.is_usable else None
 
     @property
@@ -49,12 +54,28 @@ class VerbsWay(Way):
         return self._stages
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        await self._move(lambda lanes: lanes.read(extent, start, into, landed))
+        async def read_part(at: int, count: int) -> None:
+            there, show = into.part(at, count), landed_from(landed, at)
+            await self._move(count, lambda path: path.read(extent, start + at, there, show))
+
+        lanes = self.lanes
+        parts = lanes.shares(into.length) if lanes is not None else []
+        if len(parts) < 2:
+            await read_part(0, into.length)
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                for part in parts:
+                    nursery.start_soon(read_part, *part)
+        except BaseExceptionGroup as group:
+            raise first_error(group, OSError, NotThisWay) from group
 
     async def write(
         self, extent: Extent, target: Target, source: FileRange, passed: Landed
     ) -> None:
-        await self._move(lambda lanes: lanes.write(extent, target, source, passed=passed))
+        await self._move(
+            source.length, lambda path: path.write(extent, target, source, None, passed)
+        )
 
     async def pass_on(
         self,
@@ -64,7 +85,7 @@ class VerbsWay(Way):
         growth: Growth,
         lend: Callable[[], None],
     ) -> None:
-        await self._move(lambda lanes: lanes.write(extent, target, source, growth))
+        await self._move(source.length, lambda path: path.write(extent, target, source, growth))
 
     def give_up(self, why: str) -> None:
         """Do nothing: queue pairs end with their control connection."""
@@ -72,9 +93,41 @@ class VerbsWay(Way):
     def tidy(self) -> None:
         """Do nothing: adapters keep their registrations, for all nodes."""
 
-    async def _move(self, move: Callable[[Lanes], Awaitable[None]]) -> None:
-        if self.lanes is None or not self.lanes.is_usable:
-            await self.reach()
-        assert self.lanes is not None
-        with self._link.watched():
-            await move(self.lanes)
+    async def _connected(self) -> Lanes:
+        """Return the lanes of the present control connection, after the first attempt to set them up.
+        Raises Unreachable."""
+        control = await self._link.connected()
+        lanes = self.lanes
+        if lanes is None or lanes.control is not control:
+            lanes = self.lanes = Lanes(control, self._rdma, self._told, self._stages)
+            control.caller.nursery.start_soon(lanes.run)
+        await lanes.ready()
+        return lanes
+
+    async def _move(self, length: int, move: Callable[[Path], Awaitable[None]]) -> None:
+        lanes = self.lanes
+        if lanes is None or not lanes.is_usable:
+            lanes = await self._connected()
+        counters = self._link.caller.counters
+        why = "there is no queue pair"
+        for _ in range(_TRIES):
+            lane = lanes.fastest(length)
+            if lane is None or lane.path is None:
+                break
+            path = lane.path
+            lane.bytes_under_way += length
+            try:
+                with self._link.watched():
+                    await move(path)
+            except NotThisWay as error:
+                if not path.failure:
+                    raise
+                why = str(error)
+                counters.reroutes += 1
+                await lanes.lose(lane, path)
+            else:
+                counters.rails[lane.mine.rail.name] += length
+                return
+            finally:
+                lane.bytes_under_way -= length
+        raise NotThisWay(why)

@@ -157,8 +157,8 @@ class DeviceJobs:
 
     async def codec(self, size: int) -> float:
         """Both ends' encoding and decoding of a get and its answer."""
-        asked = messages.Get(1, "", [Extent(self._contents, 0)], size)
-        answer = messages.Contents(1, [bytes(size)])
+        asked = messages.Get([Extent(self._contents, 0)], size)
+        answer = messages.Contents([bytes(size)])
         known = codec_for(())
         began = time.perf_counter()
         for _ in range(_CODEC_ROUNDS):

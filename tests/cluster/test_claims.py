@@ -1,0 +1,240 @@
+"""New files in a directory that a mount has the claim of: made without asking, and by one host only."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from harness.claims import claim, claimed
+from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.mountpoint import eventually
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.kv import Put
+from irdmafs.backend.model.records import MountRecord, claim_key, encode, key_of
+
+FILES = 50
+
+
+def make(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+
+
+def transactions(mount: ClusterMount) -> tuple[int, int]:
+    """Return how often a mount has changed something in etcd, and asked how far it is."""
+    found = counters(mount)
+    return found["transactions"], found["barriers"]
+
+
+def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
+    cluster: Cluster, hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    claim(hosts[0], here)
+    before = transactions(hosts[0])
+    for number in range(FILES):
+        fd = make(here / f"unseen{number}")
+        os.fchmod(fd, 0o600)
+        os.setxattr(here / f"unseen{number}", "user.note", b"seen by nobody else")
+        (here / f"unseen{number}").unlink()
+        os.close(fd)
+    assert transactions(hosts[0]) == before
+    for number in range(FILES):
+        (here / f"file{number}").write_bytes(b"")
+    assert transactions(hosts[0]) == (before[0] + FILES, before[1])
+    for number in range(FILES):
+        (here / f"full{number}").write_bytes(b"content")
+    # A group of store nodes takes one when it is used first.
+    made, asked = transactions(hosts[0])
+    assert 2 * FILES <= made - before[0] <= 2 * FILES + cluster.plan.buckets
+    assert asked == before[1]
+    expected = [f"{kind}{number}" for kind in ("file", "full") for number in range(FILES)]
+    assert sorted(os.listdir(there)) == sorted(expected)
+    assert (there / "full7").read_bytes() == b"content"
+
+
+def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    claim(hosts[0], here)
+    fd = make(here / "file")
+    os.fchmod(fd, 0o640)
+    os.chown(here / "file", 7, 8)
+    os.setxattr(here / "file", "user.note", b"kept")
+    os.link(here / "file", here / "second")
+    os.write(fd, b"content")
+    os.rename(here / "file", here / "renamed")
+    os.close(fd)
+    for folder in pair:
+        assert sorted(os.listdir(folder)) == ["renamed", "second"]
+        for name in ("renamed", "second"):
+            found = os.stat(folder / name)
+            assert (found.st_mode & 0o777, found.st_uid, found.st_gid) == (0o640, 7, 8)
+            assert found.st_nlink == 2
+            assert os.getxattr(folder / name, "user.note") == b"kept"
+            assert (folder / name).read_bytes() == b"content"
+    fd = make(here / "empty")
+    os.rename(here / "empty", here / "file")
+    os.close(fd)
+    fd = make(here / "replaced")
+    os.rename(here / "file", here / "replaced")
+    os.write(fd, b"without a name")
+    os.close(fd)
+    assert (
+        sorted(os.listdir(there)) == sorted(os.listdir(here)) == ["renamed", "replaced", "second"]
+    )
+    assert (there / "replaced").read_bytes() == b""
+
+
+def test_another_host_that_makes_a_name_ends_the_claim(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    claim(hosts[0], here)
+    before = claimed(hosts[0])
+    opened = {number: make(here / f"file{number}") for number in range(3)}
+    os.close(make(there / "other"))
+    eventually(lambda: claimed(hosts[0]) < before, "it is given up")
+    for number, fd in opened.items():
+        with pytest.raises(FileExistsError):
+            make(there / f"file{number}")
+        os.write(fd, b"content")
+        os.close(fd)
+        assert (there / f"file{number}").read_bytes() == b"content"
+    with pytest.raises(FileExistsError):
+        make(here / "other")
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["open", "removed"])
+def test_a_directory_with_a_file_that_nobody_else_sees_cannot_be_removed(
+    hosts: list[ClusterMount], pair: list[Path], *, stays: bool
+) -> None:
+    (pair[0] / "directory").mkdir()
+    here, there = (folder / "directory" for folder in pair)
+    claim(hosts[0], here)
+    fd = make(here / "file")
+    if stays:
+        with pytest.raises(OSError) as caught:
+            there.rmdir()
+        assert caught.value.errno == errno.ENOTEMPTY
+        os.close(fd)
+        assert (there / "file").exists()
+    else:
+        os.unlink(here / "file")
+        there.rmdir()
+        os.close(fd)
+        assert not here.exists()
+
+
+def test_hosts_that_race_for_names_get_each_once(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    """Both make the same names, exclusively, at times faster than the other: claims come and go."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    count = 300
+    won: dict[int, list[int]] = {number: [] for number in range(count)}
+    failed: list[BaseException] = []
+
+    def race(host: int) -> None:
+        chooser = random.Random(seed + host)
+        try:
+            at = 0
+            while at < count:
+                # Several names in a row, then some that the other one may have made, or makes now.
+                for number in range(at, min(at + chooser.randrange(1, 12), count)):
+                    try:
+                        fd = make(pair[host] / f"name{number}")
+                    except FileExistsError:
+                        pass
+                    else:
+                        os.write(fd, b"%d" % host)
+                        os.close(fd)
+                        won[number].append(host)
+                    at = number + 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=race, args=(host,)) for host in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for number, winners in won.items():
+        assert len(winners) == 1, number
+        for folder in pair:
+            assert (folder / f"name{number}").read_bytes() == b"%d" % winners[0]
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        yield cluster
+
+
+def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster: Cluster) -> None:
+    holder, other = own_cluster.mounts
+    for name in ("stopped", "killed"):
+        (holder.path / name).mkdir()
+        claim(holder, holder.path / name)
+    fd = make(holder.path / "stopped" / "file")
+    os.write(fd, b"lost")
+    holder.pause()
+    write = make(other.path / "stopped" / "file")
+    os.write(write, b"content")
+    os.close(write)
+    holder.resume()
+    with pytest.raises(OSError) as caught:
+        os.close(fd)
+    assert caught.value.errno == errno.ESTALE
+    for mount in (holder, other):
+        assert (mount.path / "stopped" / "file").read_bytes() == b"content"
+    eventually(lambda: bool(counters(holder)["session_valid_seconds"]), "it has a session again")
+    claim(holder, holder.path / "killed")
+    fd = make(holder.path / "killed" / "file")
+    holder.kill9()
+    os.close(make(other.path / "killed" / "file"))
+    assert os.listdir(other.path / "killed") == ["file"]
+
+
+def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
+    mount, _ = own_cluster.mounts
+    directories = [mount.path / f"directory{number}" for number in range(4)]
+    for directory in directories:
+        directory.mkdir()
+    numbers = [directory.stat().st_ino for directory in directories]
+
+    async def hold(done: threading.Event) -> None:
+        config = ClusterConfig.load(str(own_cluster.config)).cluster
+        assert config is not None
+        async with config.engine("mount") as engine, trio.open_nursery() as nursery:
+            lease = await engine.leases.grant(60)
+            record = MountRecord("elsewhere", "/nowhere", 1, "1", key_digest=b"m" * 32)
+            claims = [Put(claim_key(ino), lease.to_bytes(8, "big"), lease) for ino in numbers[:2]]
+            # A claim of nobody, and one that is no number.
+            claims += [
+                Put(claim_key(numbers[2]), bytes(7) + b"1"),
+                Put(claim_key(numbers[3]), b"mine"),
+            ]
+            await engine.transact((), [Put(key_of(b"m", lease), encode(record), lease), *claims])
+            while not done.is_set():
+                await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+
+    done = threading.Event()
+    holding = threading.Thread(target=trio.run, args=(hold, done))
+    holding.start()
+    try:
+        eventually(lambda: len(own_cluster.status()["mounts"]) == 3, "the other member is there")
+        for directory in directories:
+            (directory / "file").write_bytes(b"content")
+    finally:
+        done.set()
+        holding.join()
+    assert mount.log.read_text().count("does not give the claim") == 1

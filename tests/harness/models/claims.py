@@ -1,0 +1,222 @@
+"""The protocol of backend/store/remote/claims.py as a state machine, for explorer.explore.
+
+Hosts make one name in one directory, each at most once, exclusively, and publish the file. What is atomic
+here is atomic there: a transaction in etcd, a host taking in one revision. All else happens in any order: a
+transaction that was sent may be applied at any later time. A host may think its session over at any time,
+and only then etcd may end it, with the host's claim.
+
+`Rules` names what the protocol demands; taking one away must lead to a name that two hosts made, or to a
+published file without its name.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from harness.models.explorer import Broken
+
+NOBODY = -1
+
+
+class Rules(NamedTuple):
+    names_compare_claim: bool = True
+    claims_compare_none: bool = True
+    keeps_within_session_only: bool = True
+    claim_waits_for_its_revision: bool = True
+    stores_before_it_gives_up: bool = True
+    stores_compare_name: bool = True
+
+
+class Bounds(NamedTuple):
+    """`losses` sessions end."""
+
+    hosts: int = 2
+    losses: int = 0
+
+
+class Etcd(NamedTuple):
+    """`claim` and `name`: the hosts that have them; `seen`: the name's file has a version."""
+
+    claim: int = NOBODY
+    name: int = NOBODY
+    seen: bool = False
+    ended: frozenset[int] = frozenset()
+
+
+class Flight(NamedTuple):
+    """A transaction that was sent, with what it compares."""
+
+    kind: str  # "claim", "make", "store", "publish", "give up"
+    claim: int
+    name: int
+
+
+class Host(NamedTuple):
+    """`applied`: how many of the states that etcd had it knows. `made`: "" no file, "kept" here alone,
+    "stored", "published", "lost"."""
+
+    applied: int = 0
+    valid: bool = True
+    made: str = ""
+    takes_claim: bool = True
+    gives_up: bool = False
+    flight: Flight | None = None
+    claimed_at: int = -1  # the state in which etcd had its claim first
+
+
+class State(NamedTuple):
+    past: tuple[Etcd, ...]
+    hosts: tuple[Host, ...]
+    losses: int
+
+    @property
+    def etcd(self) -> Etcd:
+        return self.past[-1]
+
+
+class Model:
+    def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
+        self.bounds = bounds
+        self.rules = rules or Rules()
+
+    def initial(self) -> State:
+        return State((Etcd(),), (Host(),) * self.bounds.hosts, self.bounds.losses)
+
+    def canonical(self, state: State) -> State:
+        return state
+
+    def alike(self, state: State) -> Iterable[State]:
+        return [state]
+
+    def reduced(self, state: State) -> State:
+        """Forget what every host has seen."""
+        oldest = min(host.applied for host in state.hosts)
+        if not oldest:
+            return state
+        hosts = tuple(
+            host._replace(
+                applied=host.applied - oldest, claimed_at=max(-1, host.claimed_at - oldest)
+            )
+            for host in state.hosts
+        )
+        return state._replace(past=state.past[oldest:], hosts=hosts)
+
+    def check(self, state: State) -> None:
+        """Each host that has made the name, and whose session lives, believes that nobody else did."""
+        makers = [
+            number
+            for number, host in enumerate(state.hosts)
+            if host.made in ("kept", "stored") and number not in state.etcd.ended
+        ]
+        if len(makers) > 1:
+            raise Broken(f"hosts {makers} have made the name")
+        for number, host in enumerate(state.hosts):
+            if host.made == "published" and (state.etcd.name, state.etcd.seen) != (number, True):
+                raise Broken(f"the file that host {number} published has lost its name")
+
+    # -- what may happen -------------------------------------------------------------------------
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        for number, host in enumerate(state.hosts):
+            if host.flight is not None:
+                yield (
+                    f"etcd answers {host.flight.kind} of host {number}",
+                    self._answered(state, number),
+                )
+            if host.applied < len(state.past) - 1:
+                yield (
+                    f"host {number} takes in a revision",
+                    self._with(state, number, applied=host.applied + 1),
+                )
+            if state.losses and host.valid:
+                lost = self._with(state, number, valid=False)
+                yield (
+                    f"host {number} thinks its session over",
+                    lost._replace(losses=state.losses - 1),
+                )
+            if not host.valid and number not in state.etcd.ended:
+                yield f"etcd ends the session of host {number}", self._ended(state, number)
+            if host.flight is None:
+                yield from self._host_steps(state, number)
+
+    def _host_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
+        host, known = state.hosts[number], self._known(state, number)
+        claim = known.claim
+        # A claim of a session that has ended is nobody's.
+        is_ours = claim == number and not host.gives_up
+        if not self.rules.claim_waits_for_its_revision and host.claimed_at >= 0:
+            is_ours = state.etcd.claim == number and not host.gives_up
+        if self.rules.keeps_within_session_only and not host.valid:
+            is_ours = False
+        is_free = known.name == NOBODY or (not known.seen and known.name in known.ended)
+        if not host.made and is_free:
+            if is_ours:
+                if number in state.etcd.ended:
+                    raise Broken(f"host {number} keeps a file when its session is over")
+                yield (
+                    f"host {number} keeps its file to itself",
+                    self._with(state, number, made="kept"),
+                )
+            elif claim in (NOBODY, number):
+                yield self._sent(state, number, "make")
+        if host.made == "kept" and (known.name in (NOBODY, number) or known.name in known.ended):
+            yield self._sent(state, number, "publish")
+            if claim != number or host.gives_up:
+                yield self._sent(state, number, "store")
+        elif host.made == "kept":
+            yield f"host {number} finds its name taken", self._with(state, number, made="lost")
+        if host.made == "stored":
+            yield self._sent(state, number, "publish")
+        if claim == NOBODY and host.takes_claim and host.valid:
+            yield self._sent(self._with(state, number, takes_claim=False), number, "claim")
+        if claim == number and not host.gives_up:
+            yield f"host {number} hears a wish", self._with(state, number, gives_up=True)
+        has_stored = host.made != "kept" or not self.rules.stores_before_it_gives_up
+        if host.gives_up and claim == number and has_stored:
+            yield self._sent(state, number, "give up")
+
+    def _sent(self, state: State, number: int, kind: str) -> tuple[str, State]:
+        known = self._known(state, number)
+        flight = Flight(kind, known.claim, known.name)
+        return f"host {number} sends {kind}", self._with(state, number, flight=flight)
+
+    def _answered(self, state: State, number: int) -> State:
+        """Return the state after a transaction was applied, or refused, and its host has heard of it. The
+        changes reach the host as revisions."""
+        host, etcd = state.hosts[number], state.etcd
+        flight = host.flight
+        assert flight is not None
+        state = self._with(state, number, flight=None)
+        if flight.kind == "claim":
+            if number in etcd.ended or (self.rules.claims_compare_none and etcd.claim != NOBODY):
+                return state
+            state = self._with(state, number, claimed_at=len(state.past))
+            return self._changed(state, claim=number)
+        if flight.kind == "give up":
+            return self._changed(state, claim=NOBODY) if etcd.claim == number else state
+        if self.rules.names_compare_claim and etcd.claim != flight.claim:
+            return state
+        if (self.rules.stores_compare_name or flight.kind == "make") and etcd.name != flight.name:
+            return state
+        if flight.kind == "publish":
+            if number in etcd.ended:
+                return state  # it compares the session
+            state = self._with(state, number, made="published")
+            return self._changed(state, name=number, seen=True)
+        state = self._with(state, number, made="stored")
+        return self._changed(state, name=number, seen=False)
+
+    def _ended(self, state: State, number: int) -> State:
+        etcd = state.etcd
+        claim = NOBODY if etcd.claim == number else etcd.claim
+        return self._changed(state, claim=claim, ended=etcd.ended | {number})
+
+    def _known(self, state: State, number: int) -> Etcd:
+        return state.past[state.hosts[number].applied]
+
+    def _changed(self, state: State, **changes: Any) -> State:
+        return state._replace(past=(*state.past, state.etcd._replace(**changes)))
+
+    def _with(self, state: State, number: int, **changes: Any) -> State:
+        hosts = list(state.hosts)
+        hosts[number] = hosts[number]._replace(**changes)
+        return state._replace(hosts=tuple(hosts))
