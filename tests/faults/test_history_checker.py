@@ -4,10 +4,8 @@ import itertools
 import math
 import os
 import random
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -406,13 +404,6 @@ def test_tiny_contents_of_different_workers_differ() -> None:
 
 
 # -- workers
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 def _work(workers: Workers) -> list[Operation]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness import forks
+from harness.scratch import scratch_directory
 
 COMMAND_TIMEOUT_S = 60.0
 PLAIN = "plain"
@@ -82,12 +83,10 @@ class Mount:
         self.command = command
         self.arguments = arguments
         self.launcher = launcher
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._top = Path(tempfile.mkdtemp(prefix="test-irdmafs-", dir=memory))
+        self._top = scratch_directory()
         self.path = self._top / "mount"
         self.store = store or self._top / "store"
         self.log = self._top / "log"
-        self._top.chmod(0o755)
         self.path.mkdir()
         self.store.mkdir(exist_ok=True)
         self._small_store = store_size is not None

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from harness.scratch import scratch_directory
 from harness.transport_nodes import ExtentDirectory, Node, resolver
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.mover import Mover
@@ -26,7 +26,7 @@ MiB = 1 << 20
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory, with one for addresses in it."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-transport-", dir="/dev/shm"))
+    directory = scratch_directory()
     (directory / "addresses").mkdir()
     yield directory
     shutil.rmtree(directory)

@@ -3,9 +3,7 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +16,6 @@ from irdmafs.backend.transport import Extent
 
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-node-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture
