@@ -293,38 +293,6 @@ def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, addre
 # -- registrations -------------------------------------------------------------------------------
 
 
-def test_versions_of_the_same_size_register_nothing_after_the_first_ones(
-    memory: Path, address: str
-) -> None:
-    length = MiB
-
-    async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", random_bytes(length))
-        target = cluster.file("target", bytes(length))
-        device = cluster.peers.device(1)
-        registrations = 0
-        for version in range(1, 204):
-            os.pwrite(source, version.to_bytes(8, "big"), 12345)
-            await device.write(Extent(version, 0), Target(1, 1, (2,)), FileRange(source, 0, length))
-            await device.read(Extent(version, 0), 0, FileRange(target, 0, length))
-            assert os.pread(target, 8, 12345) == version.to_bytes(8, "big")
-            # The file of the version before serves the next one.
-            for node in (1, 2):
-                service = cluster.service(node)
-                if version > 1:
-                    os.rename(
-                        service.path(Extent(version - 1, 0)), f"{service.directory}/spare/{length}"
-                    )
-            if version == 3:
-                registrations = cluster.regions.counters.registrations
-        assert cluster.regions.counters.registrations == registrations
-        assert cluster.peers.counters.fallbacks == 0
-        os.close(source)
-        os.close(target)
-
-    in_cluster(memory, address, test)
-
-
 def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", bytes(MiB))
