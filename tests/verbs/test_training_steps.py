@@ -24,7 +24,7 @@ pytestmark = pytest.mark.verbs
 
 # Each of the two shards is large enough to move by RDMA, and of one length in every step.
 MODEL = {"layer": np.zeros(256 << 10, np.float32)}
-STEADY_STEPS = 6
+STEADY_STEPS = 4
 # How many files take turns depends on how soon those of former versions are free again.
 STEPS_MAX = 30
 SERVE = """
