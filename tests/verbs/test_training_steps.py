@@ -96,19 +96,18 @@ def step(workers: Sequence[Worker], value: float, out: Arrays) -> None:
 
 @pytest.mark.timeout(300)
 def test_steps_register_nothing_once_the_files_take_turns() -> None:
-    """The reducers' mounts are beside the nodes, which open their files; the workers' are elsewhere."""
+    """Each host has a node, a reducer and a worker; test_staging.py is about mounts elsewhere."""
     plan = Plan(
         nodes=2, mounts=0, namespaces=False, replicas=1, lease_ttl_s=20,
         node_config={"listen": need_address()},
     )  # fmt: skip
     with ThriftyCluster(plan) as cluster, ExitStack() as stack:
-        reduced_at = [cluster.add_mount("--rdma", "require", beside=node) for node in cluster.nodes]
-        working_at = [cluster.add_mount("--rdma", "require") for _ in range(2)]
-        start(working_at[0].path / "run", MODEL, shards=2, workers=2)
-        stack.enter_context(reducing([mount.path / "run" for mount in reduced_at]))
+        mounts = [cluster.add_mount("--rdma", "require", beside=node) for node in cluster.nodes]
+        start(mounts[0].path / "run", MODEL, shards=2, workers=2)
+        stack.enter_context(reducing([mount.path / "run" for mount in mounts]))
         workers = [
             stack.enter_context(Worker(mount.path / "run", f"w{number}"))
-            for number, mount in enumerate(working_at)
+            for number, mount in enumerate(mounts)
         ]
         out = {name: np.empty_like(array) for name, array in MODEL.items()}
         steady, expected, before = 0, 0.0, registrations(cluster)
@@ -121,5 +120,5 @@ def test_steps_register_nothing_once_the_files_take_turns() -> None:
             if steady == STEADY_STEPS:
                 break
         assert steady == STEADY_STEPS
-        found = [figures(mount) for mount in working_at]
+        found = [figures(mount) for mount in mounts]
         assert all(each["rdma_bytes"] and not each["rdma_fallbacks"] for each in found)
