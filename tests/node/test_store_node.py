@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from irdmafs.backend.kv import Damaged
-from irdmafs.backend.node.files import Files, StoreInUse
+from irdmafs.backend.node.files import Files
 from irdmafs.backend.store.remote.holds import Holds
 from irdmafs.backend.transport import Extent
 
@@ -69,17 +69,6 @@ def test_a_store_that_was_wiped_is_another_node(memory: Path) -> None:
         assert files.node != node
         assert len(files) == 0, "the extents of another node are not this one's"
         assert not list((memory / "store/extents").iterdir())
-
-
-def test_a_store_serves_one_process_and_says_which(memory: Path) -> None:
-    with (
-        Files(f"{memory}/store"),
-        pytest.raises(StoreInUse, match=rf"pid {os.getpid()}\b"),
-        Files(f"{memory}/store"),
-    ):
-        pass
-    with Files(f"{memory}/store"):
-        pass
 
 
 def test_a_store_stays_with_its_cluster(memory: Path) -> None:
