@@ -13,7 +13,7 @@ import trio
 
 from harness.scratch import scratch_directory
 from harness.transport_nodes import ExtentDirectory, Node, resolver
-from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -84,3 +84,18 @@ async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(60):
         while not condition():
             await trio.sleep(0.01)
+
+
+async def read_a_part(place: Place) -> None:
+    """Read a part of an extent into a part of a file, and nothing beside it."""
+    data = random_bytes(20 * MiB)
+    source, target = place.file("source", data), place.file("target", bytes(15 * MiB))
+    device = place.peers.device(1)
+    await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
+    await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
+    got = os.pread(target, 15 * MiB, 0)
+    assert got[:9001] == bytes(9001)
+    assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
+    assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
+    os.close(source)
+    os.close(target)

@@ -15,7 +15,16 @@ from harness.clusters import Cluster as WholeCluster
 from harness.clusters import Plan
 from harness.rdma import need_address
 from harness.transport_nodes import Node, NodeProcess, serving
-from harness.transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
+from harness.transport_place import (
+    KiB,
+    MiB,
+    Place,
+    memory,
+    mounted,
+    random_bytes,
+    read_a_part,
+    until,
+)
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.growth import Growth
@@ -114,22 +123,7 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 
 
 def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path, address: str) -> None:
-    data = random_bytes(20 * MiB)
-
-    async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
-        target = cluster.file("target", bytes(15 * MiB))
-        await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
-        got = os.pread(target, 15 * MiB, 0)
-        assert got[:9001] == bytes(9001)
-        assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
-        assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
-        os.close(source)
-        os.close(target)
-
-    in_cluster(memory, address, test, 1)
+    in_cluster(memory, address, read_a_part, 1)
 
 
 def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
