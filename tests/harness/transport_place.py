@@ -86,6 +86,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(0.01)
 
 
+async def write_and_read(place: Place, length: int) -> None:
+    """Write a part of a file as an extent on all nodes, and read it from each into a part of a file."""
+    data, extent, (first, *chain) = random_bytes(length), Extent(5, 7), place.nodes
+    source = place.file("source", b"before" + data + b"after")
+    whole = FileRange(source, 6, length)
+    await place.peers.device(first).write(extent, Target(1, 1, (*chain,)), whole)
+    assert place.have(extent, data) == list(place.nodes)
+    for node in place.nodes:
+        target = place.file(f"target{node}", b"first")
+        await place.peers.device(node).read(extent, 0, FileRange(target, 5, length))
+        assert os.pread(target, 5 + length + 1, 0) == b"first" + data
+        os.close(target)
+    os.close(source)
+
+
 async def read_a_part(place: Place) -> None:
     """Read a part of an extent into a part of a file, and nothing beside it."""
     data = random_bytes(20 * MiB)

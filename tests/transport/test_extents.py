@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import trio
 from harness.transport_nodes import NodeProcess, serving
-from harness.transport_place import MiB, Place, memory, mounted, random_bytes, read_a_part, until
+from harness.transport_place import (
+    MiB,
+    Place,
+    memory,
+    mounted,
+    random_bytes,
+    read_a_part,
+    until,
+    write_and_read,
+)
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -74,21 +83,8 @@ def in_cluster(
 def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     memory: Path, credentials: dict[str, Credentials], length: int, secured: str
 ) -> None:
-    data = random_bytes(length)
-    extent = Extent(5, 7)
-
     async def test(cluster: Place) -> None:
-        source = cluster.file("source", b"before" + data + b"after")
-        await cluster.peers.device(1).write(
-            extent, Target(1, 1, (2, 3)), FileRange(source, 6, length)
-        )
-        assert cluster.have(extent, data) == [1, 2, 3]
-        for node in cluster.nodes:
-            target = cluster.file(f"target{node}", b"first")
-            await cluster.peers.device(node).read(extent, 0, FileRange(target, 5, length))
-            assert os.pread(target, 5 + length + 1, 0) == b"first" + data
-            os.close(target)
-        os.close(source)
+        await write_and_read(cluster, length)
 
     options: dict[str, Any] = {}
     if secured != "plain":

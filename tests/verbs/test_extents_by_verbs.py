@@ -24,6 +24,7 @@ from harness.transport_place import (
     random_bytes,
     read_a_part,
     until,
+    write_and_read,
 )
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
@@ -99,21 +100,8 @@ def in_cluster(
 def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     memory: Path, address: str, length: int
 ) -> None:
-    data = random_bytes(length)
-    extent = Extent(5, 7)
-
     async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", b"before" + data + b"after")
-        await cluster.peers.device(1).write(
-            extent, Target(1, 1, (2,)), FileRange(source, 6, length)
-        )
-        assert cluster.have(extent, data) == [1, 2]
-        for node in cluster.nodes:
-            target = cluster.file(f"target{node}", b"first")
-            await cluster.peers.device(node).read(extent, 0, FileRange(target, 5, length))
-            assert os.pread(target, 5 + length + 1, 0) == b"first" + data
-            os.close(target)
-        os.close(source)
+        await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
         assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
         assert cluster.nodes[1].peers.counters.moved_bytes["verbs"] == length
