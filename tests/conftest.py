@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from harness.processes import NOBODY, Process
 from harness.scenarios import AsOnTmpfs, outcomes
+from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    sweep()
     fork_commands()
     # How long an example takes depends on what else the machine does.
     settings.register_profile("irdmafs", deadline=None)
@@ -207,9 +208,17 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory."""
+    path = scratch_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
 def tmpfs() -> Iterator[Path]:
     """A directory that everybody may write to on an ordinary tmpfs."""
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
+    path = scratch_directory()
     path.chmod(0o777)
     yield path
     shutil.rmtree(path)

@@ -1,12 +1,11 @@
 """Store nodes free what became no file's, while the mount that sent it lives on."""
 
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from harness.clusters import MIB, Cluster, ClusterMount, Plan
+from harness.mountpoint import eventually
 
 WITHIN_S = 60.0
 DATA = os.urandom(MIB)
@@ -20,15 +19,10 @@ def pending(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-
-
 def wait_none_pending(cluster: Cluster) -> None:
-    wait_until(lambda: set(pending(cluster).values()) == {0}, "nothing is kept for an open session")
+    eventually(
+        lambda: set(pending(cluster).values()) == {0}, "no session keeps an extent", WITHIN_S
+    )
 
 
 def session_of(cluster: Cluster, mount: ClusterMount) -> int:
@@ -54,7 +48,7 @@ def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
         away.pause()
         etcd.resume()
         told = f"{cluster.nodes[0].node_id:016x}"
-        wait_until(lambda: pending(cluster)[told] == 0, "the other one is told")
+        eventually(lambda: pending(cluster)[told] == 0, "the other one is told", WITHIN_S)
         away.resume()
         wait_none_pending(cluster)
         assert session_of(cluster, mount) == session

@@ -28,7 +28,7 @@ from irdmafs.backend.namespace.inode import ROOT_INO, inode_key
 from irdmafs.backend.store.remote.lock_entries import LockEntries
 from irdmafs.backend.trust.certificates import Certificates
 
-RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "500"))
+RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "250"))
 _BATCH = 60
 
 

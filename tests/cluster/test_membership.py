@@ -54,7 +54,7 @@ from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 
 etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 
-STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 200)
+STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 120)
 TTL_S = 2  # short, and yet not lost on a busy machine
 SETTINGS = Settings(1, "test", 2, 16, 0, TTL_S)
 MOUNT_RECORD = MountRecord("worker", "/mnt", 1, "0")

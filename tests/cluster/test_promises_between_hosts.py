@@ -858,7 +858,7 @@ def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
         write(one / "file", pattern(0, MIB))
         # Whoever is the only one in sync is waited for.
         cluster.wait_healthy()
-        for i, node in enumerate(cluster.nodes, 1):
+        for i, node in enumerate(cluster.nodes[:2], 1):
             node.pause()
             write(one / "file", pattern(i, MIB))
             assert read_version(other / "file") == i

@@ -8,12 +8,12 @@ publishes versions, too.
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import trio
+from harness.scratch import scratch_directory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -107,7 +107,7 @@ class Contents(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = tempfile.mkdtemp(prefix="contents-", dir="/dev/shm")
+        self.directory = scratch_directory()
         self.records = Map(f"{self.directory}/names")
         self.extents = ExtentStore(f"{self.directory}/extents")
         self.store = self.store_class(self.records, self.extents, waits=self.store_class is Sending)

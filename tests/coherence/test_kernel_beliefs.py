@@ -22,7 +22,7 @@ from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process
 
-ROUNDS = 60
+ROUNDS = 25
 TakeProcess = Callable[[], Process]
 
 
@@ -567,7 +567,7 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     keep the connection to the kernel, and with it the mount, from coming to an end."""
     killed = cluster.add_mount("--follow", "/")
     here, there = two[0], killed.path / two[0].name
-    for _ in range(3):
+    for _ in range(2):
         with changing(here, "here"), changing(there, "there") as changer:
             killed.kill9()
             assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from harness.clusters import Cluster, Plan
 
-CALLS = 500
+CALLS = 200
 PROGRAMS = 8
 
 PROGRAM = r"""

@@ -19,7 +19,7 @@ from harness.processes import Process
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
-MANY_ROUNDS = max(40, ROUNDS)
+MANY_ROUNDS = max(20, ROUNDS)
 
 
 def look(top: Path) -> dict[str, object]:

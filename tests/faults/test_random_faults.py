@@ -25,7 +25,7 @@ OF_FAULTS = ("ENOTCONN", "ECONNABORTED", "ENOSPC")
 # Two hosts made a file at once, or wrote it in place (docs/sharing.md).
 OF_CONFLICTS = ("ESTALE",)
 FAULTS = 5
-FAULTS_MANY = 20
+FAULTS_MANY = 12
 FAULTS_LONG = 500
 RECOVERY_S = 90.0
 # A writer that has what it takes (reachability.py) writes again within so many leases.

@@ -466,6 +466,8 @@ node_ids = st.integers(1, 8) | st.integers(2**48, 2**48 + 4) | st.sampled_from([
 handles = st.integers(1, 6) | st.sampled_from([0, U64])
 u32 = st.integers(0, 8) | st.sampled_from([4096, 65536, 2**31 - 1, 2**31, U32])
 u64 = st.integers(0, 10_000) | st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, U64])
+# Of memory that is taken at once, also beyond the end of a file: little, or more than any machine has.
+lengths = st.integers(0, 10_000) | st.sampled_from([2**63 - 1, 2**63, U64])
 i64 = st.integers(-10, 10_000) | st.sampled_from([2**63 - 1, -(2**63)])
 pids = st.sampled_from([0, 1, 2, 4242, U32])
 plain_names = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe", b"n" * 255])
@@ -564,7 +566,7 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.BATCH_FORGET: st.lists(body(wire.FORGET_ONE, node_ids, u64), max_size=4).map(
         lambda nodes: wire.BATCH_FORGET_IN.pack(len(nodes), 0) + b"".join(nodes)
     ),
-    Opcode.FALLOCATE: body(wire.FALLOCATE_IN, handles, u64, u64, st.integers(0, 0x7F), u32),
+    Opcode.FALLOCATE: body(wire.FALLOCATE_IN, handles, u64, lengths, st.integers(0, 0x7F), u32),
     Opcode.READDIRPLUS: read_body,
     Opcode.RENAME2: joined(body(wire.RENAME2_IN, node_ids, st.integers(0, 4), u32), names, names),
     Opcode.LSEEK: body(LSEEK_IN, handles, u64, st.integers(0, 6) | u32, u32),

@@ -6,13 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from itertools import count
-from pathlib import Path
 
 from harness import forks
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mountpoint import IRDMAFS, Mount, eventually
+from harness.scratch import scratch_directory
 
 CLUSTER = "cluster"
 
@@ -31,7 +30,7 @@ class OneNodeMount(Mount):
     ) -> None:
         need_etcd()
         super().__init__("kernel", arguments=arguments, command=command, store_size=store_size)
-        self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
+        self._directory = scratch_directory()
         self._node: forks.Running | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"
         done = self._run(

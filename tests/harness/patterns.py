@@ -4,15 +4,18 @@ Every page starts with its version, its own number and the size of the whole con
 page can be checked alone and a page of another version, or from another place, is noticed.
 """
 
+import hashlib
 import struct
 
 PAGE_BYTES = 4096
 _HEADER = struct.Struct("<QQQ")
+HEADER_BYTES = _HEADER.size
 
 
 def pattern(version: int, size: int) -> bytes:
     """The content of `size` bytes that stands for `version`."""
-    filler = bytes([version % 251]) * (PAGE_BYTES - _HEADER.size)
+    token = hashlib.blake2b(b"%d" % version, digest_size=32).digest()
+    filler = (token * (PAGE_BYTES // len(token)))[HEADER_BYTES:]
     pages = (size + PAGE_BYTES - 1) // PAGE_BYTES
     content = b"".join(_HEADER.pack(version, page, size) + filler for page in range(pages))
     return content[:size]
@@ -20,7 +23,7 @@ def pattern(version: int, size: int) -> bytes:
 
 def version_of(content: bytes) -> int:
     """The version that `content` is, whole. Raises AssertionError, naming the first wrong page."""
-    if len(content) < _HEADER.size:
+    if len(content) < HEADER_BYTES:
         raise AssertionError(f"only {len(content)} bytes: {content!r}")
     version, _, size = _HEADER.unpack_from(content)
     if content == pattern(version, len(content)):

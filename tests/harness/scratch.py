@@ -13,7 +13,7 @@ from pathlib import Path
 from .network import run
 
 PARENT = Path("/dev/shm")
-PREFIX = "irdmafs-cluster"
+PREFIX = "irdmafs-test"
 _DIRECTORY = re.compile(rf"{PREFIX}-(\d+)-.*")
 
 
@@ -37,14 +37,14 @@ def sweep() -> None:
         with open("/proc/self/mounts") as mounts:
             points = [line.split()[1] for line in mounts]
         for point in points:
-            if point.startswith(f"{path}/"):
+            if Path(point).is_relative_to(path):
                 run("umount", "-l", point, check=False)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _kill_users_of(directory: Path) -> None:
-    """Kill the processes whose command line names something below a directory."""
-    needle = os.fsencode(directory) + b"/"
+    """Kill the processes whose command line names a directory, or something below it."""
+    needle = os.fsencode(directory)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

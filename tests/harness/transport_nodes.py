@@ -98,14 +98,12 @@ class Yes:
 
 
 class ExtentDirectory(Yes):
-    """A Service that keeps extents as files, with what tests want to know and to set. A file
-    spare/LENGTH is taken for an extent of that length, so that its memory can be there already."""
+    """A Service that keeps extents as files, with what tests want to know and to set."""
 
     def __init__(self, directory: str, node: int) -> None:
         super().__init__(node)
         self.directory = directory
-        for name in ("incoming", "spare"):
-            os.makedirs(f"{directory}/{name}", exist_ok=True)
+        os.makedirs(f"{directory}/incoming", exist_ok=True)
         self.newest_config = 0
         # Keys of sessions, where that counts.
         self.owners: dict[int, bytes] = {}
@@ -148,9 +146,6 @@ class ExtentDirectory(Yes):
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
-        if os.path.exists(spare := f"{self.directory}/spare/{length}"):
-            os.rename(spare, path)
-            return IncomingFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if allocated is not None and allocated < length:

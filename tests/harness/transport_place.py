@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 import trio
 
+from harness.scratch import scratch_directory
 from harness.transport_nodes import ExtentDirectory, Node, resolver
-from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -26,7 +26,7 @@ MiB = 1 << 20
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory, with one for addresses in it."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-transport-", dir="/dev/shm"))
+    directory = scratch_directory()
     (directory / "addresses").mkdir()
     yield directory
     shutil.rmtree(directory)
@@ -84,3 +84,33 @@ async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(60):
         while not condition():
             await trio.sleep(0.01)
+
+
+async def write_and_read(place: Place, length: int) -> None:
+    """Write a part of a file as an extent on all nodes, and read it from each into a part of a file."""
+    data, extent, (first, *chain) = random_bytes(length), Extent(5, 7), place.nodes
+    source = place.file("source", b"before" + data + b"after")
+    whole = FileRange(source, 6, length)
+    await place.peers.device(first).write(extent, Target(1, 1, (*chain,)), whole)
+    assert place.have(extent, data) == list(place.nodes)
+    for node in place.nodes:
+        target = place.file(f"target{node}", b"first")
+        await place.peers.device(node).read(extent, 0, FileRange(target, 5, length))
+        assert os.pread(target, 5 + length + 1, 0) == b"first" + data
+        os.close(target)
+    os.close(source)
+
+
+async def read_a_part(place: Place) -> None:
+    """Read a part of an extent into a part of a file, and nothing beside it."""
+    data = random_bytes(20 * MiB)
+    source, target = place.file("source", data), place.file("target", bytes(15 * MiB))
+    device = place.peers.device(1)
+    await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
+    await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
+    got = os.pread(target, 15 * MiB, 0)
+    assert got[:9001] == bytes(9001)
+    assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
+    assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
+    os.close(source)
+    os.close(target)

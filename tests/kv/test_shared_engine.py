@@ -62,33 +62,18 @@ def open_engine(request: pytest.FixtureRequest) -> Open:
 
 
 @in_trio
-async def test_a_new_store_is_empty(open_engine: Open) -> None:
-    engine = open_engine()
-    assert await contents(engine) == {}
-    await engine.close()
-
-
-@in_trio
-async def test_range_returns_what_was_put_with_its_revision(open_engine: Open) -> None:
-    engine = open_engine()
-    large = random.Random(1).randbytes(1_000_000)
-    first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
-    second = await engine.transact((), [Put(b"a", large)])
-    assert 0 < first < second
-    assert await engine.range(b"\0", b"b") == [
-        KeyValue(b"\0\0", b"", first),
-        KeyValue(b"a", large, second),
-    ]
-    await engine.close()
-
-
-@in_trio
-async def test_range_is_ordered_and_excludes_its_end(open_engine: Open) -> None:
+async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(open_engine: Open) -> None:
     engine = open_engine()
     keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
     await engine.transact((), [Put(key, key) for key in reversed(keys)])
     assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
     assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
+    pages, start = [], b""
+    while page := await engine.page(start, b"d", 2):
+        assert len(page) <= 2
+        pages += page
+        start = page[-1].key + b"\0"
+    assert [found.key for found in pages] == keys
     await engine.close()
 
 
@@ -118,15 +103,19 @@ async def test_everything_is_there_after_closing_and_opening(open_engine: Open) 
 
 
 @in_trio
-async def test_revisions_are_not_used_again_after_the_newest_key_was_deleted(
-    open_engine: Open,
-) -> None:
+async def test_what_was_put_is_found_with_its_revision(open_engine: Open) -> None:
     engine = open_engine()
-    await engine.transact((), [Put(b"a", b"1")])
-    deleted = await engine.transact((), [Delete(b"a")])
-    await engine.close()
-    engine = open_engine()
-    assert await engine.transact((), [Put(b"a", b"2")]) > deleted
+    large = random.Random(1).randbytes(1_000_000)
+    assert await engine.barrier() == 0
+    assert await engine.get(b"a") is None
+    assert (await engine.snapshot(b"", END))[1] == []
+    first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
+    second = await engine.transact((), [Put(b"a", large)])
+    assert 0 < first < second
+    found = [KeyValue(b"\0\0", b"", first), KeyValue(b"a", large, second)]
+    assert await engine.range(b"\0", b"b") == found
+    assert [await engine.get(b"\0\0"), await engine.get(b"a")] == found
+    assert engine.revision == await engine.barrier() == second
     await engine.close()
 
 
@@ -134,52 +123,16 @@ async def test_revisions_are_not_used_again_after_the_newest_key_was_deleted(
 async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
     engine = open_engine()
     await engine.close()
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.range(b"", END)
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.transact((), [Put(b"a", b"1")])
-
-
-@in_trio
-async def test_get_returns_what_was_put_with_its_revision(open_engine: Open) -> None:
-    engine = open_engine()
-    assert await engine.barrier() == 0
-    assert await engine.get(b"a") is None
-    assert (await engine.snapshot(b"", END))[1] == []
-    first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
-    second = await engine.transact((), [Put(b"a", b"2")])
-    assert await engine.get(b"a") == KeyValue(b"a", b"2", second)
-    assert await engine.get(b"\0\0") == KeyValue(b"\0\0", b"", first)
-    assert engine.revision == await engine.barrier() == second
-    await engine.close()
-
-
-@in_trio
-async def test_range_comes_in_pages(open_engine: Open) -> None:
-    engine = open_engine()
-    keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
-    await engine.transact((), [Put(key, key) for key in reversed(keys)])
-    pages, start = [], b""
-    while page := await engine.page(start, b"d", 2):
-        assert len(page) <= 2
-        pages += page
-        start = page[-1].key + b"\0"
-    assert [found.key for found in pages] == keys
-    await engine.close()
-
-
-@in_trio
-async def test_closed_engine_answers_no_question(open_engine: Open) -> None:
-    engine = open_engine()
-    await engine.close()
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.get(b"a")
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.page(b"", END, 1)
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.snapshot(b"", END)
-    with pytest.raises(trio.ClosedResourceError):
-        await engine.barrier()
+    for call in (
+        engine.range(b"", END),
+        engine.transact((), [Put(b"a", b"1")]),
+        engine.get(b"a"),
+        engine.page(b"", END, 1),
+        engine.snapshot(b"", END),
+        engine.barrier(),
+    ):
+        with pytest.raises(trio.ClosedResourceError):
+            await call
 
 
 @in_trio

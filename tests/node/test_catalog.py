@@ -3,11 +3,11 @@
 import os
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 
 import pytest
+from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.kv import Event, KeyValue
@@ -138,7 +138,7 @@ def record(ino: int, content: int, size: int, layout: Layout) -> bytes:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    directory = tempfile.mkdtemp(prefix="irdmafs-catalog-", dir="/dev/shm")
+    directory = scratch_directory()
     world = World(Files(f"{directory}/store"))
     yield world
     world.files.close()

@@ -3,14 +3,13 @@
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
@@ -44,7 +43,7 @@ WRONG = digest_of_bytes(b"wrong")
 
 @pytest.fixture
 def files() -> Iterator[Files]:
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-node-", dir="/dev/shm"))
+    directory = scratch_directory()
     with Files(f"{directory}/store") as opened:
         yield opened
     shutil.rmtree(directory)

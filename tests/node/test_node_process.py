@@ -12,7 +12,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -25,6 +24,7 @@ from harness.daemons import Daemon, wait_until
 from harness.etcd_server import EtcdServer, etcd
 from harness.network import Host
 from harness.parts import irdmafs_command
+from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session
@@ -115,7 +115,7 @@ class Place:
 
     def __init__(self, etcd: EtcdServer, replicas: int = 2) -> None:
         self.etcd = etcd
-        self.directory = Path(tempfile.mkdtemp(prefix="irdmafs-serve-", dir="/dev/shm"))
+        self.directory = scratch_directory()
         self.name = self.directory.name
         self.settings = Settings(1, self.name, replicas, BUCKETS, 0, TTL_S)
         self.nodes: list[ServedNode] = []

@@ -4,9 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -29,14 +27,6 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
 LENGTH = 3 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-spares-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -3,29 +3,19 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from irdmafs.backend.kv import Damaged
-from irdmafs.backend.node.files import Files, StoreInUse
+from irdmafs.backend.node.files import Files
 from irdmafs.backend.store.remote.holds import Holds
 from irdmafs.backend.transport import Extent
 
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-node-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture
@@ -79,17 +69,6 @@ def test_a_store_that_was_wiped_is_another_node(memory: Path) -> None:
         assert files.node != node
         assert len(files) == 0, "the extents of another node are not this one's"
         assert not list((memory / "store/extents").iterdir())
-
-
-def test_a_store_serves_one_process_and_says_which(memory: Path) -> None:
-    with (
-        Files(f"{memory}/store"),
-        pytest.raises(StoreInUse, match=rf"pid {os.getpid()}\b"),
-        Files(f"{memory}/store"),
-    ):
-        pass
-    with Files(f"{memory}/store"):
-        pass
 
 
 def test_a_store_stays_with_its_cluster(memory: Path) -> None:

@@ -24,7 +24,7 @@ PLAN = Plan(
     buckets=4,
     tls=True,
     namespaces=False,
-    mount_config={"timeout": "6s"},
+    mount_config={"timeout": "3s"},
 )
 
 
@@ -72,7 +72,7 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     # Its session cannot begin anew: the close ends all the same.
     with pytest.raises(TimeoutError):
         opened.close()
-    assert "this mount has had no session for 6 s: " in mount.log_tail()
+    assert "this mount has had no session for 3 s: " in mount.log_tail()
     assert "our certificate was revoked" in mount.log_tail()
     assert (made.mounts[0].path / "before").read_bytes() == b"b" * 300_000
     assert not (made.mounts[0].path / "after").exists()

@@ -542,6 +542,7 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
 
     async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
+        cluster.service(1).limit_bytes = MiB
         before = Usage()
         for number in range(200):
             size = len(headers[0])

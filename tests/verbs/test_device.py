@@ -105,7 +105,9 @@ def test_mount_beside_the_device_passes_reads_and_writes_through(port: rdma.Port
 def test_cluster_beside_the_device_shows_each_host_what_another_published(
     port: rdma.Port,
 ) -> None:
-    with Cluster(Plan(nodes=2, mounts=2), links=rdma.IN_GUEST) as cluster:
+    # A host that is busy must not look like one that is gone.
+    plan = Plan(nodes=2, mounts=2, lease_ttl_s=20)
+    with Cluster(plan, links=rdma.IN_GUEST) as cluster:
         one, other = (mount.path / "weights" for mount in cluster.mounts)
         for version in (1, 2):
             one.write_bytes(pattern(version, MIB))

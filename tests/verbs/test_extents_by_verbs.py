@@ -15,7 +15,17 @@ from harness.clusters import Cluster as WholeCluster
 from harness.clusters import Plan
 from harness.rdma import need_address
 from harness.transport_nodes import Node, NodeProcess, serving
-from harness.transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
+from harness.transport_place import (
+    KiB,
+    MiB,
+    Place,
+    memory,
+    mounted,
+    random_bytes,
+    read_a_part,
+    until,
+    write_and_read,
+)
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.growth import Growth
@@ -90,21 +100,8 @@ def in_cluster(
 def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     memory: Path, address: str, length: int
 ) -> None:
-    data = random_bytes(length)
-    extent = Extent(5, 7)
-
     async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", b"before" + data + b"after")
-        await cluster.peers.device(1).write(
-            extent, Target(1, 1, (2,)), FileRange(source, 6, length)
-        )
-        assert cluster.have(extent, data) == [1, 2]
-        for node in cluster.nodes:
-            target = cluster.file(f"target{node}", b"first")
-            await cluster.peers.device(node).read(extent, 0, FileRange(target, 5, length))
-            assert os.pread(target, 5 + length + 1, 0) == b"first" + data
-            os.close(target)
-        os.close(source)
+        await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
         assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
         assert cluster.nodes[1].peers.counters.moved_bytes["verbs"] == length
@@ -114,22 +111,7 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 
 
 def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path, address: str) -> None:
-    data = random_bytes(20 * MiB)
-
-    async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
-        target = cluster.file("target", bytes(15 * MiB))
-        await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
-        got = os.pread(target, 15 * MiB, 0)
-        assert got[:9001] == bytes(9001)
-        assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
-        assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
-        os.close(source)
-        os.close(target)
-
-    in_cluster(memory, address, test, 1)
+    in_cluster(memory, address, read_a_part, 1)
 
 
 def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
@@ -291,38 +273,6 @@ def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, addre
 
 
 # -- registrations -------------------------------------------------------------------------------
-
-
-def test_versions_of_the_same_size_register_nothing_after_the_first_ones(
-    memory: Path, address: str
-) -> None:
-    length = MiB
-
-    async def test(cluster: Cluster) -> None:
-        source = cluster.file("source", random_bytes(length))
-        target = cluster.file("target", bytes(length))
-        device = cluster.peers.device(1)
-        registrations = 0
-        for version in range(1, 204):
-            os.pwrite(source, version.to_bytes(8, "big"), 12345)
-            await device.write(Extent(version, 0), Target(1, 1, (2,)), FileRange(source, 0, length))
-            await device.read(Extent(version, 0), 0, FileRange(target, 0, length))
-            assert os.pread(target, 8, 12345) == version.to_bytes(8, "big")
-            # The file of the version before serves the next one.
-            for node in (1, 2):
-                service = cluster.service(node)
-                if version > 1:
-                    os.rename(
-                        service.path(Extent(version - 1, 0)), f"{service.directory}/spare/{length}"
-                    )
-            if version == 3:
-                registrations = cluster.regions.counters.registrations
-        assert cluster.regions.counters.registrations == registrations
-        assert cluster.peers.counters.fallbacks == 0
-        os.close(source)
-        os.close(target)
-
-    in_cluster(memory, address, test)
 
 
 def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:

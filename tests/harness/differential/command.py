@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from harness.differential.differences import REFUSED, Leniency
 from harness.differential.hosts import LEFT_OUT, Hosts
 from harness.differential.sides import Died, Hang, Side, Value
 from harness.differential.steps import ACTORS, Program, Step, Vocabulary, parse
+from harness.scratch import scratch_directory
 
 # These are carried out alone: more than one process goes on behind them, or another program.
 _ALONE = ("fork", "exec", "exit")
@@ -241,8 +241,7 @@ def loaded(text: str) -> Program:
 @contextlib.contextmanager
 def tmpfs_directory() -> Iterator[Path]:
     """An empty directory on a tmpfs."""
-    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
-    path.chmod(0o755)
+    path = scratch_directory()
     try:
         yield path
     finally:

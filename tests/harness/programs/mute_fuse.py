@@ -10,7 +10,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ import trio
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.mountpoint import eventually, run_checked
+from harness.scratch import scratch_directory
 
 _FILES = {2: b"file", 3: b"page"}
 
@@ -29,7 +29,7 @@ class MuteFuse:
     """One that is mounted, for everybody. A context manager."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="test-mute-", dir="/dev/shm"))
+        self.path = scratch_directory()
         command = [sys.executable, __file__, str(self.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import random
 import select
-import struct
 import subprocess
 import sys
 import time
@@ -33,8 +31,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+# Run by its path: what `harness` is must be found beside this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.patterns import HEADER_BYTES, PAGE_BYTES, pattern, version_of
+
 LARGEST_BYTES = 8 << 20
-PAGE_BYTES = 4096
 STOP_TIMEOUT_S = 90.0
 RETRY_S = 0.05
 # What was on its way when an operation failed arrives within this time or not at all.
@@ -46,8 +48,6 @@ Kind = Literal["write", "create", "replace", "unlink", "read"]
 Outcome = Literal["ok", "failed", "unknown", "absent", "exists", "torn"]
 
 EMPTY = ""  # the content of a name that was created and not published yet
-
-_HEADER = struct.Struct("<IIQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,8 @@ class Operation:
 
 def content_of(worker: int, number: int, size: int) -> bytes:
     """A content of at least 24 bytes that nobody else writes and that is different on every page."""
-    assert size >= _HEADER.size
-    token = hashlib.blake2b(b"%d.%d" % (worker, number), digest_size=32).digest()
-    filler = (token * (PAGE_BYTES // 32))[_HEADER.size :]
-    pages = -(-size // PAGE_BYTES)
-    return b"".join(_HEADER.pack(worker, number, page, size) + filler for page in range(pages))[
-        :size
-    ]
+    assert size >= HEADER_BYTES
+    return pattern(worker << 32 | number, size)
 
 
 def tiny_content(worker: int, workers: int, count: int, size: int) -> bytes | None:
@@ -98,23 +93,11 @@ def tiny_content(worker: int, workers: int, count: int, size: int) -> bytes | No
 
 
 def value_of(content: bytes) -> str:
-    """Who wrote a content. Raises ValueError, saying what is wrong, if nobody wrote it as a whole."""
-    if len(content) < _HEADER.size:
+    """Who wrote a content. Raises AssertionError, saying what is wrong, if nobody wrote it as a whole."""
+    if len(content) < HEADER_BYTES:
         return f"bytes {content.hex()}" if content else EMPTY
-    worker, number, _, size = _HEADER.unpack_from(content)
-    if size != len(content):
-        raise ValueError(f"{len(content)} of the {size} bytes of {worker}.{number}")
-    expected = content_of(worker, number, size)
-    if content != expected:
-        for start in range(0, size, PAGE_BYTES):
-            page = content[start : start + PAGE_BYTES]
-            if page != expected[start : start + PAGE_BYTES]:
-                found = _HEADER.unpack_from(page.ljust(_HEADER.size, b"\0"))
-                raise ValueError(
-                    f"begins as {worker}.{number}, but page {start // PAGE_BYTES} begins with "
-                    f"(worker, number, page, size) = {found}"
-                )
-    return f"{worker}.{number}"
+    version = version_of(content)
+    return f"{version >> 32}.{version & 0xFFFFFFFF}"
 
 
 # -- the checker --------------------------------------------------------------------------------
@@ -399,7 +382,7 @@ class Worker:
                 self._end(operation, "ok", end=end, value=value)
             finally:
                 os.close(fd)
-        except ValueError as error:
+        except AssertionError as error:
             self._end(operation, "torn", detail=str(error))
         except OSError as error:
             self._fail(operation, error)
@@ -410,7 +393,7 @@ class Worker:
             time.sleep(self._random.uniform(0, 0.05))
             offset = self._random.randrange(len(content))
             if os.pread(fd, PAGE_BYTES, offset) != content[offset : offset + PAGE_BYTES]:
-                raise ValueError("another content in a file that stayed open")
+                raise AssertionError("another content in a file that stayed open")
         return content
 
     def _change(self, kind: Kind, path: str) -> None:
@@ -467,13 +450,13 @@ class Worker:
 
     def _content(self, path: str) -> bytes:
         size = int(math.exp(self._random.uniform(0, math.log(self._largest_bytes))))
-        if size < _HEADER.size:
+        if size < HEADER_BYTES:
             count = self._tiny[path, size]
             self._tiny[path, size] += 1
             content = tiny_content(self._worker, self._workers, count, size)
             if content is not None:
                 return content
-            size = _HEADER.size
+            size = HEADER_BYTES
         return content_of(self._worker, self._number, size)
 
     # While nothing is mounted the mountpoint is an empty directory. The folder in between tells an
