@@ -19,6 +19,7 @@ from ._errors import FormatError
 
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
+_KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 _NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 _IOV_MAX = 1024
 # Buffers are gathered up to this size before they are written; larger ones are written at once.
@@ -110,6 +111,16 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
             yield fd, status
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def open_privately(path: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
+    socket or device: when it is closed and unmapped, a store node here may use its memory again."""
+    with contextlib.suppress(OSError):
+        os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
+    with open_to_read(path) as found:
+        yield found
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:

@@ -2,8 +2,8 @@
 
 Some are kept with an inode, and some report. The rest are requests of programs (docs/mount.md says why
 these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
-descriptors the mount takes from the caller, `prefetch_now` begins a prefetch, and setting `discard` gives a
-written content up.
+descriptors the mount takes from the caller, `keeps_no_pages` announces an open, `prefetch_now` begins a
+prefetch, and setting `discard` gives a written content up.
 """
 
 import errno
@@ -34,6 +34,8 @@ TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 # The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
 PREFETCH: Final = PREFIX + b"prefetch"
+# Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
+KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
 PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 READ_INTO: Final = PREFIX + b"read_into"

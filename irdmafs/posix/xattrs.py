@@ -101,6 +101,8 @@ class Xattrs:
             return b"%d" % self._cache.looks.version(node, found)
         if name == own_xattrs.VERSIONS and found.is_file:
             return json.dumps(own_xattrs.versions(found, self._cache, self._nodes)).encode()
+        if name == own_xattrs.KEEPS_NO_PAGES and found.is_file:
+            return b"%d" % self._cache.references.announce(ctx.pid, found.ino, ctx.uid)
         if name == own_xattrs.PREFETCH_NOW:
             self._store.prefetch(found.ino)
         if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):

@@ -44,17 +44,18 @@ class ShardFile:
         path: Path,
         *,
         version: int | None = None,
-        shown: bool = True,
-        view: Path | None = None,
+        shown: bool = False,
+        promised: bool = False,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> None:
-        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays may
-        be given to programs, which may send them from where they lie. `view`: the private view in which it
-        is opened if they are not. Raises FileNotFoundError, also if it is of another version, and
-        FormatError, also for a longer header."""
+        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
+        given to programs, which may send them from where they lie; otherwise nobody does, which is
+        `promised` by a path in a private view. Raises FileNotFoundError, also if it is of another version,
+        and FormatError, also for a longer header."""
         name = os.fspath(path)
+        open_file = _files.open_to_read if shown or promised else _files.open_privately
         self.shown = shown
-        with _files.open_to_read(os.fspath(view / path.name) if view else name) as (fd, status):
+        with open_file(name) as (fd, status):
             self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
@@ -71,12 +72,13 @@ class ShardFile:
         shown: bool = False,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> Self:
-        """Open a file as the mount knows it, unless it is shown."""
+        """Open a file as the mount knows it."""
+        view = None if shown else directory.view
         return cls(
-            directory.file(name),
+            directory.file(name) if view is None else view / name,
             version=version,
             shown=shown,
-            view=None if shown else directory.view,
+            promised=view is not None,
             header_max_bytes=header_max_bytes,
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories, Directory, Past
+from .folders import Directories, Past
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush
@@ -378,7 +378,6 @@ class Worker:
         if found is not None and (found.shown or not shown):
             return found
         path = params_of(self.train.version(version), shard)
-        directory = Directory(path.parent)
-        file = ShardFile.within(directory, path.name, version=version, shown=shown)
+        file = ShardFile(path, version=version, shown=shown)
         self._past.add(file.seen)
         return file
