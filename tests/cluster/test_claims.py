@@ -15,7 +15,7 @@ from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Put
-from irdmafs.backend.model.records import MountRecord, claim_key, encode, key_of
+from irdmafs.backend.model.records import MountRecord, claim_key, encode, key_of, wish_key
 
 FILES = 50
 
@@ -204,7 +204,10 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
 
 
 def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
-    mount, _ = own_cluster.mounts
+    mount, holder = own_cluster.mounts
+    (holder.path / "held").mkdir()
+    claim(holder, holder.path / "held")
+    held = (holder.path / "held").stat().st_ino
     directories = [mount.path / f"directory{number}" for number in range(4)]
     for directory in directories:
         directory.mkdir()
@@ -223,6 +226,9 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
                 Put(claim_key(numbers[3]), b"mine"),
             ]
             await engine.transact((), [Put(key_of(b"m", lease), encode(record), lease), *claims])
+            for first in range(1, 400, 100):  # more than a transaction can delete
+                wishes = [wish_key(held, other) for other in range(first, first + 100)]
+                await engine.transact((), [Put(key, b"") for key in wishes])
             while not done.is_set():
                 await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
@@ -234,6 +240,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
         eventually(lambda: len(own_cluster.status()["mounts"]) == 3, "the other member is there")
         for directory in directories:
             (directory / "file").write_bytes(b"content")
+        eventually(lambda: not claimed(holder), "it is given up")
     finally:
         done.set()
         holding.join()

@@ -16,6 +16,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import trio
@@ -44,6 +45,8 @@ _CLAIMS_MAX = 256
 _REST_S = 10.0
 _REST_MAX_S = 600.0
 _TICK_S = 1.0
+# A transaction has 127 operations; who put more wishes deletes them.
+_WISHES_AT_ONCE = 100
 
 
 class _Claim(NamedTuple):
@@ -67,6 +70,7 @@ class ClaimEntries:
         self._faults = faults or Faults()
         self.claims: dict[int, _Claim] = {}
         self.wishes: dict[int, set[int]] = {}  # directory -> leases
+        self.touched: set[int] = set()  # directories about which something changed
         self.changed = trio.lowlevel.ParkingLot()
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
@@ -83,6 +87,7 @@ class ClaimEntries:
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         directory = int.from_bytes(key[1:9], "big")
+        self.touched.add(directory)
         if key.startswith(WISH):
             wishes, lease = self.wishes.setdefault(directory, set()), int.from_bytes(key[9:], "big")
             wishes.discard(lease) if value is None else wishes.add(lease)
@@ -192,8 +197,6 @@ class Claims:
 
     def of_others(self, directories: Iterable[int]) -> list[int]:
         claims = self._entries.claims
-        if not claims:
-            return []
         return [one for one in directories if one in claims and not self.revision(one)]
 
     async def recall(self, directory: int) -> None:
@@ -258,7 +261,8 @@ class Claims:
             with trio.move_on_after(_TICK_S):
                 await self._entries.changed.park()
             now = time.monotonic()
-            for directory in {*self._used, *self._entries.wishes}:
+            touched, self._entries.touched = self._entries.touched, set()
+            for directory in touched.union(self._used):
                 if directory in self._ending or directory in self._taking:
                     continue
                 wanted = directory in self._entries.wishes
@@ -281,11 +285,11 @@ class Claims:
         """Store what is kept in the directory, and delete its claim and all wishes."""
         try:
             while (revision := self.revision(directory)) and await self._attempt(store, directory):
-                wishes = self._entries.wishes.get(directory, ())
+                wishes = islice(self._entries.wishes.get(directory, ()), _WISHES_AT_ONCE)
                 await self._change(
                     [(claim_key(directory), revision)],
                     claim_key(directory),
-                    *(wish_key(directory, lease) for lease in wishes),
+                    *[wish_key(directory, lease) for lease in wishes],
                 )
         except OSError as error:
             log.info("the claim of directory %d is not given up: %s", directory, error)
