@@ -142,6 +142,8 @@ class SharedCommitter:
             elif self._stays_here(commit):
                 self._tree.keep(commit)
                 return commit.inode
+            elif await self._has_recalled(commit):
+                continue
             elif commit.charge is not None and commit.charge.is_near and not fresh:
                 pass
             elif await self._succeeds(commit, guards):
@@ -209,10 +211,7 @@ class SharedCommitter:
     # -- new files that this mount keeps to itself -------------------------------------------------
 
     async def _has_to_wait(self, commit: Commit) -> bool:
-        """Wait for what a commit cannot be applied beside, and return whether there was anything: a file in
-        it is just being stored, or another mount has the claim of a directory."""
-        if self._claims is None:
-            return False
+        """Wait until no file of a commit is just being stored, and return whether there was one."""
         for inode in (*commit.inodes, *commit.gone):
             if inode.ino in self._storing:
                 await self._storing[inode.ino].wait()
@@ -222,6 +221,14 @@ class SharedCommitter:
                 await self._hub.barrier()
                 self._unsure.discard(inode.ino)
                 return True
+        return False
+
+    async def _has_recalled(self, commit: Commit) -> bool:
+        """Wait until no other mount has the claim of a directory in which a commit makes names, and return
+        whether there was one."""
+        if self._claims is None:
+            return False
+        self._with_names(commit)
         others = self._claims.of_others(_makes_names_in(commit))
         for directory in others:
             await self._claims.recall(directory)
@@ -239,8 +246,8 @@ class SharedCommitter:
         return bool(commit.inodes or commit.gone)
 
     def _with_names(self, commit: Commit) -> list[int]:
-        """Add to a commit the names of its inodes that only this mount knows, and return their
-        numbers."""
+        """Add to a commit, once, the names of its inodes that only this mount knows, and return the numbers
+        of these."""
         tree, found = self._tree, []
         for inode in commit.inodes:
             if inode.revision or inode is commit.new or not tree.names_of(inode.ino):

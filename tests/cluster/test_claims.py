@@ -203,6 +203,23 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
     assert os.listdir(other.path / "killed") == ["file"]
 
 
+def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
+    own_cluster: Cluster,
+) -> None:
+    holder, other = own_cluster.mounts
+    (holder.path / "directory").mkdir()
+    claim(holder, holder.path / "directory")
+    fd = make(holder.path / "directory" / "file")
+    os.write(fd, b"content")
+    holder.pause()
+    for number in range(5):
+        (other.path / "directory" / f"other{number}").write_bytes(b"content")
+    holder.resume()
+    os.close(fd)
+    for mount in (holder, other):
+        assert (mount.path / "directory" / "file").read_bytes() == b"content"
+
+
 def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
     mount, holder = own_cluster.mounts
     (holder.path / "held").mkdir()
