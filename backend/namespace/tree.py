@@ -173,6 +173,7 @@ class Tree(Names):
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
+                    self.records.delete(_quota_key(ino))
         self._refused.forget(name[:2] for name in names)
         for parent, name, target, revision in removals_first(names):
             self._set_name(parent, name, target, revision)
@@ -294,6 +295,7 @@ class Tree(Names):
                 inodes.replace(inode, gone=True)
                 if inode.is_dir:
                     records.delete(time_key(inode.ino))
+                    records.delete(_quota_key(inode.ino))
             names = commit.names
             for parent, name, ino in names if len(names) < 2 else removals_first(names):
                 self._rename(parent, name, ino, revision)
@@ -379,7 +381,7 @@ class Tree(Names):
         self.damaged.pop(ino, None)
 
     def _take_limits(self, directory: Inode) -> None:
-        key = b"q" + directory.ino.to_bytes(8, "big")
+        key = _quota_key(directory.ino)
         if any(name in directory.xattrs for name in QUOTA_NAMES):
             self.records.put(key, b"")
         elif self.quotas.in_use:
@@ -490,3 +492,7 @@ class Tree(Names):
             if holds(ino):
                 return
         self.inodes.pop(ino, None)
+
+
+def _quota_key(directory: int) -> bytes:
+    return b"q" + directory.to_bytes(8, "big")
