@@ -134,6 +134,12 @@ class Members:
 
     # --- what is known
 
+    @property
+    def lease_ttl_s(self) -> float:
+        """Return how long a session lasts after its holder is heard of no more."""
+        assert self.settings is not None, "a member starts with the settings"
+        return float(self.settings.lease_ttl_s)
+
     def address(self, node: int) -> NodeAddress | None:
         """Return the address of a node; None: it is not alive."""
         return self.nodes.get(node)

@@ -228,7 +228,7 @@ def report_of(found: Cluster) -> dict[str, Any]:
 
 def _node_json(found: Cluster, node: int) -> dict[str, Any]:
     record, at = found.members.records.get(node), found.members.nodes.get(node)
-    # What the node itself says is first: etcd knows better.
+    # The node's own report comes first, so that what etcd knows replaces it.
     result: dict[str, Any] = {
         **found.reports.get(node, {}),
         "id": f"{node:016x}",

@@ -157,7 +157,7 @@ class SharedCommitter:
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
         directories = self._directories(commit)
         tree = self._tree
-        kept = self._with_names(commit)
+        kept = [inode.ino for inode in self._known_here(commit)]
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
         conditions = compares(commit, revisions)
         if self._claims is not None:
@@ -228,7 +228,7 @@ class SharedCommitter:
         whether there was one."""
         if self._claims is None:
             return False
-        self._with_names(commit)
+        self._add_names(commit)
         others = self._claims.of_others(_makes_names_in(commit))
         for directory in others:
             await self._claims.recall(directory)
@@ -245,14 +245,18 @@ class SharedCommitter:
             return self._claims.is_ours(commit.names[0][0])
         return bool(commit.inodes or commit.gone)
 
-    def _with_names(self, commit: Commit) -> list[int]:
-        """Add to a commit, once, the names of its inodes that only this mount knows, and return the numbers
-        of these."""
-        tree, found = self._tree, []
-        for inode in commit.inodes:
-            if inode.revision or inode is commit.new or not tree.names_of(inode.ino):
-                continue
-            found.append(inode.ino)
+    def _known_here(self, commit: Commit) -> list[Inode]:
+        """Return the inodes of a commit that have names which only this mount knows."""
+        return [
+            inode
+            for inode in commit.inodes
+            if not inode.revision and inode is not commit.new and self._tree.names_of(inode.ino)
+        ]
+
+    def _add_names(self, commit: Commit) -> None:
+        """Add to a commit the names of its inodes that only this mount knows."""
+        tree = self._tree
+        for inode in self._known_here(commit):
             changed = {name[:2] for name in commit.names}
             names = [name for name in tree.names_of(inode.ino) if name not in changed]
             parents = {parent for parent, _ in names}
@@ -261,7 +265,6 @@ class SharedCommitter:
             parents -= {parent for parent, _ in commit.times}
             times = [(parent, tree.inodes[parent].mtime_ns) for parent in parents]
             commit.times = [*commit.times, *times]
-        return found
 
     def _forget_former_names(self, commit: Commit) -> None:
         """Remove the names that a commit removed and that were never stored: the watch tells of none."""

@@ -466,7 +466,7 @@ node_ids = st.integers(1, 8) | st.integers(2**48, 2**48 + 4) | st.sampled_from([
 handles = st.integers(1, 6) | st.sampled_from([0, U64])
 u32 = st.integers(0, 8) | st.sampled_from([4096, 65536, 2**31 - 1, 2**31, U32])
 u64 = st.integers(0, 10_000) | st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, U64])
-# Of memory that is taken at once, also beyond the end of a file: little, or more than any machine has.
+# Lengths of memory that is allocated at once: little, or more than any machine has.
 lengths = st.integers(0, 10_000) | st.sampled_from([2**63 - 1, 2**63, U64])
 i64 = st.integers(-10, 10_000) | st.sampled_from([2**63 - 1, -(2**63)])
 pids = st.sampled_from([0, 1, 2, 4242, U32])

@@ -59,7 +59,7 @@ def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0)
         answered = time.monotonic()
         if answered > began + within_s:
             raise AssertionError(f"not within {within_s} s: {what}")
-        # What takes a processor long to find out is not asked all the time.
+        # A condition that takes the processor long is not asked all the time.
         time.sleep(max(0.01, answered - asked))
         asked = time.monotonic()
 

@@ -35,7 +35,7 @@ def reopened(fd, flags):
     os.close(fd)
     return again
 def moved(path, change):
-    # Whether the times of the directory and of the file move, those of changes and of contents.
+    # Tells whether ctime and mtime of the directory and of the file move.
     for one in ('.', path):
         os.utime(one, ns=(10**9, 10**9))
     before = [os.stat(one).st_ctime_ns for one in ('.', path)]

@@ -107,7 +107,7 @@ class ExtentDirectory(Yes):
         self.newest_config = 0
         # Keys of sessions, where that counts.
         self.owners: dict[int, bytes] = {}
-        # What is asked for at random takes no more of the memory of the machine.
+        # Tests ask for random sizes, which must not fill the machine's memory.
         self.limit_bytes = 1 << 30
         self.created = 0
         self.sealed: list[Extent] = []

@@ -341,7 +341,7 @@ SHELL = (
     "echo a > f; cp f g; echo b > f; cat g f > h; mv h f",
 )
 
-# What POSIX promises of open files, as it is on a tmpfs.
+# POSIX promises of open files, compared with a tmpfs.
 SCENARIOS = {
     "truncation by name is seen at once": """
         a: write('file', pattern(1, 1 << 20), 'wb')

@@ -363,7 +363,7 @@ def test_what_is_said_in_a_control_connection_by_others_ends_it(
         control = peers.device(1).link._control
         assert control is not None
         await passage.speak(direction, frame(messages.Abort(1)))
-        # What is asked before an end knows that the connection is over fails with it.
+        # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
         assert await peers.device(1).get([Extent(1, 0)], 100) == [b"content"]

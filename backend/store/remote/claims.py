@@ -29,6 +29,7 @@ from ...kv import Compare, Conflict, Delete, Event, Exists, KeyValue, Put
 from ...kv.faults import Faults
 from ...model.records import CLAIM, WISH, claim_key, wish_key
 from ...namespace.inode import inode_key
+from .rests import Rests
 
 __all__ = ["ClaimEntries", "Claims"]
 
@@ -40,10 +41,6 @@ _WITHIN_S = 2.0
 # It is given up when so long no file was made there.
 _IDLE_S = 10.0
 _CLAIMS_MAX = 256
-# A directory whose claim another mount wanted is not claimed for so long, and for twice as long each time
-# that this happens again soon.
-_REST_S = 10.0
-_REST_MAX_S = 600.0
 _TICK_S = 1.0
 # A transaction has 127 operations; who put more wishes deletes them.
 _WISHES_AT_ONCE = 100
@@ -52,13 +49,6 @@ _WISHES_AT_ONCE = 100
 class _Claim(NamedTuple):
     lease: int
     revision: int
-
-
-class _Rest(NamedTuple):
-    """A directory is not to be claimed until then, after so many seconds."""
-
-    until: float
-    length_s: float
 
 
 class ClaimEntries:
@@ -125,7 +115,8 @@ class Claims:
         # By directory: when files were made there without its claim, and when the claim was used last.
         self._made: dict[int, list[float]] = {}
         self._used: dict[int, float] = {}
-        self._rests: dict[int, _Rest] = {}
+        # Directories whose claims other mounts wanted.
+        self._rests = Rests()
         # Directories whose claims are just being taken, or given up.
         self._taking: set[int] = set()
         self._ending: set[int] = set()
@@ -150,11 +141,10 @@ class Claims:
         made = self._made.setdefault(directory, [])
         made.append(now)
         del made[:-_FILES]
-        rest = self._rests.get(directory)
         if (
             len(made) == _FILES
             and now - made[0] <= _WITHIN_S
-            and (rest is None or now >= rest.until)
+            and directory not in self._rests
             and self._may_claim
             and directory not in self._taking
             and directory not in self._entries.claims
@@ -209,7 +199,7 @@ class Claims:
                 continue
             if lease not in self._entries.wishes.get(directory, ()):
                 await self._wish(directory, lease)
-            with trio.move_on_after(self._patience_s) as waiting:
+            with trio.move_on_after(self._members.lease_ttl_s) as waiting:
                 while self._entries.claims.get(directory) == claim:
                     await self._entries.changed.park()
             if waiting.cancelled_caught:
@@ -221,12 +211,6 @@ class Claims:
         lease = self._session.lease
         if lease in self._entries.wishes.get(directory, ()):
             await self._change([], wish_key(directory, lease))
-
-    @property
-    def _patience_s(self) -> float:
-        settings = self._members.settings
-        assert settings is not None, "a mount starts with the settings"
-        return float(settings.lease_ttl_s)
 
     async def _lease(self) -> int:
         await self._session.wait_valid(self._timeout_s)
@@ -276,9 +260,7 @@ class Claims:
                     self._ending.add(directory)
                     self._nursery.start_soon(self._give_up, store, directory)
                 if wanted:
-                    before = self._rests.get(directory, _Rest(now, _REST_S / 2))
-                    length_s = min(2 * before.length_s, _REST_MAX_S)
-                    self._rests[directory] = _Rest(now + length_s, length_s)
+                    self._rests.begin(directory)
             self._tidy(now)
 
     async def _give_up(self, store: Callable[[int], Awaitable[None]], directory: int) -> None:
@@ -306,9 +288,7 @@ class Claims:
 
     def _tidy(self, now: float) -> None:
         """Forget what has become meaningless."""
-        for directory, rest in [*self._rests.items()]:
-            if now > rest.until + rest.length_s:
-                del self._rests[directory]
+        self._rests.tidy()
         for directory, made in [*self._made.items()]:
             if now - made[-1] > _WITHIN_S:
                 del self._made[directory]

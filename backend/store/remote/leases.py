@@ -16,7 +16,6 @@ must not return before every follower knows of the move.
 import logging
 import time
 from collections.abc import Awaitable, Container
-from typing import NamedTuple
 
 import trio
 
@@ -28,6 +27,7 @@ from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode, Tree
 from ...namespace.attributes import FOLLOW
 from .promise import Followers, Sureness
+from .rests import Rests
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,6 @@ _WITHIN_S = 2.0
 _IDLE_S = 10.0
 _OPENS_PER_CHANGE = 4
 _CHANGES_FREE = 8
-# A directory that was given up for its changes is not followed for so long, and for twice as long each time
-# that this happens again soon.
-_REST_S = 10.0
-_REST_MAX_S = 600.0
 _FOLLOWED_MAX = 256
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
@@ -64,17 +60,6 @@ class _Interest:
     @property
     def is_worth_following(self) -> bool:
         return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
-
-
-class _Rest(NamedTuple):
-    """A directory is not to be followed until then, after so many seconds."""
-
-    until: float
-    length_s: float
-
-    def again(self, now: float) -> "_Rest":
-        length_s = min(2 * self.length_s, _REST_MAX_S)
-        return _Rest(now + length_s, length_s)
 
 
 class Leases:
@@ -106,7 +91,8 @@ class Leases:
         self._for_good: set[int] = set()
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
-        self._rests: dict[int, _Rest] = {}
+        # Directories that were given up for their changes.
+        self._rests = Rests()
         self._touched: set[int] = set()  # directories, by the transaction being applied
         self._directory_changed = self._moved = False  # likewise
         # The newest move of a directory, and the newest that all followers know.
@@ -166,12 +152,6 @@ class Leases:
         """Return for how many seconds this mount's knowledge may be believed."""
         return max(0.0, min(self._session.valid_until, self._sureness.until_s) - now_s())
 
-    @property
-    def _patience_s(self) -> float:
-        settings = self._members.settings
-        assert settings is not None, "a mount starts with the settings"
-        return float(settings.lease_ttl_s)
-
     def _path(self, directory: int) -> set[int]:
         """Return the directory and all directories above it."""
         path: set[int] = set()
@@ -210,7 +190,7 @@ class Leases:
         await self._replica.wait_applied(revision)
         if self._followed_under != lease:
             self._followed_under = lease
-            self._sureness.confirmed(asked_s, self._patience_s)
+            self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
         elif not self._sureness.left_s():
             await self._confirm()
         if lease == self._session.lease:
@@ -251,7 +231,7 @@ class Leases:
         if (
             interest.opens >= _QUESTIONS
             and interest.is_worth_following
-            and (directory not in self._rests or now >= self._rests[directory].until)
+            and directory not in self._rests
             and self._may_follow(directory)
         ):
             self._asking.add(directory)
@@ -349,14 +329,14 @@ class Leases:
             revision = await self._transact(Put(seen_key(lease), seen, lease))
             await self._replica.wait_applied(revision)
         if lease == self._session.lease:
-            self._sureness.confirmed(asked_s, self._patience_s)
+            self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
 
     async def _stay_sure(self) -> None:
         """Confirm again and again while anything is followed; a task of its own."""
         while True:
             if self._held and self._session.valid():
                 await self._attempt(self._confirm())
-            await trio.sleep(self._patience_s / 4)
+            await trio.sleep(self._members.lease_ttl_s / 4)
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all followers of these directories have seen the revision."""
@@ -372,14 +352,14 @@ class Leases:
         if self._moved_at > self._moved_known:
             newest = self._moved_at
             await self._followers.wait(
-                lambda: members.followers() - {ours}, newest, self._patience_s
+                lambda: members.followers() - {ours}, newest, self._members.lease_ttl_s
             )
             self._moved_known = max(self._moved_known, newest)
         # A directory's record was moved: everything followed below it has other names now.
         await self._followers.wait(
             lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
             revision,
-            self._patience_s,
+            self._members.lease_ttl_s,
         )
 
     # -- life ------------------------------------------------------------------------------------
@@ -423,15 +403,12 @@ class Leases:
             if idle or busy:
                 self._interest.pop(directory, None)
                 if busy:
-                    before = self._rests.get(directory, _Rest(now, _REST_S / 2))
-                    self._rests[directory] = before.again(now)
+                    self._rests.begin(directory)
                 self._ending[directory] = now + _BELIEVED_S + _GRACE_S
                 self._ways.clear()
             elif interest is not None:
                 interest.opens = interest.changes = 0
-        for directory, rest in list(self._rests.items()):
-            if now > rest.until + rest.length_s:
-                del self._rests[directory]
+        self._rests.tidy()
         for directory, interest in list(self._interest.items()):
             if directory not in self._held and now - interest.last_open > _IDLE_S:
                 del self._interest[directory]

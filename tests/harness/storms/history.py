@@ -93,7 +93,7 @@ def tiny_content(worker: int, workers: int, count: int, size: int) -> bytes | No
 
 
 def value_of(content: bytes) -> str:
-    """Who wrote a content. Raises AssertionError, saying what is wrong, if nobody wrote it as a whole."""
+    """Return who wrote a content. Raises AssertionError with what is wrong, if nobody wrote it whole."""
     if len(content) < HEADER_BYTES:
         return f"bytes {content.hex()}" if content else EMPTY
     version = version_of(content)
