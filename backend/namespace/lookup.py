@@ -44,27 +44,22 @@ class Names:
 
     def lookup(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, "." and ".." included; None if no such name is seen."""
-        if len(name) <= NAME_MAX:
-            value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)  # asked most often
-            if value is not None:
-                ino = int.from_bytes(value[:8], "big")
-                return None if ino in self._unseen else self._led_to(ino)
-        return self._without_dentry(parent, name)
+        found = self.taken(parent, name)
+        return None if found is None or found.ino in self._unseen else found
 
     def taken(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, as `lookup` does, also of one that is not seen."""
-        ino = self.ino_behind(parent, name)
-        return self._led_to(ino) if ino else self._without_dentry(parent, name)
-
-    def _led_to(self, ino: int) -> Inode:
+        inodes = self.inodes
+        if len(name) <= NAME_MAX:
+            value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
+            if value is not None:
+                ino = int.from_bytes(value[:8], "big")
+                try:
+                    return inodes[ino]
+                except KeyError:
+                    raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
         try:
-            return self.inodes[ino]
-        except KeyError:
-            raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
-
-    def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
-        try:
-            directory = self.inodes[parent]
+            directory = inodes[parent]
         except KeyError:
             raise fail(errno.ESTALE) from None
         if not directory.is_dir:
@@ -141,11 +136,10 @@ class Names:
     def existing(self, parent: int, name: bytes) -> Inode:
         """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,
         ESTALE, ENAMETOOLONG."""
-        ino = self.ino_behind(parent, name)
-        if not ino or ino in self._unseen:
-            self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
+        found = self.lookup(parent, name)
+        if found is None or name in (b".", b".."):
             raise fail(errno.ENOENT)
-        return self._led_to(ino)
+        return found
 
     def ino_behind(self, parent: int, name: bytes) -> int:
         """Return the number of a name's inode, 0: there is none."""

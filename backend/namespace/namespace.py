@@ -156,7 +156,7 @@ class Namespace:
         return inode
 
     def add_virtual(self, inode: Inode) -> None:
-        """Put a made-up inode into the tree, until drop()."""
+        """Put a made-up inode into the tree, until Tree.drop()."""
         assert inode.ino >= FIRST_VIRTUAL_INO
         self.inodes[inode.ino] = inode
 
@@ -176,7 +176,7 @@ class Namespace:
         """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
         With nlink 0 its record is removed, and the inode with it unless one of `holders` has it open:
-        then it stays without a name until drop().
+        then it stays without a name until Tree.drop().
         """
         inode = await self._carry_out(partial(self._planner.unlink, parent, name))
         assert inode is not None
@@ -303,10 +303,6 @@ class Namespace:
     async def _wait_while_linking(self, ino: int) -> None:
         while ino in self._linking:
             await self._linking[ino].wait()
-
-    async def drop(self, ino: int) -> None:
-        """Forget an inode without a name, which is not open any more."""
-        self.tree.drop(ino)
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""

@@ -21,7 +21,6 @@ from ..model.clock import now_ns
 from ..model.records import Layout
 from . import acl
 from .commit import Commit
-from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion
 from .tree import Tree
@@ -139,10 +138,18 @@ class Planner:
     def new_inode(
         self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
     ) -> Inode:
-        """Return an inode without a name, with the attributes that the directory hands down."""
-        inherited = inherited_from(directory, mode, gid, umask)
-        inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
-        inode.xattrs = inherited.xattrs
+        """Return an inode without a name, with the group and ACL that the directory hands down."""
+        inode = Inode(self._new_ino(), mode, uid, gid, now_ns)
+        if directory.mode & stat.S_ISGID:
+            inode.gid = directory.gid
+        if not stat.S_ISLNK(mode):
+            default = directory.xattrs.get(acl.DEFAULT)
+            if default is None:
+                inode.mode &= ~(umask & 0o777)  # never the type, whatever the umask says
+            else:
+                inode.mode, inode.xattrs = acl.inherited(default, mode)
+        if inode.is_dir:
+            inode.mode |= directory.mode & stat.S_ISGID
         return inode
 
     def link(self, ino: int, parent: int, name: bytes) -> Commit:

@@ -30,10 +30,6 @@ class Unseen:
         else:
             self.inos.discard(inode.ino)
 
-    def forget(self, ino: int) -> None:
-        """Note that an inode is gone."""
-        self.inos.discard(ino)
-
     def is_abandoned(self, inode: Inode) -> bool:
         """Return whether nobody sees the names of an inode: the mount that made it has no session."""
         return inode.ino in self.inos and not self._is_mounted(inode.maker)

@@ -117,6 +117,7 @@ class Requests:
         self._buffer = connection.buffer
         self._view = memoryview(connection.buffer)
         self._lookups = filesystem.lookups
+        self._nodes = filesystem.cache.nodes
         self._names = filesystem.names
         self._metadata = filesystem.metadata
         self._xattrs = filesystem.xattrs
@@ -348,7 +349,7 @@ class Requests:
     def _getxattr(self, asked: Request) -> Result:
         room, _ = wire.GETXATTR_IN.unpack_from(self._buffer, BODY)
         name, _ = decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, asked.length)
-        if name in _ASKED_OFTEN and not self._xattrs.has_xattrs(asked.nodeid):
+        if name in _ASKED_OFTEN and not self._nodes.inode_of(asked.nodeid).xattrs:
             return _NO_DATA
         if name.startswith(OWN_XATTRS):
             self._deferred.settle()  # a caller that asks what is open must not see closed files

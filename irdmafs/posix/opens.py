@@ -49,7 +49,8 @@ class Opens:
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
-        self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
+        if self._store.sends:
+            self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         try:
             handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
@@ -76,7 +77,7 @@ class Opens:
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
                     version=0 if writing else 1, durable=not writing, umask=umask,
                     layout=self._store.layout(directory.ino, name),
-                    seen=not self._cache.isolation.below(directory.ino),
+                    seen=not (self._store.sends and self._cache.isolation.below(directory.ino)),
                 )  # fmt: skip
                 return self._created(inode, flags, ctx, (directory.ino, name))
             except FileExistsError:

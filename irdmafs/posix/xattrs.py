@@ -173,9 +173,6 @@ class Xattrs:
         finally:
             os.close(process)
 
-    def has_xattrs(self, node_id: int) -> bool:
-        return bool(self._nodes.inode_of(node_id).xattrs)
-
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
         # A quota belongs to its place, so `cp -a` and `rsync -X` must not copy it.
         names = [name for name in self._nodes.inode_of(inode).xattrs if name not in QUOTA_NAMES]
