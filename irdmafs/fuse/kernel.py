@@ -31,7 +31,7 @@ from .requests import NoPayload, Requests, Row
 from .session import Session
 from .tasks import Tasks
 from .wakeups import FastWakeups
-from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request
+from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request, decode_names
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +171,15 @@ class KernelSession(Session):
         if row is None:
             self._connection.refuse(request.unique, errno.ENOSYS)
             return
-        size, carry_out, pack = row
+        layout, size, names, carry_out, pack = row
         try:
             if received < size:
                 raise Malformed("the request is too short for its kind")
-            result = carry_out(request)
+            buffer = self._connection.buffer
+            fields = layout.unpack_from(buffer, BODY)
+            if names:
+                fields += decode_names(buffer, size, received, names)
+            result = carry_out(request, *fields)
             if result.__class__ is CoroutineType:
                 result = inline.run(result)
             if result.__class__ is NoPayload:

@@ -12,25 +12,19 @@ from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
 from .metadata import Metadata
 from .since import Since
-from .superblock import Superblock
+from .superblock import Part, Superblock
 
 # Others may remove a name and make it again each time that it is found taken.
 _CREATES_MAX: Final = 20
 
 
-class Opens:
+class Opens(Part):
     """Opens files, each on the content that the cache decides on."""
 
     def __init__(
         self, block: Superblock, metadata: Metadata, locking: Locking, since: Since
     ) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._coherence = block.coherence
-        self._answers = block.answers
+        super().__init__(block)
         self._metadata = metadata
         self._locking = locking
         self._since = since
