@@ -105,7 +105,7 @@ class Planner:
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
         if not (seen or version) and stat.S_ISREG(mode):
-            inode.maker = self._tree.unseen.maker
+            inode.maker = self._tree.maker
         commit.inode, commit.inodes = inode, (inode,)
         commit.new = inode
         commit.names = ((parent, name, inode.ino),)
@@ -120,7 +120,7 @@ class Planner:
         """Return a commit in which the name is free. Raises EEXIST."""
         commit, taken = Commit(), self._tree.taken(parent, name)
         if taken is not None:
-            if not self._tree.unseen.is_abandoned(taken):
+            if not self._tree.is_abandoned(taken):
                 raise fail(errno.EEXIST)
             commit.gone = (taken,)
         return commit
@@ -224,7 +224,7 @@ class Planner:
             self._new_name(new_parent, new_name)
         if new_name in (b".", b".."):
             raise fail(errno.EBUSY)
-        if flags & RENAME_EXCHANGE and (replaced is None or replaced.ino in self._tree.unseen.inos):
+        if flags & RENAME_EXCHANGE and (replaced is None or replaced.ino in self._tree.unseen):
             raise fail(errno.ENOENT)
         if replaced is not None and replaced.ino == moved.ino:
             return None  # two names of one inode: POSIX demands that nothing happens

@@ -378,8 +378,8 @@ class Tree(Names):
                 self._take_limits(inode)
             if known is None or not known.is_dir:
                 self._refused.free(ino)
-        elif inode.maker or self._unseen:
-            self.unseen.note(inode)
+        elif inode.maker or self.unseen:
+            self.note_maker(inode)
         self.inodes.store(inode, record, known)
         self.damaged.pop(ino, None)
 
@@ -485,7 +485,7 @@ class Tree(Names):
     def _let_go(self, inode: Inode) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         ino = inode.ino
-        self._unseen.discard(ino)
+        self.unseen.discard(ino)
         self.damaged.pop(ino, None)
         if inode.is_dir:
             self.quotas.forget(ino)

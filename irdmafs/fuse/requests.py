@@ -16,7 +16,7 @@ from ..posix.calls import Attributes, OpenInfo
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
-from ..posix.privileges import CAPABILITY
+from ..posix.privileges import CAPABILITY, SET_IDS
 from . import wire
 from .connection import Connection
 from .deferred import Deferred
@@ -133,6 +133,7 @@ class Requests:
         self._files = filesystem.files
         self._directories = filesystem.directories
         self._atimes = filesystem.atimes
+        self._locking = filesystem.locking
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
@@ -312,7 +313,7 @@ class Requests:
 
     def _statx(self, asked: Request) -> bytes:
         entry = self._metadata.attributes(asked.nodeid)
-        return pack_statx(entry, self._metadata.birth_ns(asked.nodeid))
+        return pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
 
     def _setxattr(self, asked: Request, size: int, flags: int, more: int, name: bytes) -> Result:
         start = BODY + wire.SETXATTR_IN.size + len(name) + 1
@@ -386,7 +387,7 @@ class Requests:
         start = BODY + wire.WRITE_IN.size
         asked.refuse_shorter(start + size)
         written = await self._files.write(fh, offset, self._view[start : start + size])
-        if flags & wire.WRITE_KILL_SUIDGID and self._metadata.has_set_ids(asked.nodeid):
+        if flags & wire.WRITE_KILL_SUIDGID and self._nodes.inode_of(asked.nodeid).mode & SET_IDS:
             await detach()
             await self._metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
@@ -442,7 +443,8 @@ class Requests:
     # -- locks and signals -----------------------------------------------------------------------
 
     def _getlk(self, asked: Request, fh: int, owner: int, *fields: int) -> Result:
-        return self._files.test_lock(asked.nodeid, owner, _lock(asked, *fields))
+        ino = self._nodes.inode_of(asked.nodeid).ino
+        return self._locking.test(ino, owner, _lock(asked, *fields))
 
     def _setlk(self, asked: Request, fh: int, owner: int, *fields: int) -> Result:
         flock = bool(fields[_LOCK_FLAGS] & wire.LOCK_FLOCK)

@@ -229,10 +229,6 @@ def reply(unique: int, payload: bytes = b"") -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + len(payload), 0, unique) + payload
 
 
-def error_reply(unique: int, code: int) -> bytes:
-    return OUT_HEADER.pack(OUT_HEADER.size, -code, unique)
-
-
 def notification(code: Notify, payload: bytes) -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + len(payload), code, 0) + payload
 

@@ -187,10 +187,6 @@ class OpenFiles(Part):
         if this user's processes wait for too much already."""
         self._waits.poll(self._handle(fh).node, kernel_handle, uid)
 
-    async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
-        """Return the lock in the way, or `lock` as F_UNLCK (fcntl F_GETLK)."""
-        return await self._locking.test(self._nodes.inode_of(node_id).ino, owner, lock)
-
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
         """Take or give back a lock (fcntl F_SETLK, F_SETLKW; flock). Raises OSError EAGAIN, EDEADLK,
         ENOLCK, EIO."""

@@ -89,13 +89,6 @@ class Metadata(Part):
                 await self._namespace.set_attributes(ino, mode=mode)
                 self._answers.refresh_other_nodes(None, ino)
 
-    def has_set_ids(self, node_id: int) -> bool:
-        return bool(self._nodes.inode_of(node_id).mode & SET_IDS)
-
-    def birth_ns(self, node_id: int) -> int:
-        """Return when an inode was made (ns), 0 if nobody noted it."""
-        return self._nodes.inode_of(node_id).birth_ns
-
     async def statfs(self, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""
         below = self._store.statvfs()
