@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.daemons import Daemon, wait_until
-from harness.etcd_server import EtcdServer, etcd
+from harness.etcd_server import EtcdServer
 from harness.network import Host
 from harness.parts import irdmafs_command
 from harness.scratch import scratch_directory
@@ -50,8 +50,6 @@ from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreach
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
-
-__all__ = ["etcd"]
 
 BUCKETS = 8
 TTL_S = 4
