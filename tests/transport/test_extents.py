@@ -597,13 +597,13 @@ def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
                 cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x"
             )
             # Longer than a node may be silent.
-            await trio.sleep(3 * 0.5)
+            await trio.sleep(3 * 1.0)
             assert len(nursery.child_tasks) == 2
             cluster.service(3).may_seal.set()
         assert len(cluster.service(3).sealed) == 2
         os.close(source)
 
-    in_cluster(memory, test, timeout_s=0.5)
+    in_cluster(memory, test, timeout_s=1.0)
 
 
 # -- callers that fail ---------------------------------------------------------------------------
