@@ -18,16 +18,15 @@ from typing import (
     get_type_hints,
 )
 
-from .backend.model import sizes
 from .backend.model.options import Option
 from .backend.model.values import ConfigError
+from .backend.observe.logs import LogLevel
 
 if TYPE_CHECKING:
     from .backend.cluster.config import ClusterConfig
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 WakeupSetting = Literal["auto", "on", "off"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 # The hosts on which the locks of a mount hold: all of its cluster, this one only, or none.
 LockScope = Literal["cluster", "local", "refuse"]
 
@@ -51,19 +50,10 @@ def _parse_umask(text: str) -> int:
     return mask
 
 
-def _parse_locks(text: str) -> LockScope:
-    scopes: dict[str, LockScope] = {"cluster": "cluster", "local": "local", "refuse": "refuse"}
-    return scopes[text]
-
-
 def _parse_name(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError(text)
     return text
-
-
-def _parse_switch(text: str) -> bool:
-    return {"on": True, "off": False}[text]
 
 
 class Switch(NamedTuple):
@@ -82,7 +72,7 @@ class Switch(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A mount option `name=value`. `parse` raises ValueError, KeyError or MountError for what is not
+    """A mount option `name=value`. `parse` raises ValueError or KeyError for a text that is not
     `expected`."""
 
     parse: Callable[[str], Any]
@@ -138,7 +128,7 @@ class MountOptions:
     locks: Annotated[
         LockScope,
         Value(
-            _parse_locks,
+            {scope: scope for scope in get_args(LockScope)}.__getitem__,
             "cluster, local or refuse",
             "where locks hold: on every host of the cluster, on this one only, or nowhere (ENOLCK)",
         ),
@@ -146,7 +136,7 @@ class MountOptions:
     isolation: Annotated[
         bool,
         Value(
-            _parse_switch,
+            {"on": True, "off": False}.__getitem__,
             "on or off",
             "truncating a published file begins a version of its own, and other hosts see a new file with "
             "its first version",
@@ -171,6 +161,15 @@ def mount_options() -> tuple[DeclaredOption, ...]:
         for one in fields(MountOptions)
         if get_origin(hints[one.name]) is Annotated
     )
+
+
+def switches_of(options: MountOptions) -> set[str]:
+    """Return the words of ``-o`` that these options stand for, except those that take a value."""
+    words = set()
+    for name, _, form in mount_options():
+        if isinstance(form, Switch):
+            words.add(form.on if getattr(options, name) else form.off)
+    return {word for word in words if word is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +243,7 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
         elif equals and name in values:
             try:
                 changes[name] = values[name].parse(value)
-            except (ValueError, KeyError, MountError):
+            except (ValueError, KeyError):
                 raise MountError(f"-o {option}: {name} takes {values[name].expected}") from None
         elif name in values:
             raise MountError(f"-o {name} needs a value: {name}={values[name].expected}")
@@ -261,14 +260,3 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
                 "mount --help)"
             )
     return replace(MountOptions(), **changes)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
-
-    Raises MountError for any other text, and for a size of 0.
-    """
-    try:
-        return sizes.parse_size(text)
-    except ValueError as error:
-        raise MountError(str(error)) from None

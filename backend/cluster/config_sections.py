@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..model.options import Option
 from ..model.values import ConfigError, Seconds, Size, split_host_port
-from ..observe.logs import LogFormat
+from ..observe.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from ..etcd.client import Client
@@ -30,7 +30,6 @@ RDMA_QUEUE_PAIRS_MAX = 4
 _ROLE = "{role}"
 
 RdmaMode = Literal["auto", "off", "require"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _SERVE = ("serve",)

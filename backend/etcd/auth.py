@@ -6,20 +6,20 @@ from typing import TypeVar
 from . import etcd_pb2 as pb
 from .client import Client
 from .errors import RpcError
-from .methods import AUTHENTICATE, Message, Method, auth_method
+from .methods import AUTHENTICATE, Message, Method, method
 
 __all__ = ["Auth"]
 
-_ENABLE = auth_method("AuthEnable", pb.AuthResponse)
-_USER_ADD = auth_method("UserAdd", pb.AuthResponse)
-_USER_DELETE = auth_method("UserDelete", pb.AuthResponse)
-_USER_LIST = auth_method("UserList", pb.AuthUserListResponse)
-_USER_GRANT = auth_method("UserGrantRole", pb.AuthResponse)
-_ROLE_ADD = auth_method("RoleAdd", pb.AuthResponse)
-_ROLE_DELETE = auth_method("RoleDelete", pb.AuthResponse)
-_ROLE_GET = auth_method("RoleGet", pb.AuthRoleGetResponse)
-_ROLE_GRANT = auth_method("RoleGrantPermission", pb.AuthResponse)
-_ROLE_REVOKE = auth_method("RoleRevokePermission", pb.AuthResponse)
+_ENABLE = method("Auth/AuthEnable", pb.AuthResponse)
+_USER_ADD = method("Auth/UserAdd", pb.AuthResponse)
+_USER_DELETE = method("Auth/UserDelete", pb.AuthResponse)
+_USER_LIST = method("Auth/UserList", pb.AuthUserListResponse)
+_USER_GRANT = method("Auth/UserGrantRole", pb.AuthResponse)
+_ROLE_ADD = method("Auth/RoleAdd", pb.AuthResponse)
+_ROLE_DELETE = method("Auth/RoleDelete", pb.AuthResponse)
+_ROLE_GET = method("Auth/RoleGet", pb.AuthRoleGetResponse)
+_ROLE_GRANT = method("Auth/RoleGrantPermission", pb.AuthResponse)
+_ROLE_REVOKE = method("Auth/RoleRevokePermission", pb.AuthResponse)
 
 # etcd's own role that may do everything; a user must have it before authentication is enabled.
 ROOT = "root"

@@ -21,9 +21,18 @@ from typing import Literal
 
 from ..model.values import ConfigError
 
-__all__ = ["LogFormat", "RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
+__all__ = [
+    "LogFormat",
+    "LogLevel",
+    "RepeatLimit",
+    "current_request",
+    "identify",
+    "request",
+    "set_up_logging",
+]
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 LOG_LIMIT_BYTES = 16 << 20
 # The most lines of one place in the code in this time; further lines are only counted.

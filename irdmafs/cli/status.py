@@ -6,7 +6,8 @@ A key that the daemon does not report shows as "-": the two may be of different 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -25,6 +26,40 @@ _COLOURS = {
     **dict.fromkeys(("warn", "degraded", "draining", "expired", "denied", "working"), "yellow"),
     **dict.fromkeys(("fail", "unavailable", "down", "revoked", "stale", "hung"), "red"),
     "info": "cyan",
+}
+
+
+# The rows of a mount: labels, and figures of its report in the form that `shown` takes.
+_MOUNT_ROWS = {
+    "session": "{session_name}",
+    "reason": "{session_reason}",
+    "daemon": "process {pid}, irdmafs {version}",
+    "up": "{uptime_s:time}",
+    "memory of daemon": "{daemon_rss_bytes:bytes}",
+    "store": "{store}",
+    "{space}": "{store_free_bytes:bytes} free of {store_total_bytes:bytes}",
+    "files": "{files:count}",
+    "directories": "{directories:count}",
+    "inodes": "{inodes:count}",
+    "versions kept": "{versions_kept:count}",
+    "bytes published": "{bytes_published:bytes}",
+    "bytes in working copies": "{bytes_working:bytes}",
+    "nodes": "{nodes:count}",
+    "open handles": "{open_handles:count} (file limit {open_files_limit:count})",
+}
+_CLUSTER_ROWS = {
+    "cluster": "{name} ({nodes_up:count} of {nodes_known:count} nodes up)",
+    "lease in etcd": "{lease}",
+    "node on this host": "{node_here}",
+    "cache": "{cache_bytes:bytes} of {cache_limit_bytes:bytes}; {cache_hits:count} opens found it there, "
+    "{cache_misses:count} fetched",
+    "fetched": "{fetched_bytes:bytes}",
+    "read into buffers": "{lent_bytes:bytes}; {lent_buffers:count} are lent",
+    "found to be as published": "{checked_bytes:bytes}",
+    "RDMA": "{rdma_use}",
+    "published": "{published_bytes:bytes}",
+    "directories followed": "{followed_directories:count}",
+    "directories claimed": "{claimed_directories:count}",
 }
 
 
@@ -148,6 +183,29 @@ def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
+class _Figures(string.Formatter):
+    """Fills in figures of a report by name: {name:bytes}, {name:count}, {name:time} or {name}; one that is
+    not there is "-"."""
+
+    _forms: Mapping[str, Callable[[object], str]] = {
+        "": lambda value: "-" if value is None or value == "" else str(value),
+        "bytes": human_bytes,
+        "count": _count,
+        "time": human_duration,
+    }
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return self._forms[format_spec](value)
+
+
+def shown(form: str, report: Mapping[str, Any]) -> str:
+    """Return a form such as "{bytes:bytes} of {limit}" with figures of a report."""
+    return _Figures().vformat(form, (), report)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print rows of text on stdout, with words for states in colour on a terminal. Columns of numbers are
     right-aligned. Without column names there is no head line."""
@@ -180,22 +238,19 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
     if not reports:
         print("no irdmafs mounts")
     else:
-        columns = ("mountpoint", "state", "session", "files", "published", "pid", "up")
-        rows = []
-        for entry in reports:
-            data = entry.status
-            rows.append(
+        cells = ("{files:count}", "{bytes_published:bytes}", "{pid}", "{uptime_s:time}")
+        print_table(
+            ("mountpoint", "state", "session", "files", "published", "pid", "up"),
+            [
                 (
                     entry.mount.mountpoint,
                     entry.state,
-                    _session(data),
-                    _count(data.get("files")),
-                    human_bytes(data.get("bytes_published")),
-                    str(data.get("pid", "-")),
-                    human_duration(data.get("uptime_s")),
+                    _session(entry.status),
+                    *(shown(cell, entry.status) for cell in cells),
                 )
-            )
-        print_table(columns, rows)
+                for entry in reports
+            ],
+        )
     for entry in reports:
         for line in _advice(entry):
             print(printable(line))
@@ -239,40 +294,25 @@ def print_mount(entry: MountReport) -> None:
         for line in _advice(entry):
             print(printable(line))
         return
-    opened, limit = data.get("open_files_limit"), data.get("open_handles")
-    rows = [
-        ("session", _session(data)),
-        ("reason", str(data.get("session_reason") or "-")),
-        ("daemon", f"process {data.get('pid', '-')}, irdmafs {data.get('version', '-')}"),
-        ("up", human_duration(data.get("uptime_s"))),
-        ("memory of daemon", human_bytes(data.get("daemon_rss_bytes"))),
-        ("store", str(data.get("store", "-"))),
-        (
-            "space in the cluster" if "cluster" in data else "store space",
-            f"{human_bytes(data.get('store_free_bytes'))} free of "
-            f"{human_bytes(data.get('store_total_bytes'))}",
-        ),
-        ("files", _count(data.get("files"))),
-        ("directories", _count(data.get("directories"))),
-        ("inodes", _count(data.get("inodes"))),
-        ("versions kept", _count(data.get("versions_kept"))),
-        ("bytes published", human_bytes(data.get("bytes_published"))),
-        ("bytes in working copies", human_bytes(data.get("bytes_working"))),
-        ("nodes", _count(data.get("nodes"))),
-        ("open handles", f"{_count(limit)} (file limit {_count(opened)})"),
-    ]
-    rows += _cluster_rows(data.get("cluster") or {})
+    cluster = data.get("cluster") or {}
+    space = "space in the cluster" if cluster else "store space"
+    rows = _rows(_MOUNT_ROWS, {**data, "session_name": _session(data), "space": space})
+    if cluster:
+        lease = "valid" if cluster.get("session_valid") else "waiting for etcd"
+        rows += _rows(_CLUSTER_ROWS, {**cluster, "lease": lease, "rdma_use": _rdma(cluster)})
     print_table(("", ""), rows, title=entry.mount.mountpoint)
-    _print_quotas(data.get("quotas") or ())
+    if quotas := data.get("quotas"):
+        print()
+        cells = ("{path}", "{bytes:bytes}", "{limit_bytes:bytes}", "{inodes:count}",
+                 "{limit_inodes:count}")  # fmt: skip
+        columns = ("quota of", "bytes", "limit", "inodes", "limit")
+        print_table(columns, [[shown(cell, quota) for cell in cells] for quota in quotas])
     for title in ("requests", "errors"):
         counts = data.get(title) or {}
         if counts:
             ordered = sorted(counts.items(), key=lambda item: (-int(item[1]), str(item[0])))
             print()
-            print_table(
-                (title, "count"),
-                [(str(kind), _count(count)) for kind, count in ordered],
-            )
+            print_table((title, "count"), [(str(kind), _count(count)) for kind, count in ordered])
     warnings = data.get("warnings") or ()
     if warnings:
         print()
@@ -280,51 +320,8 @@ def print_mount(entry: MountReport) -> None:
         print(printable(f"warning: {warning}"))
 
 
-def _print_quotas(quotas: Sequence[Mapping[str, Any]]) -> None:
-    if not quotas:
-        return
-    rows = [
-        (
-            str(quota.get("path", "-")),
-            human_bytes(quota.get("bytes")),
-            human_bytes(quota.get("limit_bytes")),
-            _count(quota.get("inodes")),
-            _count(quota.get("limit_inodes")),
-        )
-        for quota in quotas
-    ]
-    print()
-    columns = ("quota of", "bytes", "limit", "inodes", "limit")
-    print_table(columns, rows)
-
-
-def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that only a mount of a cluster has."""
-    if not cluster:
-        return []
-    up, known = cluster.get("nodes_up"), cluster.get("nodes_known")
-    opens = f"{_count(cluster.get('cache_hits'))} opens found it there"
-    return [
-        ("cluster", f"{cluster.get('name', '-')} ({_count(up)} of {_count(known)} nodes up)"),
-        ("lease in etcd", "valid" if cluster.get("session_valid") else "waiting for etcd"),
-        ("node on this host", str(cluster.get("node_here") or "-")),
-        (
-            "cache",
-            f"{human_bytes(cluster.get('cache_bytes'))} of "
-            f"{human_bytes(cluster.get('cache_limit_bytes'))}; {opens}, "
-            f"{_count(cluster.get('cache_misses'))} fetched",
-        ),
-        ("fetched", human_bytes(cluster.get("fetched_bytes"))),
-        (
-            "read into buffers",
-            f"{human_bytes(cluster.get('lent_bytes'))}; {_count(cluster.get('lent_buffers'))} are lent",
-        ),
-        ("found to be as published", human_bytes(cluster.get("checked_bytes"))),
-        ("RDMA", _rdma(cluster)),
-        ("published", human_bytes(cluster.get("published_bytes"))),
-        ("directories followed", _count(cluster.get("followed_directories"))),
-        ("directories claimed", _count(cluster.get("claimed_directories"))),
-    ]
+def _rows(forms: Mapping[str, str], figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(shown(label, figures), shown(form, figures)) for label, form in forms.items()]
 
 
 def _rdma(cluster: Mapping[str, Any]) -> str:
@@ -343,15 +340,8 @@ def print_versions(path: str, data: Mapping[str, Any]) -> None:
         if isinstance(mtime_ns, int):
             when = datetime.fromtimestamp(mtime_ns / 1e9).isoformat(" ", "milliseconds")
         openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
-        rows.append(
-            (
-                str(entry.get("version", "-")),
-                str(entry.get("state", "-")),
-                human_bytes(entry.get("size")),
-                when,
-                openers,
-            )
-        )
+        first = [shown(cell, entry) for cell in ("{version}", "{state}", "{size:bytes}")]
+        rows.append((*first, when, openers))
     print_table(
         ("version", "state", "size", "modified", "open in processes"),
         rows,

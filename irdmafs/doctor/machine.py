@@ -227,12 +227,7 @@ def check_fusermount() -> Check:
 
 def check_allow_other() -> Check:
     name = "user_allow_other"
-    try:
-        with open("/etc/fuse.conf") as file:
-            allowed = any(line.strip() == "user_allow_other" for line in file)
-    except OSError:
-        allowed = False
-    if allowed:
+    if mounting.users_may_allow_other():
         return Check(name, "ok", "set in /etc/fuse.conf")
     if mounting.can_mount():
         return Check(name, "info", "not set in /etc/fuse.conf; root needs no permission for "

@@ -22,23 +22,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..mount_options import MountError, MountOptions, parse_mount_options
+from ..mount_options import MountError, MountOptions, parse_mount_options, switches_of
 
 FSTYPE = "fuse.irdmafs"
 STATUS_XATTR = "user.irdmafs.status"
 VERSIONS_XATTR = "user.irdmafs.versions"
 
-MS_RDONLY = 0x1
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
-MS_NOEXEC = 0x8
-MS_SYNCHRONOUS = 0x10
 MS_REMOUNT = 0x20
-MS_DIRSYNC = 0x80
-MS_NOATIME = 0x400
-MS_NODIRATIME = 0x800
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
+# Flags of mount(2), and words that libfuse knows, among the options of a mount.
+_FLAGS = {
+    "ro": 0x1,
+    "nosuid": MS_NOSUID,
+    "nodev": MS_NODEV,
+    "noexec": 0x8,
+    "sync": 0x10,
+    "dirsync": 0x80,
+    "noatime": 0x400,
+    "nodiratime": 0x800,
+}
+_LIBFUSE_WORDS = _FLAGS.keys() - {"nosuid", "nodev"} | {
+    "allow_other",
+    "default_permissions",
+    "dev",
+    "suid",
+}
 
 CAP_SYS_ADMIN = 21
 
@@ -290,20 +301,8 @@ def unmount_filesystem(target: str, flags: int = 0) -> None:
 
 def mount_flags(options: MountOptions) -> int:
     """Return the MS_* flags of mount(2) that these options stand for."""
-    flags = 0
-    for wanted, flag in (
-        (options.read_only, MS_RDONLY),
-        (not options.suid, MS_NOSUID),
-        (not options.dev, MS_NODEV),
-        (not options.exec, MS_NOEXEC),
-        (options.sync, MS_SYNCHRONOUS),
-        (options.dirsync, MS_DIRSYNC),
-        (options.noatime, MS_NOATIME),
-        (options.nodiratime, MS_NODIRATIME),
-    ):
-        if wanted:
-            flags |= flag
-    return flags
+    words = switches_of(options)
+    return sum(flag for word, flag in _FLAGS.items() if word in words)
 
 
 def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | None = None) -> None:
@@ -343,21 +342,7 @@ def remount(mount: Mount, words: Iterable[str]) -> None:
 def libfuse_options(options: MountOptions) -> set[str]:
     """Return the same options for libfuse, as `pyfuse3.init` takes them."""
     words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}"}
-    for wanted, word in (
-        (options.default_permissions, "default_permissions"),
-        (options.allow_other, "allow_other"),
-        (options.read_only, "ro"),
-        (options.suid, "suid"),
-        (options.dev, "dev"),
-        (not options.exec, "noexec"),
-        (options.sync, "sync"),
-        (options.dirsync, "dirsync"),
-        (options.noatime, "noatime"),
-        (options.nodiratime, "nodiratime"),
-    ):
-        if wanted:
-            words.add(word)
-    return words
+    return words | switches_of(options) & _LIBFUSE_WORDS
 
 
 def refuse_what_users_may_not(options: MountOptions) -> None:
@@ -370,21 +355,23 @@ def refuse_what_users_may_not(options: MountOptions) -> None:
             "users mount with the help of fusermount3, which is missing; install it (apt install fuse3), "
             "or mount as root"
         )
-    if options.allow_other and not _users_may_allow_other():
+    if options.allow_other and users_may_allow_other() is False:
         raise MountError(
             f"-o allow_other: {_FUSE_CONFIG} does not let users do this; root can allow it by a line "
             "user_allow_other there, or mount without the option"
         )
 
 
-def _users_may_allow_other() -> bool:
+def users_may_allow_other() -> bool | None:
+    """Return whether root lets users mount with -o allow_other. None: this user may not read that;
+    fusermount3 may, and reports an error if not."""
     try:
         with open(_FUSE_CONFIG) as file:
             return any(line.partition("#")[0].strip() == "user_allow_other" for line in file)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # fusermount3 may be able to read it, and reports an error if not
+        return None
 
 
 def fusermount() -> str | None:

@@ -395,9 +395,8 @@ def discard_store(path: str) -> None:
     """Remove a store with everything in it. In a directory that was given by --store, files that are not
     the store's are left. Raises MountError if a daemon still uses it."""
     wait_until_free(path)
-    mount = find_mount(path)
     try:
-        if mount is not None and mount.fstype == "tmpfs" and os.path.dirname(path) == TMPFS_ROOT:
+        if _is_private_tmpfs(path):
             unmount_filesystem(path)
         else:
             for entry in os.scandir(path):

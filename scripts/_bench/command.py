@@ -15,7 +15,7 @@ import click
 from harness.network import CommandFailed, Unavailable
 from rich.console import Console
 
-from irdmafs.mount_options import MountError, parse_size
+from irdmafs.backend.model.sizes import parse_size
 
 from .files import WrongData
 from .tables import Rates
@@ -39,7 +39,7 @@ class Size(click.ParamType[int]):
     ) -> int:
         try:
             size = value if isinstance(value, int) else parse_size(value)
-        except MountError as error:
+        except ValueError as error:
             self.fail(str(error), param, ctx)
         if size % self._multiple:
             self.fail(f"must be a multiple of {self._multiple >> 20} MiB", param, ctx)
