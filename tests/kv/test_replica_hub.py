@@ -151,7 +151,7 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
         await replica.barrier()
         mirror.expect_equal()
         assert namespace.inode(gone.ino).nlink == 0
-        await namespace.drop(gone.ino)
+        namespace.tree.drop(gone.ino)
         assert everything(namespace) == everything(other)
         # And it goes on from there.
         await other.create(place.ino, b"later", FILE, 0, 0)

@@ -175,7 +175,7 @@ async def test_a_file_that_another_host_removes_stays_for_who_holds_it(keys: Etc
         await here.set_attributes(file.ino, mode=0o600)
         records = await here.engine.range(b"i", b"j")
         assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
-        await here.drop(file.ino)
+        here.tree.drop(file.ino)
         await expect_all_equal(keys, [here, there])
 
 
@@ -195,7 +195,7 @@ async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it
         made = await here.create(ROOT_INO, b"file", FILE | 0o600, 0, 0)
         assert here.lookup(ROOT_INO, b"file") is None
         assert here.inode(made.ino).nlink == 0
-        await here.drop(made.ino)
+        here.tree.drop(made.ino)
         await expect_all_equal(keys, [here, there])
 
 
@@ -222,7 +222,7 @@ async def test_what_its_own_host_removes_stays_if_in_use(keys: EtcdKeys, kind: s
             if kind == "rmdir" and in_use:
                 made = namespace.create(inode.ino, b"below", FILE, 0, 0)
                 assert await error_of(made) == "ENOENT"
-            await namespace.drop(inode.ino)
+            namespace.tree.drop(inode.ino)
         await expect_all_equal(keys, [namespace])
 
 
