@@ -21,7 +21,7 @@ from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
 from harness.clusters import Cluster, ClusterMount, Plan
-from harness.etcd_server import EtcdServer, end_shared_etcd, new_prefix, shared_etcd
+from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
@@ -217,9 +217,9 @@ def etcd() -> EtcdServer:
 
 
 @pytest.fixture
-def etcd_prefix() -> bytes:
-    """A key prefix that no other test uses."""
-    return new_prefix()
+def keys(etcd: EtcdServer) -> EtcdKeys:
+    """Keys on that server that no other test uses."""
+    return EtcdKeys(etcd, new_prefix())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys, EtcdServer
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 from irdmafs.backend.cluster.group_configs import Groups
@@ -79,9 +79,9 @@ class Process:
 
 
 @asynccontextmanager
-async def process(server: EtcdServer, prefix: bytes, node: int = 0) -> AsyncIterator[Process]:
+async def process(keys: EtcdKeys, node: int = 0) -> AsyncIterator[Process]:
     async with (
-        EtcdEngine(server.endpoints, prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         found = Process(engine, node)
@@ -100,10 +100,8 @@ async def until(condition: Callable[[], bool], changed: Callable[[], Awaitable[N
 # --- sessions
 
 
-async def test_session_is_registered_until_it_is_released(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
+async def test_session_is_registered_until_it_is_released(keys: EtcdKeys) -> None:
+    async with process(keys) as mount, trio.open_nursery() as nursery:
         session = mount.session
         assert not session.valid()
         await nursery.start(session.run)
@@ -121,10 +119,8 @@ async def test_session_is_registered_until_it_is_released(
             await session.wait_valid()
 
 
-async def test_session_of_a_process_that_was_stopped_goes_on(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
+async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> None:
+    async with process(keys) as mount, trio.open_nursery() as nursery:
         session = mount.session
         await nursery.start(session.run)
         number = session.number
@@ -138,12 +134,10 @@ async def test_session_of_a_process_that_was_stopped_goes_on(
         await session.release()
 
 
-async def test_session_is_invalid_before_etcd_lets_its_key_go(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) -> None:
     async with (
-        process(etcd, etcd_prefix) as watcher,
-        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        process(keys) as watcher,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
     ):
         session = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
         async with trio.open_nursery() as nursery:
@@ -167,10 +161,10 @@ async def _delete_key(session: Session, mount: Process) -> None:
 
 @pytest.mark.parametrize("lose", [_revoke, _delete_key])
 async def test_lost_session_is_followed_by_one_with_a_new_number(
-    etcd: EtcdServer, etcd_prefix: bytes, lose: Callable[[Session, Process], Awaitable[None]]
+    keys: EtcdKeys, lose: Callable[[Session, Process], Awaitable[None]]
 ) -> None:
     lost = trio.Event()
-    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
+    async with process(keys) as mount, trio.open_nursery() as nursery:
         session = mount.session
         gone: list[int] = []
         mount.members.session_gone.append(gone.append)
@@ -185,33 +179,27 @@ async def test_lost_session_is_followed_by_one_with_a_new_number(
         await session.release()
 
 
-async def _session_outlives_etcd_outage(server: EtcdServer, prefix: bytes) -> None:
+async def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> None:
     lost = trio.Event()
-    async with process(server, prefix) as mount, trio.open_nursery() as nursery:
-        session = mount.session
-        await nursery.start(partial(session.run, on_lost=lost.set))
-        number = session.number
-        await trio.to_thread.run_sync(server.kill9)
-        while session.valid():
-            await trio.sleep(0.1)
-        await trio.to_thread.run_sync(server.start)
-        assert await session.wait_valid() == number
-        record = await mount.engine.get(session.key)
-        assert record is not None
-        assert record.mod_revision == number
-        assert not lost.is_set()
-        await session.release()
-
-
-def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> None:
     with EtcdServer() as server:
-        trio.run(_session_outlives_etcd_outage, server, b"/test/")
+        async with process(EtcdKeys(server, b"/test/")) as mount, trio.open_nursery() as nursery:
+            session = mount.session
+            await nursery.start(partial(session.run, on_lost=lost.set))
+            number = session.number
+            await trio.to_thread.run_sync(server.kill9)
+            while session.valid():
+                await trio.sleep(0.1)
+            await trio.to_thread.run_sync(server.start)
+            assert await session.wait_valid() == number
+            record = await mount.engine.get(session.key)
+            assert record is not None
+            assert record.mod_revision == number
+            assert not lost.is_set()
+            await session.release()
 
 
-async def test_node_looks_over_what_it_has_before_each_registration(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix, 7) as node, trio.open_nursery() as nursery:
+async def test_node_looks_over_what_it_has_before_each_registration(keys: EtcdKeys) -> None:
+    async with process(keys, 7) as node, trio.open_nursery() as nursery:
         key = key_of(b"n", 7)
         await admit(node.engine, 7, UP)
         seen: list[KeyValue | None] = []
@@ -231,10 +219,8 @@ async def test_node_looks_over_what_it_has_before_each_registration(
         await session.release()
 
 
-async def test_second_store_with_the_same_node_id_is_refused(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
+async def test_second_store_with_the_same_node_id_is_refused(keys: EtcdKeys) -> None:
+    async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, NODE, address(7), TTL_S, node=7)
         await nursery.start(first.run)
@@ -261,16 +247,14 @@ class GoneOnceSeen(EtcdEngine):
         return found
 
 
-async def test_node_starts_while_the_lease_of_its_former_process_ends(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
+async def test_node_starts_while_the_lease_of_its_former_process_ends(keys: EtcdKeys) -> None:
+    async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, NODE, address(7), TTL_S, node=7)
         async with trio.open_nursery() as killed:
             await killed.start(first.run)
             killed.cancel_scope.cancel()
-        async with GoneOnceSeen(etcd.endpoints, etcd_prefix) as engine:
+        async with GoneOnceSeen(keys.endpoints, keys.prefix) as engine:
             engine.lease = first.lease
             second = Session(engine, NODE, address(7), TTL_S, node=7)
             await nursery.start(second.run)
@@ -281,10 +265,8 @@ async def test_node_starts_while_the_lease_of_its_former_process_ends(
             nursery.cancel_scope.cancel()
 
 
-async def test_node_tells_of_its_space_within_its_session(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix, 7) as node, trio.open_nursery() as nursery:
+async def test_node_tells_of_its_space_within_its_session(keys: EtcdKeys) -> None:
+    async with process(keys, 7) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         session = node.session
         await session.update(address(7, free=4))
@@ -307,10 +289,8 @@ async def test_node_tells_of_its_space_within_its_session(
         await session.release()
 
 
-async def test_node_that_was_removed_does_not_come_back_by_itself(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
+async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys) -> None:
+    async with process(keys) as node, trio.open_nursery() as nursery:
         engine = node.engine
         session = Session(engine, NODE, address(7), TTL_S, node=7)
         with pytest.raises(Removed, match=r"empty store directory, .* cluster admit 0{15}7$"):
@@ -336,8 +316,8 @@ async def test_node_that_was_removed_does_not_come_back_by_itself(
 # --- members
 
 
-async def test_members_tell_which_nodes_live(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with process(etcd, etcd_prefix) as watcher, trio.open_nursery() as nursery:
+async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
+    async with process(keys) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
         changes: list[int] = []
         members.node_changed.append(changes.append)
@@ -369,10 +349,8 @@ async def test_members_tell_which_nodes_live(etcd: EtcdServer, etcd_prefix: byte
         assert changes == [7] * 4
 
 
-async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as watcher, trio.open_nursery() as nursery:
+async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: EtcdKeys) -> None:
+    async with process(keys) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
         follower = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
         await nursery.start(follower.run)
@@ -438,13 +416,11 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
 # --- groups
 
 
-async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
     async with (
-        process(etcd, etcd_prefix) as first,
-        process(etcd, etcd_prefix) as second,
+        process(keys) as first,
+        process(keys) as second,
         trio.open_nursery() as nursery,
     ):
         start = first.replica.applied
@@ -470,14 +446,12 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(
                     break
         assert all(revision < first.replica.applied + 1 for revision, _ in history)
         nursery.cancel_scope.cancel()
-    keys = [event.key for change in history for event in change.events]
-    assert len(keys) == len(set(keys)) == 16
+    told = [event.key for change in history for event in change.events]
+    assert len(told) == len(set(told)) == 16
 
 
-async def test_groups_that_changed_meanwhile_are_left_alone(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with process(etcd, etcd_prefix) as one:
+async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> None:
+    async with process(keys) as one:
         groups, engine = one.groups, one.engine
         await groups.ensure(engine, 2, SETTINGS, lambda group: (1, 2))
         before = dict(groups.all())
@@ -499,12 +473,12 @@ async def test_groups_that_changed_meanwhile_are_left_alone(
 
 @asynccontextmanager
 async def watched(
-    server: EtcdServer, prefix: bytes, nodes: int, buckets: int = 16, ttl_s: int = TTL_S
+    keys: EtcdKeys, nodes: int, buckets: int = 16, ttl_s: int = TTL_S
 ) -> AsyncIterator[tuple[Cluster, Watcher, Writer, trio.Nursery]]:
     """A cluster of so many nodes with a writer, and a watcher that must have found nothing wrong."""
     async with (
-        cluster(server, prefix, buckets, ttl_s) as made,
-        EtcdEngine(server.endpoints, prefix) as engine,
+        cluster(keys, buckets, ttl_s) as made,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         watcher = Watcher(made)
@@ -555,7 +529,7 @@ async def on_target(writer: Writer, watcher: Watcher) -> dict[int, int]:
 async def notice(made: Cluster, node: int) -> None:
     """Kill a node, and have etcd notice at once."""
     lease = await made.kill(node)
-    async with EtcdEngine(made.server.endpoints, made.prefix) as engine:
+    async with EtcdEngine(made.keys.endpoints, made.keys.prefix) as engine:
         await engine.leases.revoke(lease)
 
 
@@ -573,10 +547,8 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
                 os.close(fd)
 
 
-async def test_groups_of_a_dead_node_are_filled_elsewhere(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 3) as (made, watcher, writer, _):
+async def test_groups_of_a_dead_node_are_filled_elsewhere(keys: EtcdKeys) -> None:
+    async with watched(keys, 3) as (made, watcher, writer, _):
         for size in (1, 1000, 200_000):
             for _ in range(8):
                 await writer.publish(random.randbytes(size))
@@ -590,10 +562,8 @@ async def test_groups_of_a_dead_node_are_filled_elsewhere(
         assert copied > 0
 
 
-async def test_node_that_comes_back_copies_only_what_it_lacks(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+async def test_node_that_comes_back_copies_only_what_it_lacks(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 2)
@@ -609,10 +579,8 @@ async def test_node_that_comes_back_copies_only_what_it_lacks(
         assert_readable(made, writer)
 
 
-async def test_node_whose_store_lacks_extents_is_filled_before_it_counts(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+async def test_node_whose_store_lacks_extents_is_filled_before_it_counts(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 2)
@@ -628,9 +596,9 @@ async def test_node_whose_store_lacks_extents_is_filled_before_it_counts(
 
 
 async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
-    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
+    keys: EtcdKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with watched(etcd, etcd_prefix, 1) as (made, watcher, writer, _):
+    async with watched(keys, 1) as (made, watcher, writer, _):
         kept = await writer.publish(b"kept")
         lost = await writer.publish(b"lost")
         watcher.failures.clear()
@@ -650,8 +618,8 @@ async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
         assert "they are lost" in caplog.text
 
 
-async def test_draining_node_gives_its_groups_away(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with watched(etcd, etcd_prefix, 3) as (made, watcher, writer, _):
+async def test_draining_node_gives_its_groups_away(keys: EtcdKeys) -> None:
+    async with watched(keys, 3) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 3)
@@ -669,8 +637,8 @@ async def test_draining_node_gives_its_groups_away(etcd: EtcdServer, etcd_prefix
         assert_readable(made, writer)
 
 
-async def test_new_node_is_filled_with_its_share(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+async def test_new_node_is_filled_with_its_share(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         new = await made.add()
@@ -683,13 +651,11 @@ def groups_of(writer: Writer, node: int) -> set[int]:
     return {group for group, (config, _) in writer.groups.all().items() if node in config.members}
 
 
-async def test_ninth_node_gets_its_share_and_nothing_else_moves(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_ninth_node_gets_its_share_and_nothing_else_moves(keys: EtcdKeys) -> None:
     buckets, files, size = 128, 256, 500
     # So long that no node is lost while the machine is busy, which would move something, too.
     ttl_s = 30
-    async with watched(etcd, etcd_prefix, 8, buckets, ttl_s) as (made, watcher, writer, _):
+    async with watched(keys, 8, buckets, ttl_s) as (made, watcher, writer, _):
         load = await on_target(writer, watcher)
         replicas = 2 * buckets
         assert set(load) == set(made.running)
@@ -716,10 +682,8 @@ async def test_ninth_node_gets_its_share_and_nothing_else_moves(
         assert_readable(made, writer)
 
 
-async def test_restarted_node_brings_no_long_dead_one_into_the_targets(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 4) as (made, watcher, writer, _):
+async def test_restarted_node_brings_no_long_dead_one_into_the_targets(keys: EtcdKeys) -> None:
+    async with watched(keys, 4) as (made, watcher, writer, _):
         await on_target(writer, watcher)
         elected = min(made.running)
         await notice(made, max(made.running))
@@ -737,10 +701,8 @@ async def test_restarted_node_brings_no_long_dead_one_into_the_targets(
         assert await writer.engine.get(targets_key(2)) == before
 
 
-async def test_damaged_targets_are_made_anew_from_where_groups_are(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (_, watcher, writer, _):
+async def test_damaged_targets_are_made_anew_from_where_groups_are(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (_, watcher, writer, _):
         await on_target(writer, watcher)
         await writer.engine.transact((), [Put(targets_key(2), b"damaged")])
         await on_target(writer, watcher)
@@ -748,9 +710,9 @@ async def test_damaged_targets_are_made_anew_from_where_groups_are(
 
 
 async def test_extent_found_damaged_by_a_reader_is_copied_anew(
-    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
+    keys: EtcdKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+    async with watched(keys, 2) as (made, watcher, writer, _):
         extents = [await writer.publish(random.randbytes(1000)) for _ in range(5)]
         await settled(writer, watcher, 2)
         node = random.choice(list(made.running.values()))
@@ -770,8 +732,8 @@ async def test_extent_found_damaged_by_a_reader_is_copied_anew(
         assert caplog.text.count("is damaged and dropped") == 2
 
 
-async def test_etcd_forgets_its_history_after_a_while(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+async def test_etcd_forgets_its_history_after_a_while(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (made, watcher, writer, _):
         await on_target(writer, watcher)
         start = 1000.0
         tasks = {node: at.agent.housekeeping for node, at in made.running.items()}
@@ -801,9 +763,9 @@ async def test_etcd_forgets_its_history_after_a_while(etcd: EtcdServer, etcd_pre
 
 
 async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+    async with watched(keys, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         here, there = made.running.values()
         group = next(iter(writer.groups.all()))
@@ -834,11 +796,11 @@ class GoneOnceGranted(EtcdLeases):
 
 @pytest.mark.parametrize("kind", [MOUNT, NODE])
 async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
-    etcd: EtcdServer, etcd_prefix: bytes, kind: bytes
+    keys: EtcdKeys, kind: bytes
 ) -> None:
     record = MOUNT_RECORD if kind == MOUNT else address(7)
     async with (
-        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         leases = engine.leases = GoneOnceGranted(engine._calls, 0)
@@ -851,11 +813,11 @@ async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
 
 
 async def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
-    etcd: EtcdServer, etcd_prefix: bytes, tmp_path: Path
+    keys: EtcdKeys, tmp_path: Path
 ) -> None:
     async with (
-        watched(etcd, etcd_prefix, 1) as (made, _, _, _),
-        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        watched(keys, 1) as (made, _, _, _),
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
     ):
         with Files(str(tmp_path)) as files:
             node = Node(made, files, engine)
@@ -865,10 +827,8 @@ async def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
                 await node.session.release()
 
 
-async def test_node_that_stops_leaves_its_groups_to_the_others(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
+async def test_node_that_stops_leaves_its_groups_to_the_others(keys: EtcdKeys) -> None:
+    async with watched(keys, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         one, other = made.running.values()
         assert await one.agent.leave() == 0
@@ -877,29 +837,23 @@ async def test_node_that_stops_leaves_its_groups_to_the_others(
         assert await other.agent.leave() == len(writer.groups.all())
 
 
-async def _full_node_is_passed_over(
-    server: EtcdServer, prefix: bytes, store: str, log: pytest.LogCaptureFixture
-) -> None:
-    async with watched(server, prefix, 1) as (made, watcher, writer, _):
-        for _ in range(16):
-            await writer.publish(random.randbytes(300_000))
-        full = await made.start(store)
-        with trio.fail_after(60):
-            while "is full" not in log.text:
-                await writer.groups.changed()
-        for _ in range(3):
-            await writer.publish(random.randbytes(10))
-        assert watcher.live == {full, *made.running}
-        assert_readable(made, writer)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small store needs root")
-def test_node_without_room_does_not_keep_others_from_writing(
-    etcd: EtcdServer, etcd_prefix: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_node_without_room_does_not_keep_others_from_writing(
+    keys: EtcdKeys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
     try:
-        trio.run(_full_node_is_passed_over, etcd, etcd_prefix, str(tmp_path), caplog)
+        async with watched(keys, 1) as (made, watcher, writer, _):
+            for _ in range(16):
+                await writer.publish(random.randbytes(300_000))
+            full = await made.start(str(tmp_path))
+            with trio.fail_after(60):
+                while "is full" not in caplog.text:
+                    await writer.groups.changed()
+            for _ in range(3):
+                await writer.publish(random.randbytes(10))
+            assert watcher.live == {full, *made.running}
+            assert_readable(made, writer)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -917,8 +871,21 @@ def test_copying_keeps_to_its_rate() -> None:
     assert trio.run(move, clock=clock) == pytest.approx(8)  # the last one may begin then
 
 
-async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
-    async with watched(server, prefix, 3) as (made, watcher, writer, nursery):
+@pytest.mark.timeout(120 + STEPS_MANY)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            60, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
+        ),
+        pytest.param(STEPS_MANY, marks=pytest.mark.slow),
+    ],
+)
+async def test_nothing_breaks_the_invariants_of_replication(keys: EtcdKeys, steps: int) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print("seed", seed)
+    random.seed(seed)
+    async with watched(keys, 3) as (made, watcher, writer, nursery):
 
         async def write() -> None:
             while True:
@@ -992,22 +959,3 @@ async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
         await settled(writer, watcher, len(made.stores))
         assert_readable(made, writer)
         assert watcher.changes > steps
-
-
-@pytest.mark.timeout(120 + STEPS_MANY)
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param(
-            60, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
-        ),
-        pytest.param(STEPS_MANY, marks=pytest.mark.slow),
-    ],
-)
-def test_nothing_breaks_the_invariants_of_replication(
-    etcd: EtcdServer, etcd_prefix: bytes, steps: int
-) -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print("seed", seed)
-    random.seed(seed)
-    trio.run(_random_life, etcd, etcd_prefix, steps)

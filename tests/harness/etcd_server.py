@@ -3,14 +3,14 @@
     with EtcdServer() as server:
         server.endpoints  # ["127.0.0.1:12345"]
 
-A test that only needs a place of its own takes the fixtures `etcd` (a server for the whole session)
-and `etcd_prefix`. Import both where they are used: a fixture belongs to the module it is found in,
-the server behind it is the same everywhere.
+A test that only needs a place of its own takes the fixture `keys`: a prefix of its own on the server
+that all tests of the session share.
 """
 
 import itertools
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -130,6 +130,18 @@ def shared_etcd() -> EtcdServer:
 def end_shared_etcd() -> None:
     while _shared:
         _shared.pop().close()
+
+
+@dataclass(frozen=True)
+class EtcdKeys:
+    """The keys with a prefix, on an etcd server."""
+
+    server: EtcdServer
+    prefix: bytes
+
+    @property
+    def endpoints(self) -> list[str]:
+        return self.server.endpoints
 
 
 def new_prefix() -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys
 from harness.models.invariants import check, walk
 from harness.models.namespace import DIRECTORY, FILE
 from irdmafs.backend.cluster.replica import Replica
@@ -91,9 +91,9 @@ class HostNamespace(Namespace):
 
 @asynccontextmanager
 async def host(
-    server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica, *, maker: int = 0
+    keys: EtcdKeys, hub: type[Replica] = Replica, *, maker: int = 0
 ) -> AsyncIterator[HostNamespace]:
-    async with EtcdEngine(server.endpoints, prefix) as engine, trio.open_nursery() as nursery:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         namespace = HostNamespace(engine, hub, maker=maker)
         await namespace.start(nursery)
         yield namespace
@@ -102,10 +102,10 @@ async def host(
 
 @asynccontextmanager
 async def hosts(
-    server: EtcdServer, prefix: bytes, count: int, hub: type[Replica] = Replica
+    keys: EtcdKeys, count: int, hub: type[Replica] = Replica
 ) -> AsyncIterator[list[HostNamespace]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(host(server, prefix, hub)) for _ in range(count)]
+        yield [await stack.enter_async_context(host(keys, hub)) for _ in range(count)]
 
 
 def run(test: Callable[[], Awaitable[Result]]) -> Result:
@@ -127,14 +127,12 @@ def everything(namespace: Namespace) -> dict[Any, Any]:
     return shown | {ino: fields(inode) for ino, inode in namespace.inodes.items()}
 
 
-async def expect_all_equal(
-    server: EtcdServer, prefix: bytes, namespaces: Sequence[HostNamespace]
-) -> None:
+async def expect_all_equal(keys: EtcdKeys, namespaces: Sequence[HostNamespace]) -> None:
     """All replicas are the same, sound, and what a host that starts now loads."""
     for namespace in namespaces:
         await namespace.hub.barrier()
         check(namespace)
-    async with host(server, prefix) as fresh:
+    async with host(keys) as fresh:
         for namespace in namespaces:
             assert everything(namespace) == everything(fresh)
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import trio
 
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, NODE, Members, Session, admit
 from irdmafs.backend.cluster.replica import Replica
@@ -162,15 +162,13 @@ class Cluster:
 
     def __init__(
         self,
-        server: EtcdServer,
-        prefix: bytes,
+        keys: EtcdKeys,
         directory: str,
         nursery: trio.Nursery,
         buckets: int,
         ttl_s: int,
     ) -> None:
-        self.server = server
-        self.prefix = prefix
+        self.keys = keys
         self.settings = Settings(1, "test", 2, buckets, 0, ttl_s)
         self.rereplicate_after_s = 0.3
         self.directory = directory
@@ -197,7 +195,7 @@ class Cluster:
             with Files(store) as files, trio.CancelScope() as scope:
                 self.stores[files.node] = store
                 self._scopes[files.node], self._ended[files.node] = scope, ended
-                async with EtcdEngine(self.server.endpoints, self.prefix) as engine:
+                async with EtcdEngine(self.keys.endpoints, self.keys.prefix) as engine:
                     await self._live(Node(self, files, engine), task_status)
         finally:
             ended.set()
@@ -220,13 +218,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(
-    server: EtcdServer, prefix: bytes, buckets: int = 16, ttl_s: int = TTL_S
-) -> AsyncIterator[Cluster]:
+async def cluster(keys: EtcdKeys, buckets: int = 16, ttl_s: int = TTL_S) -> AsyncIterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="irdmafs-nodes-", dir="/dev/shm") as directory:
         async with trio.open_nursery() as nursery:
-            made = Cluster(server, prefix, directory, nursery, buckets, ttl_s)
-            async with EtcdEngine(server.endpoints, prefix) as engine:
+            made = Cluster(keys, directory, nursery, buckets, ttl_s)
+            async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
                 await engine.transact((), [Put(SETTINGS_KEY, encode(made.settings))])
             yield made
             nursery.cancel_scope.cancel()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer, new_prefix
+from harness.etcd_server import EtcdKeys, EtcdServer, new_prefix
 from harness.models.namespace import DIRECTORY, FILE, NamespaceAgainstModel, Thing
 from harness.shared_namespaces import (
     HostNamespace,
@@ -74,14 +74,12 @@ class _Telling(NamedTuple):
         self.told.append("kept")
 
 
-async def test_loading_anew_after_lost_events_tells_exactly_what_differs(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: EtcdKeys) -> None:
     """The last half of what happened is lost to one host, and made up for by loading everything."""
     seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
     print("IRDMAFS_SEED =", seed)
 
-    async with host(etcd, etcd_prefix) as namespace:
+    async with host(keys) as namespace:
         engine = namespace.engine
         assert isinstance(engine, EtcdEngine)
         worker = Worker(namespace, random.Random(seed))
@@ -121,18 +119,18 @@ class LosesEvents(EtcdEngine):
 
 
 @pytest.fixture
-def compacted_etcd() -> Iterator[EtcdServer]:
-    """An etcd of its own: compaction reaches all keys, also those of other tests."""
+def compacted_keys() -> Iterator[EtcdKeys]:
+    """Keys of an etcd of their own: compaction reaches all keys, also those of other tests."""
     with EtcdServer() as server:
-        yield server
+        yield EtcdKeys(server, new_prefix())
 
 
 async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_changed(
-    compacted_etcd: EtcdServer, etcd_prefix: bytes
+    compacted_keys: EtcdKeys,
 ) -> None:
     async with (
-        host(compacted_etcd, etcd_prefix) as other,
-        LosesEvents(compacted_etcd.endpoints, etcd_prefix) as engine,
+        host(compacted_keys) as other,
+        LosesEvents(compacted_keys.endpoints, compacted_keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         for name in (b"stays", b"goes", b"moves"):
@@ -148,7 +146,7 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
         await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
         await other.create(place.ino, b"comes", FILE, 0, 0)
         await other.set_attributes(place.ino, mtime_ns=5)
-        await trio.to_thread.run_sync(compacted_etcd.compact)
+        await trio.to_thread.run_sync(compacted_keys.server.compact)
         late.set()
         await replica.barrier()
         mirror.expect_equal()
@@ -163,12 +161,12 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
 
 
 async def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
-    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
+    keys: EtcdKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     def key(kind: bytes, ino: int, name: bytes = b"") -> bytes:
         return kind + ino.to_bytes(8, "big") + name
 
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+    async with hosts(keys, 2) as (here, there):
         file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
         nonsense = {
             key(b"i", 2**40): b"nonsense",
@@ -187,23 +185,23 @@ async def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
             await here.hub.barrier()
             assert what in caplog.text
         await here.create(ROOT_INO, b"other", FILE, 0, 0)
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
         names = [name for name, _ in here.children(ROOT_INO)]
         assert names == [b"dangling", b"file", b"other"]
         with pytest.raises(OSError, match="damaged"):
             here.inode(2**40)
         await here.engine.transact((), [Delete(key) for key in nonsense])
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
 # -- the hub -----------------------------------------------------------------------------------------
 
 
 async def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
     async with (
-        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         consumer = Recorded()
@@ -287,10 +285,8 @@ async def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
     assert engine.asked <= 2
 
 
-async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    engine = EtcdEngine(etcd.endpoints, etcd_prefix)
+async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(keys: EtcdKeys) -> None:
+    engine = EtcdEngine(keys.endpoints, keys.prefix)
     async with engine, trio.open_nursery() as nursery:
         replica = Replica(engine, ())
         await replica.start(nursery)
@@ -306,11 +302,9 @@ async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
         await replica.wait_applied(2**60)
 
 
-async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: EtcdKeys) -> None:
     async with (
-        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
         replica = Replica(engine, (), timeout_s=0.1)
@@ -363,7 +357,7 @@ class Cluster:
         await self._ready.wait()
 
     async def _keep(self) -> None:
-        async with hosts(self._server, new_prefix(), 2, Lagging) as self.namespaces:
+        async with hosts(EtcdKeys(self._server, new_prefix()), 2, Lagging) as self.namespaces:
             self._ready.set()
             await self._end.wait()
         self._ended.set()

@@ -1,13 +1,12 @@
 """Quotas in the namespace: the account agrees with a recount whatever happens, and nothing exceeds it."""
 
-import os
 import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys, new_prefix
 from harness.models.invariants import check, recount, walk
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK, load_own
 from harness.open_inodes import while_open
@@ -154,13 +153,13 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
 )
 @given(steps)
 def test_the_account_is_what_a_recount_finds_on_every_host(
-    etcd: EtcdServer, etcd_prefix: bytes, steps: Sequence[Step]
+    keys: EtcdKeys, steps: Sequence[Step]
 ) -> None:
     """Their replicas lag behind, and a host that starts later agrees with them."""
-    prefix = etcd_prefix + os.urandom(8).hex().encode() + b"/"
+    own = EtcdKeys(keys.server, new_prefix())
 
     async def test() -> None:
-        async with hosts(etcd, prefix, 2, Lagging) as namespaces:
+        async with hosts(own, 2, Lagging) as namespaces:
             for step in steps:
                 await error_of(do(namespaces[step.host], step))
             accounts: list[dict[int, tuple[int, int]]] = []
@@ -170,7 +169,7 @@ def test_the_account_is_what_a_recount_finds_on_every_host(
                 accounts.append(
                     {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
                 )
-            async with host(etcd, prefix) as fresh:
+            async with host(own) as fresh:
                 check(fresh)
                 accounts.append({ino: used(fresh, ino) for ino in fresh.quotas.directories()})
             assert accounts[0] == accounts[1] == accounts[2]
@@ -181,10 +180,8 @@ def test_the_account_is_what_a_recount_finds_on_every_host(
 # -- what holds when several change the tree at once -----------------------------------------------
 
 
-async def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with host(etcd, etcd_prefix) as namespace:
+async def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(keys: EtcdKeys) -> None:
+    async with host(keys) as namespace:
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
         file = await make(namespace, ROOT_INO, b"file")
         await quota(namespace, place.ino, QUOTA_INODES, 10)
@@ -202,9 +199,9 @@ async def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(
 
 
 async def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with hosts(etcd, etcd_prefix, 3) as namespaces:
+    async with hosts(keys, 3) as namespaces:
         place = await make(namespaces[0], ROOT_INO, b"place", DIRECTORY)
         await quota(namespaces[0], place.ino, QUOTA_INODES, 20)
         for namespace in namespaces:
@@ -224,10 +221,8 @@ async def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
             assert await error_of(make(namespace, place.ino, b"more")) == "EDQUOT"
 
 
-async def test_room_that_another_host_made_is_there_at_once(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+async def test_room_that_another_host_made_is_there_at_once(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2, Lagging) as (here, there):
         place = await make(here, ROOT_INO, b"place", DIRECTORY)
         await quota(here, place.ino, QUOTA_INODES, 1)
         for _ in range(20):

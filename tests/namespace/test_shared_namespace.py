@@ -5,7 +5,7 @@ import random
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
 from harness.shared_namespaces import (
@@ -31,20 +31,20 @@ from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespa
 
 
 async def test_a_name_created_on_one_host_is_found_on_another_after_a_barrier(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+    async with hosts(keys, 2) as (here, there):
         made = await here.create(
             ROOT_INO, b"file", FILE | 0o640, 7, 8, layout=Layout(2, 1 << 20, 2**64 - 1, 3)
         )
         assert fields(found(here, ROOT_INO, b"file")) == fields(made)
         await there.hub.barrier()
         assert fields(found(there, ROOT_INO, b"file")) == fields(made)
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
-async def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+async def test_every_operation_shows_on_all_hosts(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2) as (here, there):
         place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o2775, 0, 5)
         file = await there.create(place.ino, b"file", FILE | 0o644, 1, 1)
         assert file.gid == 5
@@ -67,14 +67,14 @@ async def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix:
         assert (inode.extent, inode.version, inode.size) == (77, 1, 1000)
         assert (inode.xattrs, inode.layout) == ({b"user.b": b"2"}, Layout(1, 0, 9))
         assert [name for name, _ in there.children(ROOT_INO)] == [b"moved"]
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
 async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
     """Right after another host's call returned, whether or not the watch has told of it here."""
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+    async with hosts(keys, 2) as (here, there):
         for number in range(30):
             name, other = b"%d" % number, b"other-%d" % number
             file = await here.create(ROOT_INO, name, FILE, 0, 0)
@@ -92,10 +92,10 @@ async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_befo
 
 
 async def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
     """Whether or not the watch has told of that here."""
-    async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+    async with hosts(keys, 2, Lagging) as (here, there):
         await there.hub.barrier()
         await here.set_attributes(ROOT_INO, mode=DIRECTORY | 0o2755, gid=5)
         file = await there.create(ROOT_INO, b"file", FILE | 0o644, 7, 8)
@@ -106,9 +106,9 @@ async def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
 
 
 async def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_they_happened(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+    async with hosts(keys, 2) as (here, there):
         place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
         await there.create(place.ino, b"a", FILE, 0, 0)
         await here.set_attributes(place.ino, mtime_ns=5, atime_ns=6)
@@ -122,35 +122,33 @@ async def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_the
         assert here.inode(place.ino).mtime_ns == 5
         await here.unlink(place.ino, b"a")
         assert here.inode(place.ino).mtime_ns > place.mtime_ns
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
 async def test_times_of_a_directory_are_those_of_the_last_change_whatever_the_hosts_clocks_say(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with host(etcd, etcd_prefix) as namespace:
+    async with host(keys) as namespace:
         place = await namespace.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
         key = b"t" + place.ino.to_bytes(8, "big")
         for time_ns in (2**62, place.ctime_ns - 5, 2**62 - 1, place.ctime_ns + 5):
             await namespace.engine.transact((), [Put(key, time_ns.to_bytes(8, "big"))])
-            await expect_all_equal(etcd, etcd_prefix, [namespace])
+            await expect_all_equal(keys, [namespace])
             assert namespace.inode(place.ino).mtime_ns == time_ns
             assert namespace.inode(place.ino).ctime_ns == max(place.ctime_ns, time_ns)
 
 
-async def test_inode_numbers_of_different_hosts_never_meet(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+async def test_inode_numbers_of_different_hosts_never_meet(keys: EtcdKeys) -> None:
+    async with hosts(keys, 4) as namespaces:
         numbers = [n.orphan(FILE, 0, 0).ino for n in namespaces for _ in range(500)]
         assert len(set(numbers)) == len(numbers) and min(numbers) > ROOT_INO
 
 
-async def test_hosts_that_start_at_once_make_one_root(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+async def test_hosts_that_start_at_once_make_one_root(keys: EtcdKeys) -> None:
     roots: list[Inode] = []
 
     async def start() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
+        async with host(keys) as namespace:
             roots.append(namespace.inode(ROOT_INO))
 
     async with trio.open_nursery() as nursery:
@@ -162,10 +160,8 @@ async def test_hosts_that_start_at_once_make_one_root(etcd: EtcdServer, etcd_pre
 # -- files without a name ----------------------------------------------------------------------------
 
 
-async def test_a_file_that_another_host_removes_stays_for_who_holds_it(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+async def test_a_file_that_another_host_removes_stays_for_who_holds_it(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2) as (here, there):
         file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
         here.held = lambda ino: ino == file.ino
         await there.unlink(ROOT_INO, b"file")
@@ -180,14 +176,14 @@ async def test_a_file_that_another_host_removes_stays_for_who_holds_it(
         records = await here.engine.range(b"i", b"j")
         assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
         here.tree.drop(file.ino)
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
 async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
     """Between the transaction and the caller's next step lies a wait for followers."""
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+    async with hosts(keys, 2) as (here, there):
 
         async def remove(directories: tuple[int, ...], revision: int) -> None:
             here.after_commit = None
@@ -200,14 +196,12 @@ async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it
         assert here.lookup(ROOT_INO, b"file") is None
         assert here.inode(made.ino).nlink == 0
         here.tree.drop(made.ino)
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
 @pytest.mark.parametrize("kind", ["unlink", "rename", "rmdir"])
-async def test_what_its_own_host_removes_stays_if_in_use(
-    etcd: EtcdServer, etcd_prefix: bytes, kind: str
-) -> None:
-    async with host(etcd, etcd_prefix) as namespace:
+async def test_what_its_own_host_removes_stays_if_in_use(keys: EtcdKeys, kind: str) -> None:
+    async with host(keys) as namespace:
         mode = DIRECTORY if kind == "rmdir" else FILE
         for in_use in (True, False):
             inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
@@ -229,13 +223,11 @@ async def test_what_its_own_host_removes_stays_if_in_use(
                 made = namespace.create(inode.ino, b"below", FILE, 0, 0)
                 assert await error_of(made) == "ENOENT"
             namespace.tree.drop(inode.ino)
-        await expect_all_equal(etcd, etcd_prefix, [namespace])
+        await expect_all_equal(keys, [namespace])
 
 
-async def test_a_file_made_without_a_name_gets_one_on_all_hosts(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+async def test_a_file_made_without_a_name_gets_one_on_all_hosts(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2) as (here, there):
         for number in range(20):
             name = b"%d" % number
             file = here.orphan(FILE | 0o600, 1, 2)
@@ -249,13 +241,11 @@ async def test_a_file_made_without_a_name_gets_one_on_all_hosts(
             inode = found(there, ROOT_INO, name)
             assert (inode.mode, inode.nlink) == (FILE | 0o644, 1)
             assert (inode.version, inode.extent) == (1, 9)
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
 
 
-async def test_a_removed_file_that_two_hosts_hold_gets_names_again(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+async def test_a_removed_file_that_two_hosts_hold_gets_names_again(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2) as (here, there):
         file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
         for namespace in (here, there):
             namespace.held = lambda ino: ino == file.ino
@@ -265,7 +255,7 @@ async def test_a_removed_file_that_two_hosts_hold_gets_names_again(
             here.link(file.ino, ROOT_INO, b"a"), there.link(file.ino, ROOT_INO, b"b")
         )
         assert ends == ["ok", "ok"]
-        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        await expect_all_equal(keys, [here, there])
         assert here.inode(file.ino).nlink == 2
 
 
@@ -273,9 +263,9 @@ async def test_a_removed_file_that_two_hosts_hold_gets_names_again(
 
 
 async def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_other(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+    async with hosts(keys, 4) as namespaces:
         file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
         for namespace in namespaces:
             await namespace.hub.barrier()
@@ -293,14 +283,12 @@ async def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_othe
             for number, namespace in enumerate(namespaces):
                 nursery.start_soon(publish, namespace, 100 * number + 1)
         assert sorted(version for version, _ in versions) == list(range(1, 41))
-        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        await expect_all_equal(keys, namespaces)
         assert namespaces[0].inode(file.ino).extent == max(versions)[1]
 
 
-async def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+async def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(keys: EtcdKeys) -> None:
+    async with hosts(keys, 2) as (here, there):
         file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
         engine = here.engine
         first = await engine.transact((), [Put(b"g1", b"")])
@@ -329,10 +317,8 @@ async def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
 # -- many at once ------------------------------------------------------------------------------------
 
 
-async def test_exactly_one_of_many_creates_of_a_name_succeeds(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+async def test_exactly_one_of_many_creates_of_a_name_succeeds(keys: EtcdKeys) -> None:
+    async with hosts(keys, 4) as namespaces:
         for number in range(20):
             name = b"%d" % number
             ends = await all_at_once(
@@ -343,14 +329,12 @@ async def test_exactly_one_of_many_creates_of_a_name_succeeds(
                 )
             )
             assert sorted(ends) == ["EEXIST"] * 7 + ["ok"]
-        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        await expect_all_equal(keys, namespaces)
 
 
-async def test_creates_in_one_directory_are_not_in_each_others_way(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_creates_in_one_directory_are_not_in_each_others_way(keys: EtcdKeys) -> None:
     """They need one transaction each: no conflict, no repetition."""
-    async with hosts(etcd, etcd_prefix, 2) as namespaces:
+    async with hosts(keys, 2) as namespaces:
 
         async def create(namespace: HostNamespace, first: int) -> None:
             for number in range(first, first + 20):
@@ -361,13 +345,11 @@ async def test_creates_in_one_directory_are_not_in_each_others_way(
         async with trio.open_nursery() as nursery:
             for number, namespace in enumerate(namespaces):
                 nursery.start_soon(create, namespace, 100 * number)
-        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        await expect_all_equal(keys, namespaces)
 
 
-async def test_a_directory_is_removed_or_filled_but_never_both(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
+async def test_a_directory_is_removed_or_filled_but_never_both(keys: EtcdKeys) -> None:
+    async with hosts(keys, 3) as (first, second, third):
         for number in range(20):
             name = b"%d" % number
             place = await first.create(ROOT_INO, name, DIRECTORY, 0, 0)
@@ -385,14 +367,12 @@ async def test_a_directory_is_removed_or_filled_but_never_both(
             else:
                 assert ends[0] == "ENOTEMPTY" and "ok" in ends[1:]
             assert file.ino in first.inodes
-        await expect_all_equal(etcd, etcd_prefix, [first, second, third])
+        await expect_all_equal(keys, [first, second, third])
 
 
-async def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
+async def test_moves_that_would_make_a_circle_together_do_not_both_succeed(keys: EtcdKeys) -> None:
     """/a -> /b/c/a and /b -> /a/d/b at once; and a third way round over another directory."""
-    async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
+    async with hosts(keys, 3) as (first, second, third):
         for number in range(15):
             top = await first.create(ROOT_INO, b"%d" % number, DIRECTORY, 0, 0)
             a, b, e = [await first.create(top.ino, n, DIRECTORY, 0, 0) for n in (b"a", b"b", b"e")]
@@ -406,14 +386,14 @@ async def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
                 third.rename(top.ino, b"e", d.ino, b"e", 0),
             )
             assert sorted(ends[:2]) == ["EINVAL", "ok"] and ends[2] == "ok"
-            await expect_all_equal(etcd, etcd_prefix, [first, second, third])
+            await expect_all_equal(keys, [first, second, third])
             assert first.inode(e.ino).parent == d.ino
 
 
 async def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be_compared(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with host(etcd, etcd_prefix) as namespace:
+    async with host(keys) as namespace:
         path = [ROOT_INO]
         for _ in range(130):
             path.append((await namespace.create(path[-1], b"d", DIRECTORY, 0, 0)).ino)
@@ -425,13 +405,11 @@ async def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be
         await move(path[100], b"moved", path[100], b"again", 0)
         await move(ROOT_INO, b"file", path[-1], b"file", 0)
         assert namespace.path_of(path[100]) == b"/d" * 100
-        await expect_all_equal(etcd, etcd_prefix, [namespace])
+        await expect_all_equal(keys, [namespace])
 
 
-async def test_link_counts_are_right_after_links_and_unlinks_at_once(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+async def test_link_counts_are_right_after_links_and_unlinks_at_once(keys: EtcdKeys) -> None:
+    async with hosts(keys, 4) as namespaces:
         file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
         for namespace in namespaces:
             await namespace.hub.barrier()
@@ -446,19 +424,19 @@ async def test_link_counts_are_right_after_links_and_unlinks_at_once(
         async with trio.open_nursery() as nursery:
             for number, namespace in enumerate(namespaces):
                 nursery.start_soon(link, namespace, b"%d" % number)
-        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        await expect_all_equal(keys, namespaces)
         assert namespaces[0].inode(file.ino).nlink == 1 + 4 * 4
 
 
 @pytest.mark.parametrize("hub", [Replica, Lagging])
 @pytest.mark.parametrize("attempt", range(2))
 async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
-    etcd: EtcdServer, etcd_prefix: bytes, attempt: int, hub: type[Replica]
+    keys: EtcdKeys, attempt: int, hub: type[Replica]
 ) -> None:
     seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
     print("IRDMAFS_SEED =", seed)
 
-    async with hosts(etcd, etcd_prefix, 4, hub) as namespaces:
+    async with hosts(keys, 4, hub) as namespaces:
         mirrors = [Mirror(namespace) for namespace in namespaces]
         workers = [
             Worker(namespace, random.Random(seed + 2 * number + half))
@@ -469,6 +447,6 @@ async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
             for worker in workers:
                 nursery.start_soon(worker.work, 60)
         assert all(worker.done for worker in workers)
-        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        await expect_all_equal(keys, namespaces)
         for mirror in mirrors:
             mirror.expect_equal()

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from harness.etcd_server import EtcdServer
+from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
 from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host
@@ -18,12 +18,10 @@ HERE, THERE = 11, 22
 
 
 @asynccontextmanager
-async def two(
-    etcd: EtcdServer, prefix: bytes
-) -> AsyncIterator[tuple[HostNamespace, HostNamespace]]:
+async def two(keys: EtcdKeys) -> AsyncIterator[tuple[HostNamespace, HostNamespace]]:
     async with (
-        host(etcd, prefix, maker=HERE) as here,
-        host(etcd, prefix, maker=THERE) as there,
+        host(keys, maker=HERE) as here,
+        host(keys, maker=THERE) as there,
     ):
         yield here, there
 
@@ -39,19 +37,17 @@ async def sees(namespace: HostNamespace, name: bytes = b"file") -> bool:
     return seen
 
 
-async def test_who_comes_later_does_not_see_it_either(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with two(etcd, etcd_prefix) as (here, _):
+async def test_who_comes_later_does_not_see_it_either(keys: EtcdKeys) -> None:
+    async with two(keys) as (here, _):
         file = await made(here)
-        async with host(etcd, etcd_prefix, maker=33) as third:
+        async with host(keys, maker=33) as third:
             assert not await sees(third)
             await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
             assert await sees(third)
 
 
-async def test_the_maker_can_change_what_nobody_else_sees(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+async def test_the_maker_can_change_what_nobody_else_sees(keys: EtcdKeys) -> None:
+    async with two(keys) as (here, there):
         file = await made(here)
         await here.set_attributes(file.ino, mode=0o600, uid=7)
         await here.set_xattr(file.ino, b"user.a", b"1")
@@ -61,10 +57,8 @@ async def test_the_maker_can_change_what_nobody_else_sees(
         assert await error_of(made(there)) == "ok"
 
 
-async def test_only_a_file_without_a_version_is_not_seen(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+async def test_only_a_file_without_a_version_is_not_seen(keys: EtcdKeys) -> None:
+    async with two(keys) as (here, there):
         await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
         await here.create(ROOT_INO, b"link", SYMLINK | 0o777, 0, 0, target=b"x")
         await here.create(ROOT_INO, b"empty", FILE | 0o644, 0, 0, version=1)
@@ -73,10 +67,8 @@ async def test_only_a_file_without_a_version_is_not_seen(
             assert await sees(there, name)
 
 
-async def test_nobody_waits_for_those_who_do_not_see_it(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async with two(etcd, etcd_prefix) as (here, _):
+async def test_nobody_waits_for_those_who_do_not_see_it(keys: EtcdKeys) -> None:
+    async with two(keys) as (here, _):
         waited: list[tuple[int, ...]] = []
 
         async def after_commit(directories: tuple[int, ...], revision: int) -> None:
@@ -89,8 +81,8 @@ async def test_nobody_waits_for_those_who_do_not_see_it(
         assert waited == [(ROOT_INO,)]
 
 
-async def test_watchers_are_told_when_it_is_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+async def test_watchers_are_told_when_it_is_seen(keys: EtcdKeys) -> None:
+    async with two(keys) as (here, there):
         await made(here)
         await there.hub.barrier()
         count = there.watches.count(ROOT_INO)
@@ -100,10 +92,8 @@ async def test_watchers_are_told_when_it_is_seen(etcd: EtcdServer, etcd_prefix: 
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_its_name_is_free_only_if_its_mount_has_ended(
-    etcd: EtcdServer, etcd_prefix: bytes, ended: bool
-) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+async def test_its_name_is_free_only_if_its_mount_has_ended(keys: EtcdKeys, ended: bool) -> None:
+    async with two(keys) as (here, there):
         there.ended |= {HERE} if ended else set()
         names = [b"create", b"mkdir", b"link", b"rename"]
         for name in names:
@@ -128,9 +118,9 @@ async def test_its_name_is_free_only_if_its_mount_has_ended(
 
 
 async def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+    async with two(keys) as (here, there):
         here.held = lambda ino: True
         lost, removed = await made(here, b"lost"), await made(here, b"removed")
         there.ended |= {HERE}
@@ -155,9 +145,9 @@ def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> N
 
 
 async def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
-    etcd: EtcdServer, etcd_prefix: bytes
+    keys: EtcdKeys,
 ) -> None:
-    async with two(etcd, etcd_prefix) as (here, there):
+    async with two(keys) as (here, there):
         here.held = lambda ino: True
         file = await made(here)
         await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
