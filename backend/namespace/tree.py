@@ -265,6 +265,9 @@ class Tree(Names):
     def keep(self, commit: Commit) -> None:
         """Apply a commit without storing it: its inodes and names are known here alone, without a revision,
         until a later commit stores them. Raises as `enact`."""
+        if commit.new is not None:
+            self.enact(commit, revision=0)  # whoever is told here knows nothing of it yet
+            return
         for inode in commit.gone:
             inode.maker = 0  # no other host has taken its name
         numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]

@@ -29,7 +29,7 @@ from .quarantine import (
     extent_name,
     parsed_name,
 )
-from .reuse import SPARE_BYTES_MIN, Spares
+from .reuse import Spares
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
@@ -72,12 +72,7 @@ class Files:
         self._limit_bytes = limit_bytes
         self._rdma = rdma or Rdma(Choice("off"))
         self._created = 0
-        self._sizes: dict[Extent, int] = {}
-        self._holes: dict[Extent, int] = {}  # bytes in holes, of extents that have any
-        self._named: set[Extent] = set()
-        # Extents made by an application on this host, which may have their files open for writing.
-        self._foreign: set[Extent] = set()
-        self._made: dict[Extent, StoredFile] = {}  # made by this process
+        self._files: dict[Extent, StoredFile] = {}  # of sealed extents
         place = self.place = StoreDirectory(directory)
         try:
             self.power_safe = place.power_safe
@@ -130,12 +125,10 @@ class Files:
                 log.warning("%s is not an extent and is passed over", entry.path)
                 continue
             status = entry.stat(follow_symlinks=False)
-            self._count_in(extent, status)
+            self._find(extent, status)
             # A mark on a file of several names may be another extent's.
             if not status.st_mode & stat.S_IWUSR and status.st_nlink == 1:
-                self._named.add(extent)
-            if not status.st_mode & OWN_FILE:
-                self._foreign.add(extent)
+                self._files[extent].is_named = True
 
     def figures(self) -> FileFigures:
         space = self.space()
@@ -144,35 +137,40 @@ class Files:
     # -- what is here ----------------------------------------------------------------------------
 
     def __contains__(self, extent: Extent) -> bool:
-        return extent in self._sizes
+        return extent in self._files
 
     def __iter__(self) -> Iterator[Extent]:
-        return iter(self._sizes)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._files)
 
     def size(self, extent: Extent) -> int | None:
         """Return the bytes of a sealed extent, None if it is not here."""
-        return self._sizes.get(extent)
+        file = self._files.get(extent)
+        return file.length if file is not None else None
 
     def open(self, extent: Extent) -> int:
         """Open a sealed extent for reading, and return the descriptor, which the caller closes. Its bytes
         stay even if the extent is freed: the file is lent. Raises OSError ENOENT, EMFILE."""
-        file = self._made.get(extent)
-        if file is not None:
-            # Before it is opened, as this may run in a thread (compare the names in lent/).
-            file.is_lent = True
+        # Before it is opened, as this may run in a thread (compare the names in lent/).
+        self._file(extent).is_reusable = False
         return self._open(extent)
 
     def hold(self, extent: Extent) -> Held:
         """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
         loop."""
-        return Held(self._open(extent), self._made.get(extent), extent not in self._foreign)
+        file = self._file(extent)
+        return Held(self._open(extent), file)
+
+    def _file(self, extent: Extent) -> StoredFile:
+        """Return the file of a sealed extent. Raises FileNotFoundError."""
+        file = self._files.get(extent)
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
+        return file
 
     def _open(self, extent: Extent) -> int:
-        if extent not in self._sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
         return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
 
     def space(self) -> Space:
@@ -213,13 +211,11 @@ class Files:
     def share(self, source: Extent, length: int) -> Incoming:
         """Give the file of a sealed extent of `length` bytes another name, under which it becomes another
         extent. Neither of them leaves it to a third one later. Raises OSError ENOENT."""
-        if self._sizes.get(source) != length:
+        file = self._file(source)
+        if file.length != length:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(source))
-        made = self._made.get(source)
-        if made is not None:
-            made.is_lent = True
-        name = self._other_name(source)
-        return self.incoming.open_shared(name, is_own=source not in self._foreign)
+        file.is_reusable = False
+        return self.incoming.open_shared(self._other_name(source), is_own=file.is_own)
 
     def harden(self, incoming: Incoming) -> None:
         """Make the bytes survive a power loss, if the store is on a disk. For a worker thread."""
@@ -230,34 +226,31 @@ class Files:
         """Make an extent of a file whose bytes are complete and hardened. On a disk, call `settle` before
         anybody relies on it. Raises OSError EEXIST if the extent is here: a sealed extent is never
         replaced."""
-        if extent in self._sizes:
+        if extent in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), extent_name(extent))
-        self._put_in_place(incoming, extent)
-
-    def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
         status = os.fstat(incoming.fd)
-        if incoming.file is None:
-            self._foreign.add(extent)
-        else:
-            # Before the extent can be opened, as `open` marks the file.
-            self._made[extent] = incoming.file
-        try:
-            self.incoming.move_out(incoming, extent_name(extent), self.place.extents)
-        except OSError:
-            self._made.pop(extent, None)
-            raise
-        if extent in self._sizes:
-            self._count_out(extent)
-            self._named.discard(extent)
-        self._count_in(extent, status)
+        self.incoming.move_out(incoming, extent_name(extent), self.place.extents)
+        self._count_in(extent, incoming.file, status)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
         """Seal as `seal` does, in place of an extent that is here: one that has turned out to be damaged,
         or the same bytes in another file. The next `reap` gives the memory of the former file back."""
+        status = os.fstat(incoming.fd)
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
-        self._forget(extent)
-        self._put_in_place(incoming, extent)
+        self.spares.forget_borrowers(extent_name(extent))
+        before = self._files[extent]
+        # Before the new file can be opened, as `open` marks it.
+        self._files[extent] = incoming.file
+        try:
+            self.incoming.move_out(incoming, extent_name(extent), self.place.extents)
+        except OSError:
+            self._files[extent] = before
+            raise
+        self.used_bytes -= before.taken
+        self._count_in(extent, incoming.file, status)
+        if before.is_named:
+            self.mark_named(extent)
 
     def _other_name(self, extent: Extent) -> str:
         """Give the file of an extent another name, in incoming/. Raises FileNotFoundError."""
@@ -267,22 +260,25 @@ class Files:
 
     def is_foreign(self, extent: Extent) -> bool:
         """Return whether an extent lies in a file that an application made, without holes."""
-        return extent in self._foreign and extent not in self._holes
+        file = self._files.get(extent)
+        return file is not None and not file.is_own and file.taken == file.length
 
     def mark_named(self, extent: Extent) -> None:
         """Remember, across restarts, that an inode named this extent: if none does any more, it is
         superseded, while one without the mark may still be published. Costs 2 us, once."""
-        if extent in self._sizes and extent not in self._named:
-            self._named.add(extent)
+        file = self._files.get(extent)
+        if file is not None and not file.is_named:
+            file.is_named = True
             try:
-                own = 0 if extent in self._foreign else OWN_FILE
+                own = OWN_FILE if file.is_own else 0
                 os.chmod(extent_name(extent), 0o400 | own, dir_fd=self.place.extents)
             except FileNotFoundError:
                 log.error("extent %s vanished from the store", extent_name(extent))
                 self.free(extent)
 
     def was_named(self, extent: Extent) -> bool:
-        return extent in self._named
+        file = self._files.get(extent)
+        return file is not None and file.is_named
 
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
@@ -295,17 +291,13 @@ class Files:
         """Remove an extent at once. Its file is kept as a spare, or its memory goes with the next `reap`
         (at once if it is small), or when the last descriptor is closed. One that is not here is no
         error."""
-        size = self._count_out(extent)
-        if size is None:
+        file = self._count_out(extent)
+        if file is None:
             return
-        self._named.discard(extent)
-        file = self._made.get(extent)
-        if file is not None and (size < SPARE_BYTES_MIN or size != file.length):
-            file = None
         try:
-            if file is None and size <= _AT_ONCE_BYTES:
+            if file.length <= _AT_ONCE_BYTES and not self.spares.wants(file):
                 os.unlink(extent_name(extent), dir_fd=self.place.extents)
-                self._forget(extent)
+                self.spares.forget_borrowers(extent_name(extent))
                 return
             name = self.incoming.new_name()
             os.rename(
@@ -316,9 +308,8 @@ class Files:
             )
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-            self._forget(extent)
+            self.spares.forget_borrowers(extent_name(extent))
             return
-        self._forget_file(extent)
         space = self.space()
         really_free = space.free - self.spares.bytes
         if not self.spares.add(file, name, extent_name(extent), space.total, really_free):
@@ -326,23 +317,19 @@ class Files:
 
     def set_aside(self, extent: Extent) -> None:
         """Put an extent into quarantine. One that is not here is no error."""
-        size = self._count_out(extent)
-        if size is None:
+        file = self._count_out(extent)
+        if file is None:
             return
-        self._named.discard(extent)
         try:
-            self.quarantine.take_in(extent, size, self.place.extents)
+            self.quarantine.take_in(extent, file.length, self.place.extents)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-        self._forget(extent)
+        self.spares.forget_borrowers(extent_name(extent))
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
         self.quarantine.give_back(extent, self.place.extents)
-        status = os.stat(extent_name(extent), dir_fd=self.place.extents)
-        self._count_in(extent, status)
-        if not status.st_mode & OWN_FILE:
-            self._foreign.add(extent)
+        self._find(extent, os.stat(extent_name(extent), dir_fd=self.place.extents))
 
     def tidy_quarantine(self, wanted_bytes: int = 0) -> int:
         """Remove what has been in quarantine for long enough, and the oldest if the store has little room
@@ -363,15 +350,6 @@ class Files:
             self.incoming.condemn(name)
         return len(due)
 
-    def _forget(self, extent: Extent) -> None:
-        """Forget the file of an extent that lost it, or is about to, and who had it open."""
-        self._forget_file(extent)
-        self.spares.forget_borrowers(extent_name(extent))
-
-    def _forget_file(self, extent: Extent) -> None:
-        self._made.pop(extent, None)
-        self._foreign.discard(extent)
-
     async def give_back(self) -> None:
         """Give back the memory of freed extents, and of those that only ended mounts held."""
         await trio.to_thread.run_sync(self.reap)
@@ -382,19 +360,24 @@ class Files:
         self.place.forget_ended_mounts()
         self.incoming.reap()
 
-    def _count_in(self, extent: Extent, status: os.stat_result) -> None:
-        taken = allocated_bytes(status.st_size, status.st_blocks)
-        self._sizes[extent] = status.st_size
-        self.used_bytes += taken
-        if taken < status.st_size:
-            self._holes[extent] = status.st_size - taken
+    def _find(self, extent: Extent, status: os.stat_result) -> None:
+        """Count in an extent that was sealed before. Somebody may refer to its pages."""
+        is_own = bool(status.st_mode & OWN_FILE)
+        file = StoredFile(extent_name(extent), status.st_size, is_own=is_own)
+        self._count_in(extent, file, status)
 
-    def _count_out(self, extent: Extent) -> int | None:
-        """Take an extent out of the counts, and return its length, None if it is not here."""
-        size = self._sizes.pop(extent, None)
-        if size is not None:
-            self.used_bytes -= size - self._holes.pop(extent, 0)
-        return size
+    def _count_in(self, extent: Extent, file: StoredFile, status: os.stat_result) -> None:
+        file.length = status.st_size
+        file.taken = allocated_bytes(status.st_size, status.st_blocks)
+        self._files[extent] = file
+        self.used_bytes += file.taken
+
+    def _count_out(self, extent: Extent) -> StoredFile | None:
+        """Take an extent out of the counts, and return its file, None if it is not here."""
+        file = self._files.pop(extent, None)
+        if file is not None:
+            self.used_bytes -= file.taken
+        return file
 
     def _taken(self) -> int:
         kept = self.used_bytes + self.spares.bytes + self.quarantine.bytes

@@ -16,52 +16,64 @@ __all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]
 
 
 class StoredFile:
-    """A file that this process made for an extent, or for several, one after the other (reuse.py)."""
+    """A file of the store: one that is being received, that of an extent, or a spare one.
 
-    __slots__ = ("is_lent", "length", "name", "since", "users")
+    `is_own`: no other process ever had it open for writing, so it cannot be truncated. `is_reusable`: it
+    may become another extent's file when nobody uses it any more (reuse.py); once false, for ever. `users`
+    is how many have it open here, `taken` how many bytes are allocated, `is_named` whether an inode named
+    its extent, `since` when it became a spare file.
+    """
 
-    def __init__(self, name: str, length: int) -> None:
+    __slots__ = (
+        "is_named",
+        "is_own",
+        "is_reusable",
+        "length",
+        "name",
+        "since",
+        "taken",
+        "users",
+    )
+
+    def __init__(self, name: str, length: int, *, is_own: bool, is_reusable: bool = False) -> None:
         self.name = name
         self.length = length
+        self.is_own = is_own
+        self.is_reusable = is_reusable
+        self.is_named = False
+        self.taken = length
         self.users = 0
-        self.is_lent = False
         self.since = 0.0
 
 
 class Held:
-    """An open file, which is not used for another extent before it is closed. For the event loop.
+    """An open file, which is not used for another extent before it is closed. For the event loop."""
 
-    `is_own`: no other process ever had it open for writing, so it cannot be truncated.
-    """
-
-    def __init__(self, fd: int, file: StoredFile | None, is_own: bool) -> None:
+    def __init__(self, fd: int, file: StoredFile) -> None:
         self.fd = fd
-        self.is_own = is_own
-        self._file = file
-        if file is not None:
-            file.users += 1
+        self.file = file
+        file.users += 1
+
+    @property
+    def is_own(self) -> bool:
+        return self.file.is_own
 
     def lend(self) -> None:
         """Note that references to its pages may exist for ever from now on. For any thread."""
-        if self._file is not None:
-            self._file.is_lent = True
+        self.file.is_reusable = False
 
     def close(self) -> None:
         os.close(self.fd)
-        if self._file is not None:
-            self._file.users -= 1
+        self.file.users -= 1
 
 
 class Incoming(Held):
     """A file in incoming/ that is not an extent yet. Closing it removes it, unless it became an extent, or
     is a mount's working copy. `closed` is called then."""
 
-    def __init__(
-        self, files: "IncomingFiles", name: str, fd: int, file: StoredFile | None = None
-    ) -> None:
-        super().__init__(fd, file, is_own=file is not None)
-        self.name = name
-        self.file = file
+    def __init__(self, files: "IncomingFiles", fd: int, file: StoredFile) -> None:
+        super().__init__(fd, file)
+        self.name = file.name
         self.is_extent = False
         self.closed: Callable[[], None] | None = None
         self._files = files
@@ -130,7 +142,9 @@ class IncomingFiles:
             os.close(fd)
             self.remove(name)
             raise
-        return Incoming(self, name, fd, StoredFile(name, allocated))
+        # A file with holes has no room for the bytes of another extent.
+        file = StoredFile(name, length, is_own=True, is_reusable=allocated == length)
+        return Incoming(self, fd, file)
 
     def _check_room(self, allocated: int) -> None:
         """Raise OSError ENOSPC if fewer bytes are free."""
@@ -141,7 +155,7 @@ class IncomingFiles:
     def opened_again(self, file: StoredFile, fd: int) -> Incoming:
         """Return a file of a freed extent, which is open for reading and writing, as one to be received."""
         self._reserved[file.name] = file.length
-        return Incoming(self, file.name, fd, file)
+        return Incoming(self, fd, file)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
         """Open another name of an extent's file, which is `is_own` if no application made it. Raises
@@ -151,11 +165,7 @@ class IncomingFiles:
         except OSError:
             self.remove(name)
             raise
-        file = None
-        if is_own:
-            file = StoredFile(name, os.fstat(fd).st_size)
-            file.is_lent = True
-        return Incoming(self, name, fd, file)
+        return Incoming(self, fd, StoredFile(name, os.fstat(fd).st_size, is_own=is_own))
 
     def take_over(self, name: str, content: int) -> Incoming:
         """Open the working copy that a mount on this host made for this content. For the event loop.
@@ -173,7 +183,7 @@ class IncomingFiles:
             raise PermissionError(errno.EPERM, "not a mount's working copy", name)
         # The file may have been an extent before, and truncated since.
         self._rdma.forget(fd)
-        return Incoming(self, name, fd)
+        return Incoming(self, fd, StoredFile(name, status.st_size, is_own=False))
 
     def move_out(self, incoming: Incoming, name: str, to_fd: int) -> None:
         """Move a received file into another directory. Raises OSError."""

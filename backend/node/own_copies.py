@@ -57,10 +57,7 @@ class OwnCopies:
                 await trio.to_thread.run_sync(self._fill, source.fd, incoming)
                 if not self._is_wanted(extent):
                     return
-                was_named = self._files.was_named(extent)
                 self._files.replace(incoming, extent)
-        if was_named:
-            self._files.mark_named(extent)
         await trio.to_thread.run_sync(self._files.settle)
 
     def _fill(self, source_fd: int, incoming: Incoming) -> None:

@@ -58,12 +58,16 @@ class Spares:
         self._rdma = rdma
         self._files: dict[StoredFile, None] = {}  # the oldest first
 
-    def add(self, file: StoredFile | None, name: str, extent: str, total: int, free: int) -> bool:
-        """Keep the file of a freed extent (None: an application made it), which was just renamed to `name`
-        in incoming/. Return False if it may never be used again, or the store, of which so many bytes are
-        free, has no room for it: then the caller removes it."""
+    def wants(self, file: StoredFile) -> bool:
+        """Return whether `add` may keep the file of an extent that is being freed."""
+        return file.is_reusable and file.length >= SPARE_BYTES_MIN and not self._place.power_safe
+
+    def add(self, file: StoredFile, name: str, extent: str, total: int, free: int) -> bool:
+        """Keep the file of a freed extent, which was just renamed to `name` in incoming/. Return False if
+        it may never be used again, or the store, of which so many bytes are free, has no room for it: then
+        the caller removes it."""
         was_borrowed = self.forget_borrowers(extent)
-        if file is None or file.is_lent or was_borrowed or self._place.power_safe:
+        if was_borrowed or not self.wants(file):
             return False
         limit = int(total * _SPARES_SHARE)
         if file.length > limit or free < total * _ROOM_SHARE:
@@ -98,6 +102,7 @@ class Spares:
                     self._give_up(file)
                 continue
             self._remove(file)
+            file.is_named = False
             self.reused += 1
             return self._incoming.opened_again(file, fd)
         return None
@@ -106,7 +111,7 @@ class Spares:
         """Open a file for another extent. Raises OSError: EBUSY if somebody has it open or mapped, EPERM if
         it can never be used again."""
         status = os.stat(file.name, dir_fd=self._place.incoming)
-        if file.is_lent or status.st_size != file.length:
+        if not file.is_reusable or status.st_size != file.length:
             raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
         mapped = self._rdma.descriptors((status.st_dev, status.st_ino))
         # A file that is mapped through several descriptors is refused: each would have to be asked for a

@@ -28,7 +28,7 @@ from .messages import (
     Put,
     Share,
 )
-from .mover import NotThisWay, Transfer, W, Way
+from .mover import NotThisWay, Sending, Transfer, W, Way
 from .prompt import acquire
 
 __all__ = ["Device"]
@@ -116,33 +116,23 @@ class Device:
         target: Target,
         source: FileRange,
         passed: Landed = nothing_landed,
+        growth: Growth | None = None,
     ) -> None:
         """Send a part of a file as an extent; it is sealed everywhere when this returns. Holes stay holes,
         unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
-        those that are in memory of this process. The caller keeps the descriptor."""
+        those that are in memory of this process. The caller keeps the descriptor. With `growth`, the file
+        is still being received, and has no holes."""
         _check_chain(target)
-        status = os.fstat(source.fd)
-        transfer = Transfer(
-            "write", source.length, is_sparse=is_sparse(status.st_size, status.st_blocks)
-        )
-        await self._move(transfer, lambda way: way.write(extent, target, source, passed))
-        self._counters.sent_bytes += source.length
-
-    async def pass_on(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
-    ) -> None:
-        """Send a file that is still being received, as Way.pass_on does. It waits for no other operation,
-        as crossing chains would wait for each other."""
-        _check_chain(target)
-        transfer = Transfer("write", source.length)
-        await self._move_now(
-            transfer, lambda way: way.pass_on(extent, target, source, growth, lend)
-        )
+        sending = Sending(extent, target, source, passed, growth)
+        if growth is None:
+            status = os.fstat(source.fd)
+            has_holes = is_sparse(status.st_size, status.st_blocks)
+            transfer = Transfer("write", source.length, is_sparse=has_holes)
+            await self._move(transfer, lambda way: way.write(sending))
+        else:
+            # It waits for no other operation, as crossing chains would wait for each other.
+            transfer = Transfer("write", source.length)
+            await self._move_now(transfer, lambda way: way.write(sending))
         self._counters.sent_bytes += source.length
 
     async def read(

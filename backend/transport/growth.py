@@ -1,14 +1,18 @@
 """The progress of an extent that is being received, for tasks that send it on or seal it."""
 
+from collections.abc import Callable
+
 import trio
 
 
 class Growth:
-    """The first `done` of `length` bytes have been received."""
+    """The first `done` of `length` bytes have been received. `lend` is called before anything may keep a
+    reference to the file's pages (service.Held.lend)."""
 
-    def __init__(self, length: int, done: int = 0) -> None:
+    def __init__(self, length: int, done: int = 0, lend: Callable[[], None] = lambda: None) -> None:
         self.length = length
         self.done = done
+        self.lend = lend
         self._error: OSError | None = None
         self._changed = trio.Event()
 

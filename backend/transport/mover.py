@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import trio
 
 from ..trust.security import Credentials
-from . import Extent, FileRange, Landed, Memory, Target
+from . import Extent, FileRange, Landed, Memory, Target, nothing_landed
 from .codec import MessageSet
 from .counters import ServerFigures
 from .door import Door
@@ -34,6 +34,7 @@ __all__ = [
     "Mover",
     "NotThisWay",
     "Others",
+    "Sending",
     "Serving",
     "Transfer",
     "Way",
@@ -51,6 +52,17 @@ class Transfer(NamedTuple):
     length: int
     memory: Memory = Memory.FILE
     is_sparse: bool = False
+
+
+class Sending(NamedTuple):
+    """An extent on its way to a target: a part of a file. `passed` is called, from any thread, with bytes
+    that are in memory of this process. With `growth`, the file is still being received."""
+
+    extent: Extent
+    target: Target
+    source: FileRange
+    passed: Landed = nothing_landed
+    growth: Growth | None = None
 
 
 class Way(Protocol):
@@ -81,22 +93,8 @@ class Way(Protocol):
         """Do as Device.read; the file is long enough."""
         ...
 
-    async def write(
-        self, extent: Extent, target: Target, source: FileRange, passed: Landed
-    ) -> None:
+    async def write(self, sending: Sending) -> None:
         """Do as Device.write."""
-        ...
-
-    async def pass_on(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
-    ) -> None:
-        """Send a file whose bytes are still being received. `lend` is called before anything may keep a
-        reference to its pages (service.Held.lend)."""
         ...
 
 
@@ -154,15 +152,13 @@ class NextNode(Protocol):
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None: ...
 
-    async def write(self, extent: Extent, target: Target, source: FileRange) -> None: ...
-
-    async def pass_on(
+    async def write(
         self,
         extent: Extent,
         target: Target,
         source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
+        *,
+        growth: Growth | None = None,
     ) -> None: ...
 
     def way(self, kind: type[W]) -> W:

@@ -86,8 +86,8 @@ class _Ferryman(Connection):
         node, further = target.onward()
         held = self._host.service.hold(extent)
         try:
-            await self._host.others.device(node).pass_on(
-                extent, further, FileRange(held.fd, 0, length), Growth(length, length), held.lend
-            )
+            growth = Growth(length, length, held.lend)
+            whole = FileRange(held.fd, 0, length)
+            await self._host.others.device(node).write(extent, further, whole, growth=growth)
         finally:
             held.close()

@@ -2,13 +2,11 @@
 
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
-from irdmafs.backend.transport import Extent, FileRange, Landed, Memory, Target, Unreachable
-from irdmafs.backend.transport.growth import Growth
+from irdmafs.backend.transport import Extent, FileRange, Landed, Memory, Unreachable
 from irdmafs.backend.transport.link import Link
-from irdmafs.backend.transport.mover import NotThisWay, Transfer, Way
+from irdmafs.backend.transport.mover import NotThisWay, Sending, Transfer, Way
 
 from .messages import Bring, Fetch, Laid
 
@@ -51,9 +49,10 @@ class FerryWay(Way):
         os.pwrite(into.fd, data, into.offset)
         landed(0, len(data), memoryview(data))
 
-    async def write(
-        self, extent: Extent, target: Target, source: FileRange, passed: Landed
-    ) -> None:
+    async def write(self, sending: Sending) -> None:
+        extent, target, source, _, growth = sending
+        if growth is not None:
+            await growth.complete()
         path = self._pier / secrets.token_hex(16)
         try:
             path.write_bytes(os.pread(source.fd, source.length, source.offset))
@@ -63,14 +62,3 @@ class FerryWay(Way):
             await self._link.ask(Bring(extent, target, source.length, path.name))
         finally:
             path.unlink(missing_ok=True)
-
-    async def pass_on(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
-    ) -> None:
-        await growth.complete()
-        await self.write(extent, target, source, lambda start, length, data: None)

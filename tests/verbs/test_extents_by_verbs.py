@@ -180,10 +180,9 @@ def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path, addre
         readable = os.open(cluster.memory / "source", os.O_RDONLY)
         options: dict[str, Any] = {"rdma": cluster.rdma, "stages": False}
         async with mounted(memory, timeout_s=TIMEOUT_S, **options) as peers:
-            await peers.device(1).pass_on(
-                Extent(1, 0), Target(1, 1, ()), FileRange(readable, 0, MiB), Growth(MiB, MiB),
-                lambda: None,
-            )  # fmt: skip
+            whole = FileRange(readable, 0, MiB)
+            growth = Growth(MiB, MiB)
+            await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), whole, growth=growth)
             assert peers.counters.fallbacks == 0
         region = cluster.regions.find(source, 0, MiB, writable=True)
         assert region is not None

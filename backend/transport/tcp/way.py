@@ -13,9 +13,8 @@ from ...files.sparse import is_sparse, segments
 from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..frames import BadMessage
-from ..growth import Growth
 from ..link import Link
-from ..mover import Transfer, Way
+from ..mover import Sending, Transfer, Way
 from .channel import Channel, Lost, Silent
 from .pool import Pool
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
@@ -75,39 +74,18 @@ class TcpWay(Way):
             Op.READ, extent, nowhere, 0, [(start, into.length)], self._streams, work, self._places
         )
 
-    async def write(
-        self, extent: Extent, target: Target, source: FileRange, passed: Landed
-    ) -> None:
-        fd, offset, length, _ = source
-        status = os.fstat(fd)
-        ranges = [(0, length)]
-        if is_sparse(status.st_size, status.st_blocks):
-            ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
-        await self._send(extent, target, source, ranges, self._streams, self._places, passed)
-
-    async def pass_on(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
-    ) -> None:
-        lend()
-        await growth.complete()
-        await self._send(extent, target, source, [(0, source.length)], 1, None)
-
-    async def _send(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        ranges: Sequence[tuple[int, int]],
-        streams: int,
-        places: trio.Semaphore | None,
-        passed: Landed = nothing_landed,
-    ) -> None:
-        fd, offset, length, _ = source
+    async def write(self, sending: Sending) -> None:
+        extent, target, (fd, offset, length, _), passed, growth = sending
+        ranges, streams = [(0, length)], self._streams
+        places: trio.Semaphore | None = self._places
+        if growth is not None:
+            streams, places = 1, None
+            growth.lend()
+            await growth.complete()
+        else:
+            status = os.fstat(fd)
+            if is_sparse(status.st_size, status.st_blocks):
+                ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
         if passed is not nothing_landed:
             passed = landed_from(passed, -offset)
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
+from .. import Extent, FileRange, Landed, Memory, Unreachable, nothing_landed
 from ..caller import ControlClient, Expected
 from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
-from ..mover import NotThisWay
+from ..mover import NotThisWay, Sending
 from .adapter import Adapter
 from .messages import (
     NO_QUEUE_PAIR,
@@ -101,16 +101,9 @@ class Path:
             finally:
                 self._control.say_later(Release(exposed.handle))
 
-    async def write(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth | None = None,
-        passed: Landed = nothing_landed,
-    ) -> None:
-        """Do as Device.write. With `growth`, the file is still being received. Raises OSError,
-        NotThisWay."""
+    async def write(self, sending: Sending) -> None:
+        """Do as Device.write. Raises OSError, NotThisWay."""
+        extent, target, source, passed, growth = sending
         length = source.length
         # A file that is handed on is also received here, next time maybe by another adapter: register it
         # whole.

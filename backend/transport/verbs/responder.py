@@ -79,7 +79,8 @@ class _Arrival:
         self.extent = asked.extent
         self.target = asked.target
         self.piece = asked.piece
-        self.growth = Growth(asked.length, 0 if incoming is not None else asked.length)
+        done = 0 if incoming is not None else asked.length
+        self.growth = Growth(asked.length, done, held.lend)
         self.held = held
         self.incoming = incoming
         self.given = given
@@ -304,8 +305,8 @@ class Responder(Connection):
         held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
-                await self._host.others.device(node).pass_on(
-                    arrival.extent, target, FileRange(held.fd, 0, length), arrival.growth, held.lend
+                await self._host.others.device(node).write(
+                    arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
                 )
                 self._counters.sent_bytes += length
         except OSError as error:

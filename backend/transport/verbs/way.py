@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ...unwrap import first_error
-from .. import Extent, FileRange, Landed, Memory, Target, landed_from
-from ..growth import Growth
+from .. import Extent, FileRange, Landed, Memory, landed_from
 from ..link import Link
-from ..mover import NotThisWay, Transfer, Way
+from ..mover import NotThisWay, Sending, Transfer, Way
 from .lanes import Lanes
 from .path import Path
 from .rdma import Rdma
@@ -70,22 +69,8 @@ class VerbsWay(Way):
         except BaseExceptionGroup as group:
             raise first_error(group, OSError, NotThisWay) from group
 
-    async def write(
-        self, extent: Extent, target: Target, source: FileRange, passed: Landed
-    ) -> None:
-        await self._move(
-            source.length, lambda path: path.write(extent, target, source, None, passed)
-        )
-
-    async def pass_on(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        growth: Growth,
-        lend: Callable[[], None],
-    ) -> None:
-        await self._move(source.length, lambda path: path.write(extent, target, source, growth))
+    async def write(self, sending: Sending) -> None:
+        await self._move(sending.source.length, lambda path: path.write(sending))
 
     async def _connected(self) -> Lanes:
         """Return the lanes of the present control connection, after the first attempt to set them up.
