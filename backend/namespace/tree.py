@@ -149,7 +149,7 @@ class Tree(Names):
 
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
-        times, damaged, inodes, names, gone, next_ino = changes_of(events, self._complain)
+        times, damaged, inodes, names, gone, next_ino = changes_of(events, self._faults.add)
         changed = [inode for inode, _ in inodes]
         size = sum(len(record) for _, record in inodes)
         self.records.begin(size + 1024 * (len(names) + len(inodes)), urgent=True)
@@ -186,7 +186,7 @@ class Tree(Names):
                 self._let_go(self.inodes[ino])
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
-            self._complain(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
+            self._faults.add(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
             revision = self.name_revision(parent, name)
             self._refused.add(ino, RefusedName(parent, name, ino, revision))
             self._set_name(parent, name, 0, 0)
@@ -204,14 +204,14 @@ class Tree(Names):
         ino = inode.ino
         known = self.inodes.get(ino)
         if not inode.nlink:  # it would be dropped while names lead to it
-            self._complain(inode_key(ino), "it has no links")
+            self._faults.add(inode_key(ino), "it has no links")
             self._put_damaged(ino, inode.revision)
         elif known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
             self._put(inode, record, known)
         elif self.damaged.get(ino):
             self._put_otherwise(inode, record)
         else:
-            self._complain(inode_key(ino), f"it cannot become one of mode {inode.mode:o}")
+            self._faults.add(inode_key(ino), f"it cannot become one of mode {inode.mode:o}")
             self._put_damaged(ino, inode.revision)
 
     def _put_damaged(self, ino: int, revision: int) -> None:
@@ -252,13 +252,9 @@ class Tree(Names):
     def _set_next_ino(self, told: int, revision: int) -> None:
         former = self.next_block[0]
         if not former <= told < _LAST_INOS:
-            self._complain(NEXT_INO_KEY, f"{told} is not the number of the next inode")
+            self._faults.add(NEXT_INO_KEY, f"{told} is not the number of the next inode")
             told = max(former, 1 + self.last_ino())
         self.next_block = told, revision
-
-    def _complain(self, key: bytes, why: str, value: bytes = b"") -> None:
-        """Report a record that makes no sense. It harms only what it names."""
-        self._faults.add(key, why, value)
 
     # -- own changes -----------------------------------------------------------------------------
 
@@ -347,10 +343,8 @@ class Tree(Names):
     def drop(self, ino: int) -> bool:
         """Forget an inode that has no name and is not open any more. Return whether there was one."""
         inode = self.inodes.get(ino)
-        if inode is None or ino in self.damaged:  # names lead to a damaged one
-            return False
-        if inode.nlink and ino < FIRST_VIRTUAL_INO:
-            return False
+        if inode is None or ino in self.damaged or (inode.nlink and ino < FIRST_VIRTUAL_INO):
+            return False  # it is gone, or names lead to it
         self.inodes.pop(ino, None)
         return True
 
@@ -403,12 +397,12 @@ class Tree(Names):
                 self._make_directory(parent)
                 directory = inodes[parent]
             if directory is None or not directory.is_dir or not directory.revision:
-                self._complain(name_key(parent, name), "its directory is missing")
+                self._faults.add(name_key(parent, name), "its directory is missing")
                 self._refused.add(parent, RefusedName(parent, name, ino, revision))
                 return
             if ino not in inodes:
                 if ino != DAMAGED_INO:
-                    self._complain(inode_key(ino), f"{name!r} in {parent} leads to it")
+                    self._faults.add(inode_key(ino), f"{name!r} in {parent} leads to it")
                 self._put_damaged(ino, 0)
         self._rename(parent, name, ino, revision)
 
@@ -482,7 +476,7 @@ class Tree(Names):
             left += ((ino, name) for name, _ in self.below(ino))
         for parent, name in left:
             if self.name_revision(parent, name):
-                self._complain(name_key(parent, name), "it has lost its inode")
+                self._faults.add(name_key(parent, name), "it has lost its inode")
             self._set_name(parent, name, 0, 0)
 
     def _let_go(self, inode: Inode) -> None:
