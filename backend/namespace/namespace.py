@@ -232,19 +232,9 @@ class Namespace:
             await self._committer.freshen()
             quotas.admit(ino, quotas.of(ino), blocks)
 
-    async def set_attributes(
-        self,
-        ino: int,
-        *,
-        mode: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        atime_ns: int | None = None,
-        mtime_ns: int | None = None,
-    ) -> Inode:
-        """Set attributes."""
-        change = attributes_set(mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns)
-        return await self._change(ino, change, sets_mtime=mtime_ns is not None)
+    async def set_attributes(self, ino: int, **values: int) -> Inode:
+        """Set some of `mode` (without the type), `uid`, `gid`, `atime_ns`, `mtime_ns`."""
+        return await self._change(ino, attributes_set(values), sets_mtime="mtime_ns" in values)
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
         """Set when inodes were last read (ns), by number, unless they are gone; nothing else of them

@@ -372,28 +372,18 @@ class Planner:
         return commit if commit.inodes else None
 
 
-def attributes_set(
-    *,
-    mode: int | None,
-    uid: int | None,
-    gid: int | None,
-    atime_ns: int | None,
-    mtime_ns: int | None,
-) -> Callable[[Inode], None]:
-    """Return the change that sets these attributes of an inode."""
+def attributes_set(values: Mapping[str, int]) -> Callable[[Inode], None]:
+    """Return the change that sets these attributes of an inode (see Namespace.set_attributes)."""
 
     def change(inode: Inode) -> None:
-        if mode is not None:
-            inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
+        for name, value in values.items():
+            if name == "mode":
+                value = stat.S_IFMT(inode.mode) | stat.S_IMODE(value)
+            elif name.endswith("_ns"):
+                value = nearest_time(value)
+            setattr(inode, name, value)
+        if "mode" in values:
             acl.follow_chmod(inode)
-        if uid is not None:
-            inode.uid = uid
-        if gid is not None:
-            inode.gid = gid
-        if atime_ns is not None:
-            inode.atime_ns = nearest_time(atime_ns)
-        if mtime_ns is not None:
-            inode.mtime_ns = nearest_time(mtime_ns)
 
     return change
 

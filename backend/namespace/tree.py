@@ -79,7 +79,7 @@ class Tree(Names):
         self._listener = listener
         self._is_loaded = False
         # Inodes that mutations under way make, which their callers need, and those that they remove.
-        self._making: set[int] = set()
+        self._making: list[int] = []
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
@@ -324,27 +324,27 @@ class Tree(Names):
         """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
         and charge the commit to quotas."""
         removed = [inode.ino for inode in commit.gone]
-        made = {commit.new.ino} if commit.new is not None else set()
-        self._making |= made
+        made = [commit.new.ino] if commit.new is not None else []
+        self._making += made
         self._removing += removed
-        charge, charged = commit.charge, commit.inode
-        if charge is not None and charged is not None:
-            self.quotas.expect(charged.ino, charge)
+        charged = commit.inode if commit.charge is not None else None
+        if charged is not None and commit.charge is not None:
+            self.quotas.expect(charged.ino, commit.charge)
         try:
             yield
         finally:
-            self._making -= made
+            for ino in made:
+                self._making.remove(ino)
             for ino in removed:
                 self._removing.remove(ino)
-            if charge is not None and charged is not None:
+            if charged is not None:
                 self.quotas.update((charged.ino,))
 
     def drop(self, ino: int) -> bool:
         """Forget an inode that has no name and is not open any more. Return whether there was one."""
         inode = self.inodes.get(ino)
-        # Names lead to a damaged one.
         if inode is None or ino in self.damaged or (inode.nlink and ino < FIRST_VIRTUAL_INO):
-            return False
+            return False  # it is gone, or names lead to it
         self.inodes.pop(ino, None)
         return True
 

@@ -140,7 +140,7 @@ class EmbeddedStore(Pinned):
         inode = await self.namespace.publish(version)
         self.named(version.extent)
         self._working.discard(version.extent)
-        if before != version.extent:
+        if before not in (NO_CONTENT, version.extent):
             self.retire(before)
         return inode
 

@@ -84,7 +84,7 @@ class Coherence:
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
         """Set how long attributes hold that the kernel asked for."""
-        if not self._cache.looks.changes_unnoticed(node):
+        if inode.is_dir or not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def changed(self, answer: Answer, node: Node) -> None:

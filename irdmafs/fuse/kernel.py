@@ -106,6 +106,7 @@ class KernelSession(Session):
         poller.register(device, select.POLLIN)
         answer, deferred, waiting = self.answer, self.deferred, self.waiting
         clock, readv = time.monotonic_ns, os.readv
+        spin_ends = 0
         while True:
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
@@ -113,25 +114,26 @@ class KernelSession(Session):
                 self._wakeups.let_go()
                 await trio.lowlevel.wait_readable(device)
             self._wakeups.hold()
-            spin_ends = clock() + _SPIN_NS
             turn_ends = clock() + _TURN_NS
             while True:
-                if poller.poll(0):
-                    try:
-                        received = readv(device, buffers)
-                    except OSError as error:
-                        if not self._goes_on(error):
-                            return
+                try:
+                    received = readv(device, buffers)
+                except BlockingIOError:
+                    if deferred.released or deferred.forgotten:
+                        deferred.settle()
+                    elif waiting.by_unique and waiting.want_turn():
+                        break  # requests that wait in their own tasks want their turn
                     else:
-                        answer(received)
-                elif deferred.released or deferred.forgotten:
-                    deferred.settle()
-                elif waiting.by_unique and waiting.want_turn():
-                    break  # requests that wait in their own tasks want their turn
-                elif clock() < spin_ends:
-                    continue
+                        while not (ready := poller.poll(0)) and clock() < spin_ends:
+                            pass
+                        if not ready:
+                            break
+                        continue
+                except OSError as error:
+                    if not self._goes_on(error):
+                        return
                 else:
-                    break
+                    answer(received)
                 spin_ends = clock() + _SPIN_NS
                 if spin_ends > turn_ends:
                     await trio.lowlevel.checkpoint()
@@ -139,8 +141,7 @@ class KernelSession(Session):
 
     def _goes_on(self, error: OSError) -> bool:
         """Return whether requests may come after an error of reading one; if not, the session ends."""
-        # The caller of a request was killed (ENOENT), or nothing is there after all.
-        if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
+        if error.errno in (errno.ENOENT, errno.EINTR):  # the caller of a request was killed
             return True
         if error.errno != errno.ENODEV:
             log.error("reading from the kernel failed: %s", error)

@@ -59,12 +59,16 @@ class Answers:
         entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
         return entry
 
-    def entry(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
-        """Return the answer to a lookup; the kernel then holds one more reference to the node."""
+    def entry(
+        self, parent: int, name: bytes, inode: Inode, pid: int, *, is_made: bool = False
+    ) -> Attributes:
+        """Return the answer to a lookup of a name, or (`is_made`) to a request that made it. The kernel
+        then holds one more reference to the node."""
         node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.attributes(node, inode)
-        self._coherence.entry(answer, parent, name, node, inode)
+        believe = self._coherence.made if is_made else self._coherence.entry
+        believe(answer, parent, name, node, inode)
         return answer
 
     def hidden(self, node: Node, inode: Inode) -> Attributes:
@@ -73,14 +77,6 @@ class Answers:
         answer = self.attributes(node, inode)
         if inode.is_dir:
             self._coherence.attributes(answer, node, inode)
-        return answer
-
-    def made(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
-        """Return the answer to a request that made a name. It counts as a lookup."""
-        node = self._cache.routes.node_of(inode, pid)
-        node.lookups += 1
-        answer = self.attributes(node, inode)
-        self._coherence.made(answer, parent, name, node, inode)
         return answer
 
     def refresh_other_nodes(self, node: Node | None, ino: int) -> None:

@@ -27,7 +27,7 @@ class Names(Part):
         if directory.xattrs:
             self._since.refuse(directory, name)
         inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
-        return self._answers.made(directory.ino, name, inode, ctx.pid)
+        return self._answers.entry(directory.ino, name, inode, ctx.pid, is_made=True)
 
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, umask: int, rdev: int, ctx: Caller
@@ -61,7 +61,7 @@ class Names(Part):
         await self._cache.publisher.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
-        return self._answers.made(directory.ino, new_name, linked, ctx.pid)
+        return self._answers.entry(directory.ino, new_name, linked, ctx.pid, is_made=True)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         directory = self._nodes.directory(parent_inode)
@@ -81,9 +81,10 @@ class Names(Part):
 
     def _unnamed(self, inode: Inode) -> None:
         """Tell the kernel and the store that an inode lost a name."""
-        if inode.nlink or self._nodes.has_siblings(inode.ino):
+        nodes = self._nodes.count(inode.ino)
+        if inode.nlink or nodes > 1:
             self._answers.refresh_other_nodes(None, inode.ino)
-        elif not self._nodes.has_nodes(inode.ino):
+        elif not nodes:
             self._cache.host.unnamed(inode)
             self._store.retire(inode.extent)
 
