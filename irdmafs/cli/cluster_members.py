@@ -44,7 +44,7 @@ __all__ = [
     "uses_of",
 ]
 
-# The roles of processes that have keys of their own, and of those which etcd knows.
+# The roles of processes with keys of their own in etcd, and of those that are users of etcd.
 _KEEPING_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node")
 
@@ -210,8 +210,8 @@ async def _remove_user(engine: EtcdEngine, record: CertificateRecord) -> None:
 
 
 async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
-    """Return the uses of a certificate of this name in the cluster, as members say or as etcd knows by
-    their leases."""
+    """Return the processes in the cluster that use a certificate of this name: those that say so, and those
+    whose lease in etcd begins with its number."""
     members = await list_members(engine)
     owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []

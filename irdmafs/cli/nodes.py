@@ -39,7 +39,7 @@ async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
 @click.command()
 @click.argument("node")
 @click.option("--cancel", is_flag=True, help="Use the node again.")
-@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@click.option("--no-wait", is_flag=True, help="Return at once; the draining goes on.")
 @config_option
 def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> None:
     """Move everything off a store node, and wait until it is empty.
@@ -98,9 +98,9 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
     NODE is a name that `irdmafs cluster status` shows: its id (or the first digits of it), host or address.
-    The node replaces wrong copies from other nodes; `irdmafs cluster status` shows how far it is. In the
-    cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it does
-    this by itself.
+    The node replaces wrong copies by those of other nodes; `irdmafs cluster status` shows how far it is. In
+    the cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it
+    does this by itself.
     """
     from ..backend.cluster.inquiry import begin_scrub
 
@@ -125,14 +125,14 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
 
 @click.command()
 @click.argument("node")
-@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data: files "
-              "that only it has are removed.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Also remove a dead node that still counts as keeping data, "
+              "and the files that only this node has.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
 @config_option
 def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
     """Forget a store node that has been drained and stopped, or that is dead for good.
 
-    NODE is a name that `irdmafs cluster status` shows, as of drain.
+    NODE is a name that `irdmafs cluster status` shows: its id, host or address.
     """
     from ..backend.cluster.report import counted
 

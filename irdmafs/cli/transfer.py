@@ -47,7 +47,7 @@ def rebalance(
     as_json: bool,
     config_path: str | None,
 ) -> None:
-    """Wait until all is where it should be, or say what moves.
+    """Wait until every file is on the store nodes that should keep it, or say what would move.
 
     Nodes move files by themselves, at their --rebalance-rate, when nodes come, go or are drained.
     """
@@ -102,7 +102,7 @@ def rebalance(
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@click.option("--no-wait", is_flag=True, help="Return at once; the fetching goes on.")
 def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     """Fetch files into this host's cache now.
 
