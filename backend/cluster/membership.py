@@ -271,14 +271,14 @@ class Members:
         session = self._own
         if session is not None and session.key not in present:
             self._deleted(session.key, revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
             self._take(event.key, event.value, event.revision)
             if event.value is None:
                 self._deleted(event.key, event.revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def _deleted(self, key: bytes, revision: int) -> None:
         session = self._own
@@ -390,9 +390,6 @@ class Members:
             leases.discard(lease)
             if not leases:
                 del self._followers[directory]
-
-    def _wake(self) -> None:
-        self._moved.unpark_all()
 
 
 def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:

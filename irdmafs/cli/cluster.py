@@ -119,15 +119,6 @@ async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
     return found
 
 
-def find_node(found: Cluster, name: str) -> int:
-    from ..backend.cluster.overview import NodeNotFound
-
-    try:
-        return found.find_node(name)
-    except NodeNotFound as error:
-        raise MountError(str(error)) from error
-
-
 @click.group()
 def cluster() -> None:
     """Make a cluster, look at it and change it."""

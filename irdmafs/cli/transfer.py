@@ -14,7 +14,6 @@ from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
     config_option,
-    find_node,
     json_option,
     load,
     mount_of,
@@ -66,7 +65,7 @@ def rebalance(
         found = await read_state(config, engine)
         settings = found.members.settings
         assert settings is not None
-        gone = {find_node(found, name) for name in leaving}
+        gone = {found.find_node(name) for name in leaving}
         candidates = [c for c in found.members.candidates() if c.node not in gone]
         # The ids of new nodes are random anyway.
         candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))

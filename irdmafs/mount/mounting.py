@@ -68,7 +68,7 @@ class MountBusyError(MountError):
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo (proc(5)). ``device`` is "major:minor"."""
+    """One line of /proc/self/mountinfo (proc(5)), in its order. ``device`` is "major:minor"."""
 
     mount_id: int
     parent_id: int
@@ -108,21 +108,8 @@ def parse_mountinfo(text: bytes) -> list[Mount]:
         fields, tail = before.split(b" "), after.split(b" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
-        device, root, mountpoint, options = map(unescape, fields[2:6])
-        fstype, source, super_options = map(unescape, tail[:3])
-        mounts.append(
-            Mount(
-                mount_id=int(fields[0]),
-                parent_id=int(fields[1]),
-                device=device,
-                root=root,
-                mountpoint=mountpoint,
-                options=options,
-                fstype=fstype,
-                source=source,
-                super_options=super_options,
-            )
-        )
+        texts = map(unescape, (*fields[2:6], *tail[:3]))
+        mounts.append(Mount(int(fields[0]), int(fields[1]), *texts))
     return mounts
 
 
