@@ -172,12 +172,12 @@ class Groups:
             self._take(group_key(group), None, revision)
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
             self._take(event.key, event.value, event.revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
@@ -202,6 +202,3 @@ class Groups:
             self._configs[group] = (config, revision)
         for listener in self.group_changed:
             listener(group)
-
-    def _wake(self) -> None:
-        self._moved.unpark_all()

@@ -53,8 +53,8 @@ class History:
             raise WentBack(described(reports))
 
     async def wait_resolved(self, error: WentBack) -> bool:
-        """Wait until etcd's newest data are back, or a new epoch has begun. Return whether it is the
-        former, so that nothing has changed meanwhile."""
+        """Wait until etcd's newest data are back, or a new epoch has begun. Return True if the data are
+        back: nothing has changed meanwhile."""
         log.error("%s", error.strerror)
         self._engine.past.doubt(error)
         if self._session is not None:

@@ -1,12 +1,11 @@
 """A process's session: an etcd lease kept alive, and the key registered under it.
 
-The cluster considers a process alive as long as that key exists. The process itself must stop earlier: a
-keepalive extends the lease from the moment etcd handles it, which is
-after it was sent, so "sent + ttl, less a margin" by a clock that also runs while the machine sleeps
-is over before etcd lets the key go. In between, `valid()` is false and nothing that needs the session
-may be done, but nothing is lost either: if etcd answers again and still has the lease (etcd prolongs
-all leases when it elects a leader), the session goes on. It is lost only when etcd says that the
-lease is gone, or the key is.
+The cluster considers a process alive as long as that key exists. The process itself must stop earlier. etcd
+extends the lease when it handles a keepalive, which is after the keepalive was sent. So "sent + ttl, less
+a margin", by a clock that also runs while the machine sleeps, is over before etcd deletes the key. In
+between, `valid()` is false, and nothing that needs the session may be done. But nothing is lost either: if
+etcd answers again and still has the lease (etcd prolongs all leases when it elects a leader), the session
+goes on. The session is lost only when etcd says that the lease or the key is gone.
 """
 
 import errno
@@ -302,7 +301,7 @@ class Session:
                     self.lease, max(third_s, _RENEWAL_TRY_S_MIN)
                 )
             except (WentBack, NoAnswer):
-                pass  # it is told elsewhere
+                pass  # others log it
             except OSError as error:
                 self._why = str(error)
                 log.warning("the lease is not kept alive now: %s", error)

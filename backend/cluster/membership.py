@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import msgspec
 import trio
 
 from ..etcd.engine import EtcdEngine
@@ -25,22 +26,22 @@ from ..model.records import (
     NodeAddress,
     NodeRecord,
     Settings,
+    decode,
     encode,
     key_of,
     policy_key,
     targets_key,
 )
-from .lease import MOUNT, NODE, Removed, Session, now_s
+from ..model.values import ConfigError
+from .config import ClusterConfig
+from .lease import MOUNT, NODE, Session
 
 __all__ = [
-    "MOUNT",
-    "NODE",
     "Members",
-    "Removed",
-    "Session",
     "admit",
     "followed_key",
-    "now_s",
+    "no_such_cluster",
+    "read_settings",
     "removed_for_good",
     "seen_key",
 ]
@@ -79,8 +80,31 @@ async def admit(engine: EtcdEngine, node: int, record: NodeRecord) -> bool:
     return True
 
 
+async def read_settings(engine: EtcdEngine, config: ClusterConfig) -> Settings:
+    """Return the settings of a cluster, which a mount or a node needs before anything else. Raises
+    ConfigError if there is no such cluster, OSError if etcd cannot be read."""
+    found = await engine.get(SETTINGS_KEY)
+    if found is None:
+        raise no_such_cluster(config)
+    try:
+        return decode(found.value, Settings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the settings of cluster {config.cluster.name!r} in etcd are damaged, or of another "
+            f"version of irdmafs: {error}"
+        ) from error
+
+
+def no_such_cluster(config: ClusterConfig) -> ConfigError:
+    """Return the error of a cluster that etcd does not know."""
+    return ConfigError(
+        f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+        f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+    )
+
+
 class _NewGroups(Placement):
-    """Says which rule no node obeys, where there are nodes."""
+    """The placement of new groups. If no node fits a rule, the error names the rule."""
 
     def target(self, group: int) -> tuple[int, ...]:
         """Return the nodes of a group. Raises EHOSTUNREACH if there is none."""
@@ -247,14 +271,14 @@ class Members:
         session = self._own
         if session is not None and session.key not in present:
             self._deleted(session.key, revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
             self._take(event.key, event.value, event.revision)
             if event.value is None:
                 self._deleted(event.key, event.revision)
-        self._wake()
+        self._moved.unpark_all()
 
     def _deleted(self, key: bytes, revision: int) -> None:
         session = self._own
@@ -326,7 +350,7 @@ class Members:
         _call(self.node_changed, node)
 
     def _take_policy(self, number: int, value: bytes) -> None:
-        """Take a placement rule. One that is not understood is one, too: its number is taken."""
+        """Take a placement rule. A rule that is not understood keeps its number, too."""
         rule = value[:_RULE_BYTES_MAX].decode(errors="replace")
         if not 0 < number <= POLICIES_MAX:
             self._faults.add(policy_key(number), "no rule has this number")
@@ -366,9 +390,6 @@ class Members:
             leases.discard(lease)
             if not leases:
                 del self._followers[directory]
-
-    def _wake(self) -> None:
-        self._moved.unpark_all()
 
 
 def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:

@@ -12,17 +12,11 @@ from ..model.groups import degraded, leader
 from ..model.placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
 from ..model.policy import LEVELS, Candidate
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Report
+from ..model.values import ConfigError
 from .group_configs import Groups
 from .membership import Members
 
-__all__ = [
-    "Cluster",
-    "NodeNotFound",
-]
-
-
-class NodeNotFound(Exception):
-    """A name stands for no node, or for more than one; the text lists the nodes."""
+__all__ = ["Cluster"]
 
 
 class Moving(NamedTuple):
@@ -75,7 +69,8 @@ class Cluster:
 
     def find_node(self, text: str) -> int:
         """Return the node of a name that its row in `cluster status` shows: its id (hexadecimal; an
-        unambiguous prefix suffices), HOST:PORT, its address or its host name."""
+        unambiguous prefix suffices), HOST:PORT, its address or its host name. Raises ConfigError with a
+        list of nodes if the name stands for no node, or for more than one."""
         wanted = text.lower().removeprefix("0x")
         names = {node: self._names(node) for node in self.nodes()}
         found = [node for node in names if wanted == f"{node:016x}"] or [
@@ -90,8 +85,8 @@ class Cluster:
             f"{node:016x} ({', '.join(sorted(names[node])) or 'down'})" for node in found or names
         )
         if found:
-            raise NodeNotFound(f"{text!r} means several nodes: {listed}; give one of their ids")
-        raise NodeNotFound(f"there is no store node {text!r}; known are: {listed or 'none'}")
+            raise ConfigError(f"{text!r} means several nodes: {listed}; give one of their ids")
+        raise ConfigError(f"there is no store node {text!r}; known are: {listed or 'none'}")
 
     def _names(self, node: int) -> set[str]:
         """Return the names of a node beside its id."""

@@ -261,21 +261,17 @@ def _etcd_json(found: Cluster) -> dict[str, Any]:
         and isinstance(size := report.get("etcd_grown_bytes"), int)
     ]
     seconds, size = max(grown, default=(0, 0))
+    alarms: set[str] = set()
+    members: dict[str, dict[str, Any]] = {}
+    for address, room in found.etcd_room.items():
+        if isinstance(room, Room):
+            alarms.update(room.alarms)
+            members[address] = room._asdict()
+        else:
+            members[address] = {"error": room.strerror or str(room)}
     return {
-        "alarms": sorted(
-            {
-                alarm
-                for room in found.etcd_room.values()
-                if isinstance(room, Room)
-                for alarm in room.alarms
-            }
-        ),
-        "members": {
-            address: room._asdict()
-            if isinstance(room, Room)
-            else {"error": room.strerror or str(room)}
-            for address, room in found.etcd_room.items()
-        },
+        "alarms": sorted(alarms),
+        "members": members,
         "grown_bytes": size,
         "grown_seconds": round(seconds, 1),
     }

@@ -1,5 +1,5 @@
-"""Calls of an etcd below one prefix: repeated until they are answered, with errors in words, and not
-trusted any more when etcd went back in time."""
+"""Calls to etcd about the keys below one prefix: each is repeated until etcd answers, and etcd's errors are
+put into words. After etcd went back in time, its answers are not trusted any more."""
 
 import errno
 import logging
@@ -26,7 +26,7 @@ LAST_KEY = b"s"
 
 # Frees etcd's room, and takes its alarms back.
 REPAIR = "irdmafs cluster repair-etcd"
-# An alarm that goes on is told again after this time.
+# An alarm that lasts is logged again after this time.
 _ALARM_TOLD_S = 60.0
 
 
@@ -159,7 +159,7 @@ class Calls:
         return OSError(errno.EIO, f"{where}: {error.text}")
 
     def _tell_alarm(self, text: str) -> None:
-        """Log what stops all requests, for as long as it does, but not at each of them."""
+        """Log an alarm that stops all writes, once a minute as long as it lasts."""
         now = time.monotonic()
         if now >= self._alarm_told + _ALARM_TOLD_S:
             self._alarm_told = now

@@ -74,13 +74,14 @@ class Watch:
     def close(self) -> None:
         """End the iteration, after what is here already."""
         self._closed.set()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._close_stream()
 
     def fail(self, error: OSError) -> None:
         """End the iteration with an error, after what is here already."""
         self._error = error
+        self._close_stream()
+
+    def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -113,9 +114,7 @@ class Watch:
             self._pauses.begin_anew()
         self._calls.heard(response.header.revision)
         if response.canceled:
-            if self._stream is not None:
-                self._stream.close()
-                self._stream = None
+            self._close_stream()
             if response.compact_revision:
                 raise Compacted(response.compact_revision)
             raise RpcError(0, response.cancel_reason or "it gave no reason")

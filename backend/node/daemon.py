@@ -21,9 +21,8 @@ from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
 from ..cluster.lease import NODE, Session
-from ..cluster.membership import Members
+from ..cluster.membership import Members, read_settings
 from ..cluster.replica import Replica
-from ..cluster.settings import read_settings
 from ..etcd.client import Client
 from ..etcd.engine import EtcdEngine
 from ..etcd.errors import NoAnswer

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cluster.group_configs import Groups
-from ..cluster.membership import Members, Session
+from ..cluster.lease import Session
+from ..cluster.membership import Members
 from ..cluster.replica import Replica
 from ..etcd.engine import EtcdEngine
 from ..kv import Compare

@@ -111,23 +111,12 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
 
 async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
     from ..backend.cluster.inquiry import read_cluster
+    from ..backend.cluster.membership import no_such_cluster
 
     found = await read_cluster(engine, config.node.rebalance_rate)
     if found.members.settings is None:
-        raise MountError(
-            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
-            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
-        )
+        raise no_such_cluster(config)
     return found
-
-
-def find_node(found: Cluster, name: str) -> int:
-    from ..backend.cluster.overview import NodeNotFound
-
-    try:
-        return found.find_node(name)
-    except NodeNotFound as error:
-        raise MountError(str(error)) from error
 
 
 @click.group()
@@ -156,7 +145,7 @@ def cluster() -> None:
               "change everything.")  # fmt: skip
 @click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
 @click.option("--etcd-cert", metavar="FILE", help="Our certificate for etcd.")
-@click.option("--etcd-key", metavar="FILE")
+@click.option("--etcd-key", metavar="FILE", help="The key of that certificate.")
 def init(
     etcd: str,
     name: str,
@@ -173,7 +162,7 @@ def init(
 ) -> None:
     """Make a new cluster: its entry in etcd, a file for nodes and mounts, and certificates.
 
-    Nothing that exists is overwritten. Files that an earlier run made are used if it came no further.
+    Nothing that exists is overwritten. Files of an earlier run that did not finish are used again.
     Without --no-tls, --etcd-plain or certificates of etcd's own, etcd has to run with the certificate that
     is made for it: --prepare makes the files first, and says how.
     """

@@ -128,9 +128,10 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 
 def etcd_arguments(directory: str) -> list[str]:
-    """Return the arguments with which etcd shows its certificate, lets only members of the cluster in, none
-    of them revoked, keeps its leader when a member comes back that was cut off (the default from etcd 3.5
-    on), and forgets its history, which newer versions let no store node do."""
+    """Return the arguments with which etcd shows its certificate, and accepts only certificates of the
+    cluster that are not revoked. With them etcd also keeps its leader when a member that was cut off comes
+    back (the default from etcd 3.5 on), and compacts its history by itself: newer versions let no store
+    node do it."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -189,8 +190,8 @@ async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:
 async def change_record(
     engine: EtcdEngine, key: bytes, kind: type[Record], **changes: object
 ) -> Record | None:
-    """Change fields of a record, which others may change, too, and return it as it was before; None if it
-    does not exist. Raises ConfigError."""
+    """Change fields of a record that other processes may change at the same time. Return the record as it
+    was before, None if it does not exist. Raises ConfigError."""
     for _ in range(_CHANGE_RETRIES):
         found = await engine.get(key)
         if found is None:

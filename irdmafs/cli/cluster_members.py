@@ -44,7 +44,7 @@ __all__ = [
     "uses_of",
 ]
 
-# The roles of processes that have keys of their own, and of those which etcd knows.
+# The roles of processes with keys of their own in etcd, and of those that are users of etcd.
 _KEEPING_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node")
 
@@ -185,7 +185,7 @@ async def _set_shared_roles(engine: EtcdEngine, more: Iterable[Identity] = ()) -
         ranges = [_absolute(engine, one) for one in shared_ranges(role)]
         if role == "node":
             ranges += [_absolute(engine, one) for one in of_readers]
-        await engine.admin.auth.set_role(_shared_name(engine, role), [everything], ranges)
+        await engine.admin.auth.set_role(_role_in_etcd(engine, role), [everything], ranges)
 
 
 async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
@@ -199,19 +199,19 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
         return
     role = _as_role(record.role)
     ranges = [_absolute(engine, one) for one in own_ranges(role, record.owner)]
-    await auth.set_role(_own_name(engine, user), [], ranges)
-    await auth.add_user(user, [_shared_name(engine, role), _own_name(engine, user)])
+    await auth.set_role(_role_in_etcd(engine, user), [], ranges)
+    await auth.add_user(user, [_role_in_etcd(engine, role), _role_in_etcd(engine, user)])
 
 
 async def _remove_user(engine: EtcdEngine, record: CertificateRecord) -> None:
     user = _user_of(record)
     await engine.admin.auth.delete_user(user)
-    await engine.admin.auth.delete_role(_own_name(engine, user))
+    await engine.admin.auth.delete_role(_role_in_etcd(engine, user))
 
 
 async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
-    """Return the uses of a certificate of this name in the cluster, as members say or as etcd knows by
-    their leases."""
+    """Return the processes in the cluster that use a certificate of this name: those that say so, and those
+    whose lease in etcd begins with its number."""
     members = await list_members(engine)
     owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []
@@ -311,16 +311,9 @@ def _as_role(text: str) -> Role:
     return roles[text]
 
 
-def _shared_name(engine: EtcdEngine, role: Role) -> str:
-    return f"{_cluster_of(engine)} {role}"
-
-
-def _own_name(engine: EtcdEngine, user: str) -> str:
-    return f"{_cluster_of(engine)} {user}"
-
-
-def _cluster_of(engine: EtcdEngine) -> str:
-    return engine.prefix.decode().strip("/")
+def _role_in_etcd(engine: EtcdEngine, owner: str) -> str:
+    """Return the name of etcd's role with the rights of a role of the cluster, or of one user."""
+    return f"{engine.prefix.decode().strip('/')} {owner}"
 
 
 def _absolute(engine: EtcdEngine, keys: Range) -> tuple[bytes, bytes]:

@@ -189,11 +189,11 @@ def _load_cluster(path: str | None, flags: dict[str, dict[str, Any]]) -> Cluster
 
 
 @main.command()
-@click.argument("directory", metavar="DIR", required=False)
+@click.argument("directory", metavar="[DIR]", required=False)
 @click.option("-l", "--lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
 @click.option("--discard", is_flag=True, help="Also throw away the store and all that is in it.")
-@click.option("--store", "given", metavar="STORE", help="With --discard: which store, where DIR is not "
-              "mounted any more and had one of its own; DIR need not be told then.")  # fmt: skip
+@click.option("--store", "given", metavar="STORE", help="With --discard: the store to throw away, if "
+              "its mount is gone and was made with --store. DIR can then be left out.")  # fmt: skip
 def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) -> None:
     """Unmount DIR and wait until its daemon has stored everything and ended."""
     if lazy and discard:

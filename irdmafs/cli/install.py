@@ -149,7 +149,7 @@ def _for_both(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     return click.option(
         "--root", default="/", metavar="DIR", show_default=True,
-        help="Of the system whose root directory this is.",
+        help="The root directory of the system to change.",
     )(command)  # fmt: skip
 
 

@@ -39,7 +39,8 @@ __all__ = ["cluster"]
 )
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
-@click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
+@click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True,
+              help="How long the certificate is valid.")  # fmt: skip
 @click.option("--renew", is_flag=True, help="Replace a member's certificate and stay the same user of "
               "etcd: running processes read it by themselves. Files in DIR are replaced.")  # fmt: skip
 @click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
@@ -55,7 +56,7 @@ def cert(
 ) -> None:
     """Make one more certificate, signed by the cluster's CA; the CA's key must be beside its certificate.
 
-    It is registered in etcd, with its rights, and so that it can be revoked.
+    The certificate and its rights are recorded in etcd, so that it can be revoked.
     """
     from ..backend.trust.authority import issue
     from .cluster_members import node_addresses, owner_of, register_all
@@ -123,13 +124,13 @@ def members(as_json: bool, config_path: str | None) -> None:
 
 @cluster.command()
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Also if somebody is in the cluster with it.")
+@click.option("--yes", is_flag=True, help="Do not ask before processes that use it are cut off.")
 @config_option
 def revoke(name: str, yes: bool, config_path: str | None) -> None:
     """Shut out all holders of a certificate of this NAME, and end their connections and sessions.
 
-    Nodes and mounts refuse it from now on; contents that its sessions had not published are lost.
-    Another one can be issued under the same name afterwards.
+    Nodes and mounts refuse the certificate from now on. What its holders wrote and had not published is
+    lost. Another certificate can be issued under the same name afterwards.
     """
     from .cluster_members import revoke as revoke_name
     from .cluster_members import uses_of

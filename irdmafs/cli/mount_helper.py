@@ -76,16 +76,16 @@ def umount_irdmafs(ctx: click.Context, directory: str, lazy: bool) -> None:
 
 
 def _with_defaults(words: list[str]) -> list[str]:
-    """Return the options with those that mount(8) leaves out, as they are its defaults; for users it puts
-    their opposites."""
+    """Add the options suid and dev, which mount(8) leaves out because they are its defaults. For users
+    mount(8) gives nosuid and nodev."""
     if os.geteuid() != 0:
         return words
     return words + [word for word in ("suid", "dev") if f"no{word}" not in words]
 
 
 def _translated(source: str, words: list[str]) -> Iterator[str]:
-    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a source that is
-    nothing."""
+    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a source that
+    cannot be mounted."""
     if source not in _NO_SOURCE:
         if "," in source:
             raise MountError(f"the source {source!r} has a comma in it: give a path without one")

@@ -11,7 +11,7 @@ import click
 from ..backend.model.sizes import human_bytes
 from ..mount_options import MountError
 from . import status
-from .cluster import config_option, consent, find_node, load, read_state, say, with_etcd
+from .cluster import WATCH_PERIOD_S, config_option, consent, load, read_state, say, with_etcd
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["admit", "drain", "remove", "scrub"]
 
-WATCH_PERIOD_S = 1.0
 # The elected node looks for groups to begin anew every second.
 _BEGIN_ANEW_S = 30.0
 _PATHS_SHOWN = 20
@@ -39,7 +38,7 @@ async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
 @click.command()
 @click.argument("node")
 @click.option("--cancel", is_flag=True, help="Use the node again.")
-@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@click.option("--no-wait", is_flag=True, help="Return at once; the draining goes on.")
 @config_option
 def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> None:
     """Move everything off a store node, and wait until it is empty.
@@ -58,7 +57,7 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
     async def begin(engine: EtcdEngine) -> int:
         nonlocal number
         found = await _read_trusted(config, engine)
-        number = find_node(found, node)
+        number = found.find_node(node)
         if not cancel:
             others = [n for n in found.live if n != number and found.state_of(n) == "up"]
             if not others:
@@ -98,9 +97,9 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
     NODE is a name that `irdmafs cluster status` shows: its id (or the first digits of it), host or address.
-    The node replaces wrong copies from other nodes; `irdmafs cluster status` shows how far it is. In the
-    cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it does
-    this by itself.
+    The node replaces wrong copies by those of other nodes; `irdmafs cluster status` shows how far it is. In
+    the cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it
+    does this by itself.
     """
     from ..backend.cluster.inquiry import begin_scrub
 
@@ -108,7 +107,7 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
 
     async def begin(engine: EtcdEngine) -> dict[int, str]:
         found = await read_state(config, engine)
-        if node is not None and (number := find_node(found, node)) not in found.live:
+        if node is not None and (number := found.find_node(node)) not in found.live:
             raise MountError(f"node {number:016x} is down")
         nodes = found.live if node is None else {number}
         if not nodes:
@@ -125,14 +124,14 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
 
 @click.command()
 @click.argument("node")
-@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data: files "
-              "that only it has are removed.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Also remove a dead node that still counts as keeping data, "
+              "and the files that only this node has.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
 @config_option
 def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
     """Forget a store node that has been drained and stopped, or that is dead for good.
 
-    NODE is a name that `irdmafs cluster status` shows, as of drain.
+    NODE is a name that `irdmafs cluster status` shows: its id, host or address.
     """
     from ..backend.cluster.report import counted
 
@@ -142,7 +141,7 @@ def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
         from ..backend.cluster.removal import Lost, removal
 
         found = await _read_trusted(config, engine)
-        number = find_node(found, node)
+        number = found.find_node(node)
         name = f"{number:016x}"
         kept, alone = found.groups_of(number), found.only_copies(number)
         if number in found.live:

@@ -27,7 +27,7 @@ def serve(
     foreground: bool,
     **flags: Any,
 ) -> None:
-    """Be a store node of a cluster.
+    """Run a store node of a cluster.
 
     Contents of files are kept in the directory STORE.
 

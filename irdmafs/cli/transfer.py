@@ -14,7 +14,6 @@ from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
     config_option,
-    find_node,
     json_option,
     load,
     mount_of,
@@ -47,7 +46,7 @@ def rebalance(
     as_json: bool,
     config_path: str | None,
 ) -> None:
-    """Wait until all is where it should be, or say what moves.
+    """Wait until every file is on the store nodes that should keep it, or say what would move.
 
     Nodes move files by themselves, at their --rebalance-rate, when nodes come, go or are drained.
     """
@@ -66,7 +65,7 @@ def rebalance(
         found = await read_state(config, engine)
         settings = found.members.settings
         assert settings is not None
-        gone = {find_node(found, name) for name in leaving}
+        gone = {found.find_node(name) for name in leaving}
         candidates = [c for c in found.members.candidates() if c.node not in gone]
         # The ids of new nodes are random anyway.
         candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))
@@ -102,7 +101,7 @@ def rebalance(
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@click.option("--no-wait", is_flag=True, help="Return at once; the fetching goes on.")
 def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     """Fetch files into this host's cache now.
 

@@ -19,8 +19,8 @@ from ..mount_options import MountConfig, MountError
 _LOG_LIMIT_BYTES = 1 << 20
 _TAIL_LINES = 10
 
-# What a process in the background does, with functions that tell who started it what it has to say: once
-# that it is ready, and before that what it waits for.
+# The work of a process in the background. It is given two functions that send text to the command that
+# started the process: one to say, once, that it is ready; one to say before that what it waits for.
 _Run: TypeAlias = Callable[[Callable[[str], None], Callable[[str], None]], None]
 
 _log = logging.getLogger(__name__)

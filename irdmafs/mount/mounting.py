@@ -68,7 +68,7 @@ class MountBusyError(MountError):
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo (proc(5)). ``device`` is "major:minor"."""
+    """One line of /proc/self/mountinfo (proc(5)), in its order. ``device`` is "major:minor"."""
 
     mount_id: int
     parent_id: int
@@ -108,21 +108,8 @@ def parse_mountinfo(text: bytes) -> list[Mount]:
         fields, tail = before.split(b" "), after.split(b" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
-        device, root, mountpoint, options = map(unescape, fields[2:6])
-        fstype, source, super_options = map(unescape, tail[:3])
-        mounts.append(
-            Mount(
-                mount_id=int(fields[0]),
-                parent_id=int(fields[1]),
-                device=device,
-                root=root,
-                mountpoint=mountpoint,
-                options=options,
-                fstype=fstype,
-                source=source,
-                super_options=super_options,
-            )
-        )
+        texts = map(unescape, (*fields[2:6], *tail[:3]))
+        mounts.append(Mount(int(fields[0]), int(fields[1]), *texts))
     return mounts
 
 
@@ -181,6 +168,30 @@ def containing_mount(path: str) -> Mount | None:
     return next((m for m in reversed(inside) if len(m.mountpoint) == longest), None)
 
 
+def ask_child(command: list[str], timeout_s: float) -> tuple[bytes, bool]:
+    """Run a command that may block in the kernel for good, where no signal reaches it. Return its output
+    until then, and whether it has ended by itself in time."""
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        return child.communicate(timeout=timeout_s)[0], True
+    except subprocess.TimeoutExpired as late:
+        child.kill()
+        try:
+            child.communicate(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            # The child ends when the kernel lets it go; init will reap it.
+            assert child.stdout is not None
+            child.stdout.close()
+            child.returncode = -9
+        return late.output or b"", False
+
+
 _ASK = """
 import os, sys
 path, name = os.fsencode(sys.argv[1]), sys.argv[2]
@@ -197,25 +208,10 @@ def ask_mount(path: str, xattr: str = "", timeout_s: float = 5.0) -> bytes:
 
     Raises the filesystem's OSError, and TimeoutError when there is no answer in time.
     """
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _ASK, path, xattr],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
-    try:
-        answer = child.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        child.kill()
-        try:
-            child.communicate(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            # The child waits in the kernel for the mount, and ends with it; init will reap it.
-            assert child.stdout is not None
-            child.stdout.close()
-            child.returncode = -9
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer in {timeout_s:g} s", path) from None
+    command = [sys.executable, "-I", "-S", "-c", _ASK, path, xattr]
+    answer, has_ended = ask_child(command, timeout_s)
+    if not has_ended:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer in {timeout_s:g} s", path)
     if answer.startswith(b"+"):
         return answer[1:]
     code = int(answer[1:]) if answer.startswith(b"-") else errno.EIO

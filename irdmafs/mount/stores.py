@@ -5,8 +5,8 @@ published. Where we may mount it is a tmpfs of its own: its pages can be huge, i
 limit, and discarding it is one unmount.
 
 A directory serves one purpose: the store of an embedded mount, the cache of a cluster's mount (where
-nothing is worth keeping) or the store of a cluster's node. Each empties what it does not know, so that
-none may be used as another.
+nothing is worth keeping) or the store of a cluster's node. Each of them deletes files that it does not
+know, so a directory of one purpose must not be used for another.
 """
 
 from __future__ import annotations

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from .mounting import is_under, parse_mountinfo, unescape
+from .mounting import ask_child, is_under, parse_mountinfo, unescape
 
 _PATIENCE_S = 5.0
 
@@ -44,30 +42,8 @@ def holders_of(device: str) -> list[int]:
 
 def _ask_child(what: str, argument: str) -> list[Any]:
     command = [sys.executable, "-m", __name__, what, argument, str(os.getpid())]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
-    assert child.stdout is not None
-    found = bytearray()
-    os.set_blocking(child.stdout.fileno(), False)
-    give_up = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < give_up:
-        data = child.stdout.read(65536)
-        if data == b"":
-            break
-        if data is None:
-            time.sleep(0.01)
-        else:
-            found += data
-    child.kill()
-    child.stdout.close()
-    if child.poll() is None:
-        child.returncode = -9  # it may block in the kernel for good; init will reap it
-    return [json.loads(line) for line in bytes(found).split(b"\n")[:-1]]
+    found, _ = ask_child(command, _PATIENCE_S)
+    return [json.loads(line) for line in found.split(b"\n")[:-1]]
 
 
 def _holders(device: str) -> Iterator[int]:

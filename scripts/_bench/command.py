@@ -90,7 +90,7 @@ json_file = click.option(
 
 
 def only(kind: str, known: Sequence[str], metavar: str) -> Callable[[F], F]:
-    """The option --only: some of the known names, by default all."""
+    """Return the option --only, which selects some of the known names; by default all."""
     default = ",".join(known)
     return click.option(
         "--only", type=Names(kind, known), default=default, show_default=True, metavar=metavar
@@ -130,7 +130,7 @@ def measuring() -> Iterator[None]:
 
 
 def turned(things: Sequence[T], round_: int) -> list[T]:
-    """Begin with another one each round."""
+    """Return the things in the order of this round: each round begins with another one."""
     first = round_ % len(things)
     return [*things[first:], *things[:first]]
 
@@ -142,7 +142,7 @@ def say(what: str, round_: int | None = None, rounds: int = 0) -> None:
 
 
 def wide_console(least: int) -> Console:
-    """A console whose terminal breaks lines where it is narrow, so that no number is cut off."""
+    """Return a console of at least this width: a narrow terminal breaks lines and cuts no number off."""
     return Console(width=max(Console().width, least))
 
 

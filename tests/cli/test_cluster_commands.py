@@ -37,6 +37,7 @@ from irdmafs.backend.model.records import (
     key_of,
     policy_key,
 )
+from irdmafs.backend.model.values import ConfigError
 from irdmafs.cli.command import main
 
 GIB = 1 << 30
@@ -472,10 +473,10 @@ def test_nodes_are_named_as_the_status_shows_them() -> None:
         f"'10.0.0.2' means several nodes: {B:016x} (10.0.0.2, 10.0.0.2:9001, h1, z/h1), "
         f"{C:016x} (10.0.0.2, 10.0.0.2:9002, h2, z/h2); give one of their ids"
     )
-    with pytest.raises(overview.NodeNotFound, match=re.escape(both)):
+    with pytest.raises(ConfigError, match=re.escape(both)):
         found.find_node("10.0.0.2")
     for name in ("", "h9", "10.0.0.1", "0x"):
-        with pytest.raises(overview.NodeNotFound, match="there is no store node"):
+        with pytest.raises(ConfigError, match="there is no store node"):
             found.find_node(name)
 
 

@@ -20,17 +20,8 @@ from harness.etcd_server import EtcdKeys, EtcdServer
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.membership import (
-    MOUNT,
-    NODE,
-    Members,
-    Removed,
-    Session,
-    admit,
-    followed_key,
-    now_s,
-    seen_key,
-)
+from irdmafs.backend.cluster.lease import MOUNT, NODE, Removed, Session, now_s
+from irdmafs.backend.cluster.membership import Members, admit, followed_key, seen_key
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import EtcdLeases

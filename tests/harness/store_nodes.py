@@ -16,7 +16,8 @@ import trio
 
 from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.membership import MOUNT, NODE, Members, Session, admit
+from irdmafs.backend.cluster.lease import MOUNT, NODE, Session
+from irdmafs.backend.cluster.membership import Members, admit
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Conflict, Event, KeyValue, Put

@@ -27,7 +27,8 @@ from harness.parts import irdmafs_command
 from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.membership import MOUNT, Members, Session
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Conflict, Put

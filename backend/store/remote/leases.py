@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Container
 
 import trio
 
-from ...cluster.lease import now_s
-from ...cluster.membership import Members, Session, followed_key, seen_key
+from ...cluster.lease import Session, now_s
+from ...cluster.membership import Members, followed_key, seen_key
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
 from ...kv import Delete, Put

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 
 import trio
 
-from ...cluster.membership import Members, Session
+from ...cluster.lease import Session
+from ...cluster.membership import Members
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
 from ...etcd.leases import LeaseEnded

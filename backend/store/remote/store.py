@@ -9,8 +9,7 @@ from typing import Any
 import trio
 
 from ...cluster.config import ClusterConfig
-from ...cluster.membership import Members
-from ...cluster.settings import read_settings
+from ...cluster.membership import Members, read_settings
 from ...files.storedir import lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode

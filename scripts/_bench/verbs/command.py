@@ -92,7 +92,7 @@ def _grpc(address: str, place: Path, chunk: int) -> Iterator[GrpcEnds]:
 
 @contextlib.contextmanager
 def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
-    """The cluster, and whoever the parts need to ask it."""
+    """Start the cluster, and the processes that the parts need."""
     way = find_way()
     if {"bandwidth", "at_once", "posix", "buffer", "latency"} & set(parts):
         perftest.need()
@@ -101,7 +101,7 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         raise WorkerFailed("grpcio is not installed: scripts/install test verbs bench")
     metrics_port = free_port()
     largest = max(*scale.sizes, *scale.all_sizes, scale.version_bytes)
-    # Of each of two workers the version that it keeps, those that come, and those that are being freed.
+    # For each of two workers: the version that it keeps, those that arrive, and those that are being freed.
     room = 5 * largest + 256 * MIB
     plan = Plan(
         nodes=1, mounts=2, replicas=1, buckets=2, namespaces=False, lease_ttl_s=60,
@@ -147,9 +147,15 @@ def describe_host() -> str:
 @only("part", PARTS, "PART,...")
 @click.option("--quick", is_flag=True, help="Few rounds and sizes: less than a minute.")
 @click.option("--sizes", type=Sizes(), metavar="SIZE,...", help="Such as 1M,64M, for all parts.")
-@click.option("--versions", type=click.IntRange(1), help="Of the loop  [default: 200; quick: 10]")
-@click.option("--version-size", type=Size(), help="Of the loop  [default: 100M; quick: 8M]")
-@click.option("--memory", default="4G", show_default=True, help="Of the guest.")
+@click.option(
+    "--versions", type=click.IntRange(1), help="Versions in the loop  [default: 200; quick: 10]"
+)
+@click.option(
+    "--version-size",
+    type=Size(),
+    help="Size of each version in the loop  [default: 100M; quick: 8M]",
+)
+@click.option("--memory", default="4G", show_default=True, help="Memory of the guest.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure of every round.")
 @asserting
 def verbs(
