@@ -144,7 +144,8 @@ class Coordinator:
         would be waited for in vain: it counts with weight 0. Shards that were made with it stay where
         they are, and count for nothing unless all of them were made."""
         now_s = time.monotonic()
-        complaints = refusals.complaints(target)
+        names = self._trees.look(self._train.next).folder(target.name).names
+        complaints = refusals.complaints(target, names)
         if not complaints and now_s < self._lacking_s + LOOK_S:
             return False
         self._lacking_s = now_s

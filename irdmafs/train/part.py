@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,6 @@ from .folders import Directories, is_published
 from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import PartFolders, Reduction
-from .shard_files import ShardFile
 from .speculation import Foreseen, Staged
 from .trees import Folder, look
 
@@ -88,8 +87,10 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                before = self._open_before(plan)
-                reduction = self._reduction(config, shard, plan, before, foreseen.files)
+                before, open_push = self._open_before(plan), foreseen.file
+                reduction = Reduction(
+                    shard, plan, self._blocks, before, open_push, nonfinite=config.nonfinite
+                )
                 reduction.write(folders)
                 self._made[shard.name] = _Made(plan, foreseen)
                 self._staged.used(foreseen)
@@ -132,7 +133,7 @@ class Part:
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         """Make the shards that are not made yet; return False if norms of other parts are awaited. Raises
         FileNotFoundError, FormatError and BadPush."""
-        self._directory(plan.version)  # what was published, in spite of an error, is made anew
+        folders = self._open_folders(plan.version)
         missing = self._missing(plan)
         if not missing:
             return True
@@ -148,7 +149,6 @@ class Part:
             if found is None:
                 return False
             norms = found
-        folders = self._open_folders(plan.version)
         for shard in missing:
             reductions[shard.name].write(folders, norms)
             self._made[shard.name] = _Made(plan, None)
@@ -158,12 +158,11 @@ class Part:
     def _missing(self, plan: Plan) -> list[Shard]:
         """Return the shards that are to be made: all but those that were made by this plan, from the files
         that its pushes have now."""
-        made = self._made if self._version == plan.version else {}
-        is_ahead = any(one.foreseen is not None for one in made.values())
+        is_ahead = any(one.foreseen is not None for one in self._made.values())
         pushes = self._staged.published() if is_ahead else None
 
         def is_made(shard: Shard) -> bool:
-            one = made.get(shard.name)
+            one = self._made.get(shard.name)
             if one is None or one.foreseen is None or pushes is None:
                 return one is not None and one.plan == plan
             return one.foreseen.is_of(shard, plan, pushes)
@@ -177,22 +176,12 @@ class Part:
             found = {}
             before = self._open_before(plan)
             for shard in shards:
-                found[shard.name] = self._reduction(config, shard, plan, before)
+                open_push = partial(self._staged.open_published, shard)
+                found[shard.name] = Reduction(
+                    shard, plan, self._blocks, before, open_push, nonfinite=config.nonfinite
+                )
             self._begun = (target, found)
         return self._begun[1]
-
-    def _reduction(
-        self,
-        config: TrainConfig,
-        shard: Shard,
-        plan: Plan,
-        before: PartFolders,
-        opened: Mapping[str, ShardFile] | None = None,
-    ) -> Reduction:
-        return Reduction(
-            self._train, shard, plan, self._blocks, before, opened,
-            header_max_bytes=self._layout.header_max_bytes, nonfinite=config.nonfinite,
-        )  # fmt: skip
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the square of the norm over all shards, for each update in their order; None if other
@@ -225,20 +214,13 @@ class Part:
         return PartFolders(params, state, there.folder(STATE).names)
 
     def _open_folders(self, version: int) -> PartFolders:
-        """Return the directories for the shards of a version. Raises OSError."""
-        path = self._directory(version)
-        if self._folders is None:
-            there = look(path)
-            self._drop_shared_files(path, there)
-            self._folders = self._open(path, there)
-        return self._folders
-
-    def _directory(self, version: int) -> Path:
-        """Return the directory for a version. It is that of a version that was removed, if there is one:
-        writing files anew costs less than making new ones. Raises OSError."""
+        """Return the directories for the shards of a version. They are those of a version that was removed,
+        if there is one: writing files anew costs less than making new ones. Raises OSError."""
+        if self._folders is not None and self._version == version:
+            return self._folders
         path = self._home / str(version)
-        if self._folders is None and self._version == version and not path.exists():
-            self._version = None  # it was published
+        if self._version == version and not path.exists():
+            self._version = None  # it was published, in spite of an error: it is made anew
         if self._version != version:
             before = SPARE if self._version is None else str(self._version)
             self._folders = None
@@ -248,7 +230,10 @@ class Part:
             except FileNotFoundError:
                 make_part(path)
             self._version = version
-        return path
+        there = look(path)
+        self._drop_shared_files(path, there)
+        self._folders = self._open(path, there)
+        return self._folders
 
     def _drop_shared_files(self, path: Path, there: Folder) -> None:
         """Remove the files that have another name, too, such as model.safetensors or a user's hard link:

@@ -113,8 +113,13 @@ class Prefetch:
         }
         begun = self._layout.parts.keys() if self._begun is None else self._begun
         self._begun = {*(self._begun or ()), *made}
-        if begun - made.keys():
-            # Some parts are no longer in ahead/: they are published as soon as there is a plan.
+        if any(
+            shard.name not in self._fetches
+            for part in begun - made.keys()
+            for shard in self._layout.parts.get(part, ())
+        ):
+            # Shards that were not seen in ahead/ are of a part that has gone from there: it is published as
+            # soon as there is a plan.
             planned = look(self._train.next).folder(number)
             for part, folder in planned.folders.items():
                 path = self._train.next / number / part / PARAMS

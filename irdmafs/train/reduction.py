@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,12 @@ from .arithmetic import (
     to_float32,
 )
 from .config import Nonfinite
-from .directory import PARAMS, STATE, VERSION, TrainDirectory
+from .directory import PARAMS, STATE, VERSION
 from .errors import BadPush, Refused
 from .folders import Directory
 from .layout import Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_shard, has_nonfinite
+from .pushes import has_nonfinite
 from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
@@ -89,25 +89,21 @@ class Reduction:
 
     def __init__(
         self,
-        train: TrainDirectory,
         shard: Shard,
         plan: Plan,
         blocks: Blocks,
         before: PartFolders,
-        opened: Mapping[str, ShardFile] | None = None,
+        open_push: Callable[[str], tuple[ShardFile, bool]],
         *,
-        header_max_bytes: int,
         nonfinite: Nonfinite,
     ) -> None:
-        """`before`: of the part in the version before. `opened`: the shard's files in all pushes, by the
-        names of the pushes, if these are not in push/ yet; they were checked. `nonfinite`: a push with NaN
-        or infinity is bad: if it is "skip" it is found here, if it is "refuse" by write(). Raises
-        FileNotFoundError for a push that is gone, and BadPush for a bad one and for one that does not fit
-        the parameters."""
-        self._opened = opened
-        self._header_max_bytes = header_max_bytes
+        """`before`: of the part in the version before. `open_push`: returns the checked file with the shard
+        of the push that has a name, and whether this file has nothing else; raises Refused, FormatError and
+        OSError. `nonfinite`: a push with NaN or infinity is bad: if it is "skip" it is found here, if it is
+        "refuse" by write(). Raises FileNotFoundError for a push that is gone, and BadPush for a bad one and
+        for one that does not fit the parameters."""
+        self._open_push = open_push
         self._nonfinite = nonfinite
-        self._train = train
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
@@ -135,7 +131,7 @@ class Reduction:
             if not counted.weight:
                 continue
             try:
-                file, cut = self._open(counted)
+                file, cut = self._open_push(counted.path)
             except FormatError as error:
                 raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
             except Refused as error:
@@ -144,21 +140,6 @@ class Reduction:
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header, cut=cut):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
-
-    def _open(self, counted: PushInPlan) -> tuple[ShardFile, bool]:
-        """Return the file of a push that has the shard, and whether it has slices only."""
-        if self._opened is not None:
-            return self._opened[counted.path], True
-        path, most = self._train.push / counted.path, self._header_max_bytes
-        try:
-            files = Directory(path)
-        except NotADirectoryError:
-            file, cut = ShardFile(path, header_max_bytes=most), False
-        else:
-            # The mount was told of the push before it was told of the plan.
-            file, cut = ShardFile.within(files, self._shard.name, header_max_bytes=most), True
-        check_shard(self._shard, file.header, cut=cut)
-        return file, cut
 
     def square_norms(self) -> list[float]:
         """Return the sum of the squares of each update's combined pushes, which does not depend on

@@ -101,10 +101,11 @@ def complain(target: Path, shard: str, bad: BadPush) -> None:
     replace(target / f"{COMPLAINT}{shard}", msgspec.json.encode({bad.path: bad.reason}))
 
 
-def complaints(target: Path) -> dict[str, str]:
-    """Return the reasons of the complaints about a plan, by the names of the pushes. Raises OSError."""
+def complaints(target: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the reasons of the complaints about a plan, by the names of the pushes. `names`: of all that
+    is in the directory of the version. Raises OSError."""
     found: dict[str, str] = {}
-    for name in os.listdir(target):
+    for name in names:
         if name.startswith(COMPLAINT):
             with contextlib.suppress(TrainError, msgspec.MsgspecError):
                 found |= msgspec.json.decode(read_small(target / name), type=dict[str, str])

@@ -16,7 +16,7 @@ from ..client import FormatError
 from .config import TrainConfig
 from .directory import LOOK_S, TrainDirectory, owner_of
 from .errors import Refused
-from .folders import Directories, Past, Seen
+from .folders import Directories, Directory, Past, Seen
 from .layout import ModelLayout, Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
@@ -41,6 +41,10 @@ class Foreseen(NamedTuple):
     plan: Plan
     files: dict[str, ShardFile]
     seen: dict[str, Seen]
+
+    def file(self, push: str) -> tuple[ShardFile, bool]:
+        """Return the file of a push, which has the shard and nothing else."""
+        return self.files[push], True
 
     def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
         """Return whether a plan is the foreseen one, and its pushes, which are in push/ now, have the files
@@ -144,6 +148,20 @@ class Staged:
     def published(self) -> Folder:
         """Return what is in push/ now. Raises OSError."""
         return self._trees.look_again(self._train.push)
+
+    def open_published(self, shard: Shard, name: str) -> tuple[ShardFile, bool]:
+        """Return the file with a shard of the push that has a name in push/, and whether it has nothing
+        else. Raises Refused, FormatError and OSError."""
+        path, most = self._train.push / name, self._header_max_bytes
+        try:
+            directory = Directory(path)
+        except NotADirectoryError:
+            file, cut = ShardFile(path, header_max_bytes=most), False
+        else:
+            # The mount was told of the push before it was told of the plan.
+            file, cut = ShardFile.within(directory, shard.name, header_max_bytes=most), True
+        check_shard(shard, file.header, cut=cut)
+        return file, cut
 
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""

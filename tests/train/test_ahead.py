@@ -32,7 +32,7 @@ from irdmafs.train.part import Part
 from irdmafs.train.pushes import STEP, arrays_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
-from irdmafs.train.speculation import Staged
+from irdmafs.train.speculation import Foreseen, Staged
 from irdmafs.train.trees import Trees
 
 SHARDS = 3
@@ -48,7 +48,7 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     class Spy(Reduction):
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
-            made.append(self._opened is not None)
+            made.append(getattr(arguments[4], "__func__", None) is Foreseen.file)
 
     monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
     return made
