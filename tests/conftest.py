@@ -4,6 +4,8 @@ With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only i
 skipped: a check of the tests themselves against the POSIX behaviour of another filesystem.
 """
 
+import functools
+import inspect
 import os
 import re
 import shutil
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
 from harness.clusters import Cluster, ClusterMount, Plan
-from harness.etcd_server import end_shared_etcd
+from harness.etcd_server import EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
@@ -207,6 +210,18 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def etcd() -> EtcdServer:
+    """The etcd server that all tests of the session share; do not stop it."""
+    return shared_etcd()
+
+
+@pytest.fixture
+def etcd_prefix() -> bytes:
+    """A key prefix that no other test uses."""
+    return new_prefix()
+
+
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory."""
@@ -379,6 +394,15 @@ def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     with running(tier_of(item)):
         return (yield)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in trio."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    trio.run(functools.partial(pyfuncitem.obj, **arguments))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Dentry, Inode, fail
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .namespace import Namespace
 from .new_version import NewVersion
@@ -16,7 +16,6 @@ __all__ = [
     "RENAME_WHITEOUT",
     "ROOT_INO",
     "XATTR_SIZE_MAX",
-    "Dentry",
     "Inode",
     "LocalCommitter",
     "Namespace",

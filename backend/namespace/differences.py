@@ -32,8 +32,10 @@ def _differs(tree: Names, record: KeyValue) -> bool:
         inode = tree.inodes.get(ino)
         return inode is None or inode.revision != record.mod_revision or ino in tree.damaged
     if kind == b"d":
-        dentry = tree.dentry(ino, record.key[9:])
-        return dentry is None or dentry.revision != record.mod_revision or dentry.ino == DAMAGED_INO
+        name = record.key[9:]
+        if tree.ino_behind(ino, name) == DAMAGED_INO:
+            return True
+        return tree.name_revision(ino, name) != record.mod_revision
     if kind == b"t":
         known = tree.records.get(time_key(ino))
         return known is None or time_of(known) != time_of(record.value)

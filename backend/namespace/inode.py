@@ -25,7 +25,6 @@ __all__ = [
     "NO_LAYOUT",
     "NO_XATTRS",
     "ROOT_INO",
-    "Dentry",
     "Inode",
     "fail",
     "inode_key",
@@ -202,11 +201,6 @@ class Inode:
     @property
     def is_symlink(self) -> bool:
         return self.mode & 0o170000 == stat.S_IFLNK
-
-
-class Dentry(NamedTuple):
-    ino: int
-    revision: int
 
 
 def inode_key(ino: int) -> bytes:

@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from ..kv.map import Map
-from .inode import NAME_MAX, ROOT_INO, Dentry, Inode, fail, name_key
+from .inode import NAME_MAX, ROOT_INO, Inode, fail, name_key
 from .inodes import Inodes, link_key
-from .unseen import Unseen
 
 __all__ = ["Names"]
 
@@ -16,8 +15,13 @@ __all__ = ["Names"]
 class Names:
     """The names and inodes of a tree, which Tree changes, in an ordered map. `inodes` is for reading only.
 
-    A `damaged` inode can be listed and removed, and everything else is EIO. `maker` and `is_mounted`: of
-    new files that other mounts make (see Unseen). `compared` as for Inodes."""
+    A `damaged` inode can be listed and removed, and everything else is EIO. `compared` as for Inodes.
+
+    Only the mount that makes a new file sees its names until it has a version; the inode names that mount
+    (Inode.maker). Every mount's tree has the names, so that nobody else makes them, and all but the maker
+    pass over them (docs/sharing.md, "When other hosts see a new file"). `unseen` are the inodes whose names
+    are not seen here; `maker` is the number of this mount; is_mounted(number) returns whether a mount has
+    a session now."""
 
     def __init__(
         self, records: Map, maker: int, is_mounted: Callable[[int], bool], *, compared: bool
@@ -26,8 +30,9 @@ class Names:
         self.inodes = Inodes(records, compared=compared)
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
-        self.unseen = Unseen(self.inodes, maker, is_mounted)
-        self._unseen = self.unseen.inos
+        self.unseen: set[int] = set()
+        self.maker = maker
+        self._is_mounted = is_mounted
 
     def inode(self, ino: int) -> Inode:
         """Return an inode. Raises OSError ESTALE, and EIO if it is damaged."""
@@ -44,27 +49,22 @@ class Names:
 
     def lookup(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, "." and ".." included; None if no such name is seen."""
-        if len(name) <= NAME_MAX:
-            value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)  # asked most often
-            if value is not None:
-                ino = int.from_bytes(value[:8], "big")
-                return None if ino in self._unseen else self._led_to(ino)
-        return self._without_dentry(parent, name)
+        found = self.taken(parent, name)
+        return None if found is None or found.ino in self.unseen else found
 
     def taken(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, as `lookup` does, also of one that is not seen."""
-        ino = self.ino_behind(parent, name)
-        return self._led_to(ino) if ino else self._without_dentry(parent, name)
-
-    def _led_to(self, ino: int) -> Inode:
+        inodes = self.inodes
+        if len(name) <= NAME_MAX:
+            value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
+            if value is not None:
+                ino = int.from_bytes(value[:8], "big")
+                try:
+                    return inodes[ino]
+                except KeyError:
+                    raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
         try:
-            return self.inodes[ino]
-        except KeyError:
-            raise fail(errno.EIO, f"the record of inode {ino} is missing") from None
-
-    def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
-        try:
-            directory = self.inodes[parent]
+            directory = inodes[parent]
         except KeyError:
             raise fail(errno.ESTALE) from None
         if not directory.is_dir:
@@ -93,7 +93,7 @@ class Names:
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
         """Return a snapshot of the names seen in a directory and their inode numbers."""
-        found, unseen = self.below(ino), self._unseen
+        found, unseen = self.below(ino), self.unseen
         return [one for one in found if one[1] not in unseen] if unseen else found
 
     def is_empty(self, directory: int) -> bool:
@@ -141,11 +141,10 @@ class Names:
     def existing(self, parent: int, name: bytes) -> Inode:
         """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,
         ESTALE, ENAMETOOLONG."""
-        ino = self.ino_behind(parent, name)
-        if not ino or ino in self._unseen:
-            self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
+        found = self.taken(parent, name)
+        if found is None or found.ino in self.unseen or name in (b".", b".."):
             raise fail(errno.ENOENT)
-        return self._led_to(ino)
+        return found
 
     def ino_behind(self, parent: int, name: bytes) -> int:
         """Return the number of a name's inode, 0: there is none."""
@@ -154,17 +153,27 @@ class Names:
         value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
         return int.from_bytes(value[:8], "big") if value is not None else 0
 
-    def dentry(self, parent: int, name: bytes) -> Dentry | None:
-        """Return what a name leads to, and since which revision."""
-        value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
-        if value is None:
-            return None
-        return Dentry(int.from_bytes(value[:8], "big"), int.from_bytes(value[8:], "big"))
-
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
-        dentry = self.dentry(parent, name)
-        return dentry.revision if dentry is not None else 0
+        value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
+        return int.from_bytes(value[8:], "big") if value is not None else 0
+
+    # -- names that are not seen -------------------------------------------------------------------
+
+    def note_maker(self, inode: Inode) -> None:
+        """Take over who sees the names of an inode, which is new or has changed."""
+        if inode.maker and inode.maker != self.maker:
+            self.unseen.add(inode.ino)
+        else:
+            self.unseen.discard(inode.ino)
+
+    def is_abandoned(self, inode: Inode) -> bool:
+        """Return whether nobody sees the names of an inode: the mount that made it has no session."""
+        return inode.ino in self.unseen and not self._is_mounted(inode.maker)
+
+    def abandoned(self) -> list[int]:
+        """Return the inodes whose names nobody sees."""
+        return [ino for ino in self.unseen if self.is_abandoned(self.inodes[ino])]
 
 
 def _in(directory: int) -> tuple[bytes, bytes]:

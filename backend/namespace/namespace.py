@@ -1,22 +1,22 @@
 """The directory tree that programs change: names and inodes.
 
-Reads are answered by the tree alone (tree). A mutation is decided on it (planner) and committed
-in one transaction (local, shared); so one that fails leaves no trace.
+Reads are answered by the tree alone (tree). A mutation is decided on it (planner) and committed in one
+transaction (local on one host, shared in a cluster; both have the same methods); so one that fails leaves
+no trace.
 """
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import trio
 
 from ..kv import Compare
 from ..model.clock import now_ns
 from ..model.records import Layout
-from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
+from .local import LocalCommitter
 from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
@@ -30,35 +30,10 @@ from .planner import (
     xattr_removed,
     xattr_set,
 )
+from .shared import SharedCommitter
 from .tree import Tree
 
 __all__ = ["Namespace"]
-
-
-class Committer(Protocol):
-    """Commits decisions to an engine, and then to the tree."""
-
-    @property
-    def read_only(self) -> bool:
-        """Return whether every change is refused with EROFS."""
-        ...
-
-    def new_ino(self) -> int: ...
-
-    async def carry_out(
-        self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
-    ) -> Inode | None:
-        """Apply the commit that `plan` decides on the tree, and return its inode. `plan` may be called
-        again; it returns None when there is nothing to do."""
-        ...
-
-    async def freshen(self) -> None:
-        """Return when the tree has every change that was acknowledged before this call."""
-        ...
-
-    async def flush(self) -> None:
-        """Make everything done so far survive a crash."""
-        ...
 
 
 class Namespace:
@@ -67,7 +42,7 @@ class Namespace:
     not have been applied). `inodes` is for reading only.
     """
 
-    def __init__(self, tree: Tree, committer: Committer) -> None:
+    def __init__(self, tree: Tree, committer: LocalCommitter | SharedCommitter) -> None:
         self.tree = tree
         self._committer = committer
         self._carry_out = committer.carry_out
@@ -138,11 +113,10 @@ class Namespace:
     async def remove_abandoned(self, directory: int = 0) -> bool:
         """Remove the names that nobody sees, of files that ended mounts made and never published: those in
         a directory, 0: in all. Return whether there were any."""
-        unseen = self.tree.unseen
-        names = chain.from_iterable(map(self.tree.names_of, unseen.abandoned()))
+        names = chain.from_iterable(map(self.tree.names_of, self.tree.abandoned()))
         found = [name for name in names if directory in (0, name[0])]
         for parent, name in found:
-            await self.unlink_if(parent, name, unseen.is_abandoned)
+            await self.unlink_if(parent, name, self.tree.is_abandoned)
         return bool(found)
 
     def orphan(
@@ -156,7 +130,7 @@ class Namespace:
         return inode
 
     def add_virtual(self, inode: Inode) -> None:
-        """Put a made-up inode into the tree, until drop()."""
+        """Put a made-up inode into the tree, until Tree.drop()."""
         assert inode.ino >= FIRST_VIRTUAL_INO
         self.inodes[inode.ino] = inode
 
@@ -176,7 +150,7 @@ class Namespace:
         """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
         With nlink 0 its record is removed, and the inode with it unless one of `holders` has it open:
-        then it stays without a name until drop().
+        then it stays without a name until Tree.drop().
         """
         inode = await self._carry_out(partial(self._planner.unlink, parent, name))
         assert inode is not None
@@ -303,10 +277,6 @@ class Namespace:
     async def _wait_while_linking(self, ino: int) -> None:
         while ino in self._linking:
             await self._linking[ino].wait()
-
-    async def drop(self, ino: int) -> None:
-        """Forget an inode without a name, which is not open any more."""
-        self.tree.drop(ino)
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""

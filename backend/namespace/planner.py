@@ -21,7 +21,6 @@ from ..model.clock import now_ns
 from ..model.records import Layout
 from . import acl
 from .commit import Commit
-from .inheritance import inherited_from
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion
 from .tree import Tree
@@ -106,7 +105,7 @@ class Planner:
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
         if not (seen or version) and stat.S_ISREG(mode):
-            inode.maker = self._tree.unseen.maker
+            inode.maker = self._tree.maker
         commit.inode, commit.inodes = inode, (inode,)
         commit.new = inode
         commit.names = ((parent, name, inode.ino),)
@@ -121,7 +120,7 @@ class Planner:
         """Return a commit in which the name is free. Raises EEXIST."""
         commit, taken = Commit(), self._tree.taken(parent, name)
         if taken is not None:
-            if not self._tree.unseen.is_abandoned(taken):
+            if not self._tree.is_abandoned(taken):
                 raise fail(errno.EEXIST)
             commit.gone = (taken,)
         return commit
@@ -139,10 +138,18 @@ class Planner:
     def new_inode(
         self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
     ) -> Inode:
-        """Return an inode without a name, with the attributes that the directory hands down."""
-        inherited = inherited_from(directory, mode, gid, umask)
-        inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
-        inode.xattrs = inherited.xattrs
+        """Return an inode without a name, with the group and ACL that the directory hands down."""
+        inode = Inode(self._new_ino(), mode, uid, gid, now_ns)
+        if directory.mode & stat.S_ISGID:
+            inode.gid = directory.gid
+        if not stat.S_ISLNK(mode):
+            default = directory.xattrs.get(acl.DEFAULT)
+            if default is None:
+                inode.mode &= ~(umask & 0o777)  # never the type, whatever the umask says
+            else:
+                inode.mode, inode.xattrs = acl.inherited(default, mode)
+        if inode.is_dir:
+            inode.mode |= directory.mode & stat.S_ISGID
         return inode
 
     def link(self, ino: int, parent: int, name: bytes) -> Commit:
@@ -217,7 +224,7 @@ class Planner:
             self._new_name(new_parent, new_name)
         if new_name in (b".", b".."):
             raise fail(errno.EBUSY)
-        if flags & RENAME_EXCHANGE and (replaced is None or replaced.ino in self._tree.unseen.inos):
+        if flags & RENAME_EXCHANGE and (replaced is None or replaced.ino in self._tree.unseen):
             raise fail(errno.ENOENT)
         if replaced is not None and replaced.ino == moved.ino:
             return None  # two names of one inode: POSIX demands that nothing happens

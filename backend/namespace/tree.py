@@ -265,6 +265,9 @@ class Tree(Names):
     def keep(self, commit: Commit) -> None:
         """Apply a commit without storing it: its inodes and names are known here alone, without a revision,
         until a later commit stores them. Raises as `enact`."""
+        if commit.new is not None:
+            self.enact(commit, revision=0)  # whoever is told here knows nothing of it yet
+            return
         for inode in commit.gone:
             inode.maker = 0  # no other host has taken its name
         numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]
@@ -341,12 +344,15 @@ class Tree(Names):
             if charged is not None:
                 self.quotas.update((charged.ino,))
 
-    def drop(self, ino: int) -> None:
-        """Forget an inode without a name."""
-        if ino in self.damaged or ino not in self.inodes:
-            return  # names lead to it, or it is gone
-        if self.inodes[ino].nlink == 0 or ino >= FIRST_VIRTUAL_INO:
-            self.inodes.pop(ino, None)
+    def drop(self, ino: int) -> bool:
+        """Forget an inode that has no name and is not open any more. Return whether there was one."""
+        inode = self.inodes.get(ino)
+        if inode is None or ino in self.damaged:  # names lead to a damaged one
+            return False
+        if inode.nlink and ino < FIRST_VIRTUAL_INO:
+            return False
+        self.inodes.pop(ino, None)
+        return True
 
     # -- the steps of a change -------------------------------------------------------------------
 
@@ -375,8 +381,8 @@ class Tree(Names):
                 self._take_limits(inode)
             if known is None or not known.is_dir:
                 self._refused.free(ino)
-        elif inode.maker or self._unseen:
-            self.unseen.note(inode)
+        elif inode.maker or self.unseen:
+            self.note_maker(inode)
         self.inodes.store(inode, record, known)
         self.damaged.pop(ino, None)
 
@@ -482,7 +488,7 @@ class Tree(Names):
     def _let_go(self, inode: Inode) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         ino = inode.ino
-        self.unseen.forget(ino)
+        self.unseen.discard(ino)
         self.damaged.pop(ino, None)
         if inode.is_dir:
             self.quotas.forget(ino)

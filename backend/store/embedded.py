@@ -136,7 +136,7 @@ class EmbeddedStore(Pinned):
             version = version._replace(extent=NO_CONTENT)
         elif self.waits:
             await trio.to_thread.run_sync(self.extents.sync, version.extent)
-        before = self.namespace.inode(version.ino).extent
+        before = self.namespace.inodes[version.ino].extent
         inode = await self.namespace.publish(version)
         self.named(version.extent)
         self._working.discard(version.extent)
@@ -174,8 +174,7 @@ class EmbeddedStore(Pinned):
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
-        if inode.ino in self.namespace.inodes:
-            await self.namespace.drop(inode.ino)
+        if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
 
     # -- what is all here: nothing to ask for ----------------------------------------------------

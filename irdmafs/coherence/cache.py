@@ -135,7 +135,8 @@ class Cache:
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
         if not node.opens:
             self._bind(node, content, writing=flags & os.O_ACCMODE != os.O_RDONLY)
-        self._table.hold(content, lends=self.references.may_stay(pid, content.ino))
+        lends = self._store.sends and self.references.may_stay(pid, content.ino)
+        self._table.hold(content, lends=lends)
         handle = self.nodes.open(node, content, flags, pid)
         if content.whole and handle.writing and not flags & os.O_TRUNC and content.writers > 1:
             content.be_joined()

@@ -32,21 +32,20 @@ class Changes:
         self._inodes = store.namespace.inodes
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
 
-    def is_written(self, content: Content, status: os.stat_result | None = None) -> bool:
+    def is_written(
+        self, content: Content, status: os.stat_result | None = None, *, surely: bool = False
+    ) -> bool:
         """Return whether anybody may have written to the content since it was published or begun, as far as
-        stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if
-        known."""
-        return self.is_surely_written(content, status) or (
-            self._grain_ns > 0 and self._may_share_a_tick(content, status)
-        )
-
-    def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
+        stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if known;
+        `surely`: a write counts only if it moved the times."""
         if content.dirty:
             return True
         if not content.extent:
             return False
         status = status or self._table.stat(content)
-        return (status.st_size, status.st_mtime_ns) != content.since
+        if (status.st_size, status.st_mtime_ns) != content.since:
+            return True
+        return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""
@@ -54,11 +53,13 @@ class Changes:
             return False
         return time.time_ns() - (status or self._table.stat(content)).st_mtime_ns < self._grain_ns
 
-    def _is_unpublished(self, content: Content) -> bool:
+    def is_changed(self, handle: Handle, content: Content) -> bool:
+        """Return whether closing the handle has anything to publish, as far as stat can tell."""
+        if handle.since is not None and self._table.stamp(content) == handle.since:
+            return False  # nothing was written through it
         if content.seen is not None:
             # In a cluster, bytes are compared before anything is published whose times have not moved.
-            written = self.is_surely_written if self._store.sends else self.is_written
-            return written(content)
+            return self.is_written(content, surely=self._store.sends)
         if self._store.sends and not content.base.version:
             stamp = self._table.stamp(content)
             if not stamp[0] and (not content.extent or stamp == content.since):
@@ -66,11 +67,6 @@ class Changes:
         inode = self._inodes[content.ino]
         # An unwritten empty copy gives way to a version that was published meanwhile.
         return inode.version == content.base.version or self.is_written(content)
-
-    def is_changed(self, handle: Handle, content: Content) -> bool:
-        """Return whether closing the handle has anything to publish, as far as stat can tell."""
-        wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
-        return not wrote_nothing and self._is_unpublished(content)
 
     def may_hide_writes(self, content: Content) -> bool:
         """Return whether only a comparison of bytes can tell that the content was written. A store through

@@ -105,7 +105,7 @@ class InPlace:
         """Show the newest version in the place of what was set aside, unless somebody has written since."""
         try:
             inode = await self._store.bring(content.ino)
-            if content.state.writable and not self._changes.is_surely_written(content):
+            if content.state.writable and not self._changes.is_written(content, surely=True):
                 await self._show(content, inode)
         except OSError as error:  # the next open or lock tries again
             where = self._store.namespace.describe(content.ino)

@@ -280,12 +280,12 @@ class Publisher:
         try:
             # Another task may have published it meanwhile.
             certain = changed and content.seen == seen
-            if not certain and not self._changes.is_surely_written(content):
+            if not certain and not self._changes.is_written(content, surely=True):
                 if not self._changes.is_to_be_compared(content):
                     return
                 same = await self._store.is_same(content.base, content.extent)
                 # Somebody may have truncated the file meanwhile.
-                if same and not self._changes.is_surely_written(content):
+                if same and not self._changes.is_written(content, surely=True):
                     return
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:

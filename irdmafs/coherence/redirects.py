@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from .content import Content
 from .nodes import Node
 
-# The kernel comes back at once; an older promise belongs to an open that died.
-_MAX_AGE_S = 2.0
+# The kernel comes back at once, unless this daemon or the thread is kept from its processor; an older
+# promise belongs to an open that died.
+_MAX_AGE_S = 10.0
 _MAX_PROMISES = 65536
 # The kernel looks a name up again each time another thread was led to another node meanwhile.
 _MAX_MOVES = 16

@@ -238,10 +238,14 @@ class Shared(Coherence):
             believed = private or await self._freshen(asked, content=not truncates(flags))
             try:
                 node, inode = self._nodes.get(node_id)
-                if not private and not self._trails.hold(pid, names, inode.ino, believed=believed):
-                    raise fail(errno.ESTALE)
+                is_held = private or self._trails.hold(pid, names, inode.ino, believed=believed)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name
+                if not is_held:
+                    if name is None and inode.is_file:
+                        # Through a descriptor: the second try, the last one, comes to the same node.
+                        await self._prepare(inode, flags, pid, node)
+                    raise fail(errno.ESTALE)
                 if not truncates(flags):
                     inode = await self._bring(inode)
                     self._store.count_open(inode.extent)
@@ -264,18 +268,22 @@ class Shared(Coherence):
             if found is None or not found.is_file:
                 return None
             try:
-                if not truncates(flags):
-                    found = await self._bring(found)
-                    self._store.count_open(found.extent)
+                await self._prepare(found, flags, pid, came_to)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
                 await self.freshen(found)  # that one is gone, too
             else:
-                self._cache.routes.promise(found, flags, pid, came_to)
                 self.come_again(pid, name, found.ino)
                 return found
         return None
+
+    async def _prepare(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
+        """Have a thread's second try find the file ready to be opened."""
+        if not truncates(flags):
+            inode = await self._bring(inode)
+            self._store.count_open(inode.extent)
+        self._cache.routes.promise(inode, flags, pid, came_to)
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
         names = self._trails.take(pid)

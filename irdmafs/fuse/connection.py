@@ -88,7 +88,7 @@ class Connection:
         os.set_blocking(device_fd, False)
 
     def _refused(self, request: Request, why: str) -> ProtocolError:
-        os.write(self.fd, wire.error_reply(request.unique, errno.EPROTO))
+        self.refuse(request.unique, errno.EPROTO)
         return ProtocolError(why)
 
     def answer(self, unique: int, payload: bytes) -> None:
@@ -101,7 +101,7 @@ class Connection:
     def refuse(self, unique: int, code: int) -> None:
         """Answer a request with an error."""
         try:
-            os.write(self.fd, wire.error_reply(unique, code))
+            os.write(self.fd, wire.OUT_HEADER.pack(wire.OUT_HEADER.size, -code, unique))
         except OSError as error:
             self.not_answered(error)
 

@@ -31,7 +31,7 @@ from .requests import NoPayload, Requests, Row
 from .session import Session
 from .tasks import Tasks
 from .wakeups import FastWakeups
-from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request
+from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request, decode_names
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +104,8 @@ class KernelSession(Session):
         device, buffers = self._connection.fd, self._connection.buffers
         poller = select.poll()
         poller.register(device, select.POLLIN)
-        answer, waiting = self.answer, self.waiting
+        answer, deferred, waiting = self.answer, self.deferred, self.waiting
         clock, readv = time.monotonic_ns, os.readv
-        spin_ends = 0
         while True:
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
@@ -114,38 +113,34 @@ class KernelSession(Session):
                 self._wakeups.let_go()
                 await trio.lowlevel.wait_readable(device)
             self._wakeups.hold()
+            spin_ends = clock() + _SPIN_NS
             turn_ends = clock() + _TURN_NS
             while True:
-                try:
-                    received = readv(device, buffers)
-                except OSError as error:
-                    more = self._without_request(error)
-                else:
-                    answer(received)
-                    more = True
-                if more:
-                    spin_ends = clock() + _SPIN_NS
-                    if spin_ends > turn_ends:
-                        await trio.lowlevel.checkpoint()
-                        turn_ends = clock() + _TURN_NS
-                    continue
-                if self._finished.is_set():
-                    return
-                if waiting.by_unique and waiting.want_turn():
+                if poller.poll(0):
+                    try:
+                        received = readv(device, buffers)
+                    except OSError as error:
+                        if not self._goes_on(error):
+                            return
+                    else:
+                        answer(received)
+                elif deferred.released or deferred.forgotten:
+                    deferred.settle()
+                elif waiting.by_unique and waiting.want_turn():
                     break  # requests that wait in their own tasks want their turn
-                while not (ready := poller.poll(0)) and clock() < spin_ends:
-                    pass
-                if not ready:
+                elif clock() < spin_ends:
+                    continue
+                else:
                     break
+                spin_ends = clock() + _SPIN_NS
+                if spin_ends > turn_ends:
+                    await trio.lowlevel.checkpoint()
+                    turn_ends = clock() + _TURN_NS
 
-    def _without_request(self, error: OSError) -> bool:
-        """Do what was put off, as there is no request. Return whether to look for one at once."""
-        if error.errno == errno.EAGAIN:
-            if not (self.deferred.released or self.deferred.forgotten):
-                return False
-            self.deferred.settle()
-            return True
-        if error.errno in (errno.EINTR, errno.ENOENT):
+    def _goes_on(self, error: OSError) -> bool:
+        """Return whether requests may come after an error of reading one; if not, the session ends."""
+        # The caller of a request was killed (ENOENT), or nothing is there after all.
+        if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
             return True
         if error.errno != errno.ENODEV:
             log.error("reading from the kernel failed: %s", error)
@@ -176,11 +171,15 @@ class KernelSession(Session):
         if row is None:
             self._connection.refuse(request.unique, errno.ENOSYS)
             return
-        size, carry_out, pack = row
+        layout, size, names, carry_out, pack = row
         try:
             if received < size:
                 raise Malformed("the request is too short for its kind")
-            result = carry_out(request)
+            buffer = self._connection.buffer
+            fields = layout.unpack_from(buffer, BODY)
+            if names:
+                fields += decode_names(buffer, size, received, names)
+            result = carry_out(request, *fields)
             if result.__class__ is CoroutineType:
                 result = inline.run(result)
             if result.__class__ is NoPayload:

@@ -9,6 +9,7 @@ do not see each other's.
 import errno
 import functools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ import trio
 
 from ..backend.model.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
-from ..coherence.nodes import Node
+from ..coherence.nodes import Node, NodeTable
 from ..posix.calls import Attributes, Caller, OpenInfo, Space
 from ..posix.filesystem import Filesystem
 from .counts import Counts
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # The kernel has nothing to forget, or is gone itself.
 _GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENOTDIR})
+
+# The longest time that a release waits behind reads.
+_RELEASE_S = 1.0
 
 # The kernel locks directories while it changes names in them: which arguments of a request they are.
 _LOCKED = {
@@ -134,10 +138,46 @@ class PortableNotices(KernelCache):
         return []
 
 
+class _LeavingWriters:
+    """Handles for writing of which a descriptor was closed, maybe the last one, and nothing written since.
+
+    The kernel tells of the last one by a release, which has to wait while too many pages are being read
+    ahead (libfuse does not let pyfuse3 raise that limit), and an open overtakes it. The open would take the
+    writer for one who is still there, and empty the version that it published under its readers.
+    """
+
+    def __init__(self, nodes: NodeTable) -> None:
+        self._handles = nodes.handles
+        self._of: dict[int, trio.Event] = {}
+
+    def flushed(self, fh: int) -> None:
+        handle = self._handles.get(fh)
+        if handle is not None and handle.writing:
+            self._of.setdefault(fh, trio.Event())
+
+    def stays(self, fh: int) -> None:
+        """Note that a handle has another descriptor."""
+        if fh in self._of:
+            self._of.pop(fh).set()
+
+    released = stays
+
+    async def wait(self, ino: int) -> None:
+        """Return when those of a file are released, or it is clear that they have another descriptor."""
+        for fh, event in list(self._of.items()):
+            handle = self._handles.get(fh)
+            if handle is not None and handle.node.ino == ino:
+                with trio.move_on_after(_RELEASE_S):
+                    await event.wait()
+                self.stays(fh)
+
+
 def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any, Any, Any]]]:
     """Return the operations that pyfuse3 carries, by its names, with its arguments."""
     names, opens, files = filesystem.names, filesystem.opens, filesystem.files
     metadata, xattrs, directories = filesystem.metadata, filesystem.xattrs, filesystem.directories
+    nodes = filesystem.cache.nodes
+    leaving = _LeavingWriters(nodes)
 
     async def attributes(inode: int, ctx: Caller) -> Attributes:
         return metadata.attributes(inode)
@@ -150,6 +190,25 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         }
         size = attr.st_size if fields.update_size else None
         return await metadata.change(inode, changes, ctx, size=size, fh=fh)
+
+    async def open_file(inode: int, flags: int, ctx: Caller) -> OpenInfo:
+        if flags & os.O_TRUNC:
+            await leaving.wait(nodes.inode_of(inode).ino)
+        return await opens.open(inode, flags, ctx)
+
+    async def write(fh: int, offset: int, data: bytes) -> int:
+        leaving.stays(fh)
+        return await files.write(fh, offset, data)
+
+    async def flush(fh: int) -> None:
+        try:
+            await files.flush(fh)
+        finally:
+            leaving.flushed(fh)
+
+    async def release(fh: int) -> None:
+        await files.release(fh)
+        leaving.released(fh)
 
     async def list_names(fh: int, start_id: int, token: Any) -> None:
         def add(name: bytes, entry: Attributes, next_id: int) -> bool:
@@ -177,14 +236,14 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "getxattr": xattrs.getxattr,
         "listxattr": xattrs.listxattr,
         "removexattr": xattrs.removexattr,
-        "open": opens.open,
+        "open": open_file,
         "create": lambda parent, name, mode, flags, ctx: opens.create(
             parent, name, mode, ctx.umask, flags, ctx
         ),
         "read": files.read,
-        "write": files.write,
-        "flush": files.flush,
-        "release": files.release,
+        "write": write,
+        "flush": flush,
+        "release": release,
         "fsync": files.fsync,
         "opendir": directories.opendir,
         "readdir": list_names,

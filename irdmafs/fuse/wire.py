@@ -215,22 +215,18 @@ class Request(NamedTuple):
             raise Malformed("the request is too short for its kind")
 
 
-def decode_name(buffer: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
-    """Return the NUL-terminated string at `start`, and where the next part begins."""
-    stop = buffer.find(0, start, end)
-    if stop < 0:
+def decode_names(buffer: bytes | bytearray, start: int, end: int, count: int) -> tuple[bytes, ...]:
+    """Return the first of the NUL-terminated strings between `start` and `end`."""
+    *names, _ = bytes(buffer[start:end]).split(b"\0", count)
+    if len(names) < count:
         raise Malformed("a name is not terminated")
-    if stop == start:
+    if not all(names):
         raise Malformed("a name is empty")
-    return bytes(buffer[start:stop]), stop + 1
+    return tuple(names)
 
 
 def reply(unique: int, payload: bytes = b"") -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + len(payload), 0, unique) + payload
-
-
-def error_reply(unique: int, code: int) -> bytes:
-    return OUT_HEADER.pack(OUT_HEADER.size, -code, unique)
 
 
 def notification(code: Notify, payload: bytes) -> bytes:

@@ -8,20 +8,11 @@ from collections.abc import Callable
 from ..backend.namespace import fail
 from ..coherence.nodes import Handle
 from .calls import Attributes, Caller
-from .superblock import Superblock
+from .superblock import Part
 
 
-class Directories:
+class Directories(Part):
     """Opens and lists directories."""
-
-    def __init__(self, block: Superblock) -> None:
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._coherence = block.coherence
-        self._answers = block.answers
-        self._atimes = block.atimes
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
         self._nodes.directory(inode)

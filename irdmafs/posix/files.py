@@ -17,7 +17,7 @@ from .lock_tables import Lock
 from .locking import Locking
 from .metadata import Metadata
 from .privileges import SET_IDS, Closer, privileges_of
-from .superblock import Superblock
+from .superblock import Part, Superblock
 from .waits import Waits
 
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
@@ -27,19 +27,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class OpenFiles:
+class OpenFiles(Part):
     """Reads, writes, locks and closes by file handle. An unknown handle is a KeyError."""
 
     def __init__(
         self, block: Superblock, metadata: Metadata, locking: Locking, waits: Waits
     ) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._extents = block.store.extents
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._atimes = block.atimes
+        super().__init__(block)
         self._metadata = metadata
         self._locking = locking
         self._waits = waits
@@ -146,7 +140,7 @@ class OpenFiles:
             raise fail(errno.EINVAL)
         if not content.extent:
             raise fail(errno.ENXIO)
-        with self._extents.opened(content.extent) as fd:
+        with self._store.extents.opened(content.extent) as fd:
             return os.lseek(fd, offset, whence)
 
     async def copy_file_range(
@@ -162,7 +156,7 @@ class OpenFiles:
         def change(out: int) -> None:
             nonlocal copied
             if source.extent:
-                with self._extents.opened(source.extent) as fd:
+                with self._store.extents.opened(source.extent) as fd:
                     left = max(0, os.fstat(fd).st_size - off_in)
                     self._cache.carried.refuse_growth(
                         target.node.ino, out, off_out, min(length, left)
@@ -192,10 +186,6 @@ class OpenFiles:
         """Have the kernel ask once more for `is_outdated` when that may have changed. Raises OSError EAGAIN
         if this user's processes wait for too much already."""
         self._waits.poll(self._handle(fh).node, kernel_handle, uid)
-
-    async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
-        """Return the lock in the way, or `lock` as F_UNLCK (fcntl F_GETLK)."""
-        return await self._locking.test(self._nodes.inode_of(node_id).ino, owner, lock)
 
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
         """Take or give back a lock (fcntl F_SETLK, F_SETLKW; flock). Raises OSError EAGAIN, EDEADLK,

@@ -48,9 +48,7 @@ class Filesystem:
         self.waits = Waits(
             store.namespace, block.processes, block.kernel, shared=store.freshness is not None
         )
-        since = Since(
-            store.namespace, block.nodes, block.answers, self.waits, store.freshness, block.kernel
-        )
+        since = Since(block, self.waits)
         self.lookups = Lookups(block, since)
         self.names = Names(block, since)
         self.metadata = Metadata(block)

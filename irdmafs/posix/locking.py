@@ -13,29 +13,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from fcntl import F_RDLCK, F_UNLCK
-from typing import Protocol
 
 import trio
 
 from ..backend.model.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
 from ..callers.processes import ids_of
 from ..coherence.kernel_cache import KernelCache
+from ..coherence.publishing import Publisher
 from ..inline import detach
 from ..mount_options import LockScope
 from .lock_tables import LAST_BYTE, FlockTable, Lock, LockTable
 
-__all__ = ["Contents", "Locking"]
+__all__ = ["Locking"]
 
 log = logging.getLogger(__name__)
-
-
-class Contents(Protocol):
-    """The contents that are written in place on this host; see Publisher."""
-
-    def is_changed_in_place(self, ino: int) -> bool: ...
-    async def publish_in_place(self, ino: int, *, begun: bool) -> None: ...
-    async def show_name(self, ino: int) -> None: ...
-    async def show_newest(self, ino: int) -> None: ...
 
 
 class Locking(LockHolder):
@@ -45,7 +36,7 @@ class Locking(LockHolder):
         self,
         scope: LockScope,
         shared: HostLocks | None,
-        contents: Contents,
+        contents: Publisher,
         kernel: KernelCache,
         describe: Callable[[int], str],
     ) -> None:

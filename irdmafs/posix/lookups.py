@@ -8,23 +8,18 @@ from ..backend.namespace import Inode, fail
 from ..coherence.nodes import INO_BITS
 from .calls import Attributes, Caller
 from .since import Since
-from .superblock import Superblock
+from .superblock import Part, Superblock
 
 # In every directory of a cluster, though no listing has it: a view of its files for programs that open them
 # as this mount knows them, and keep no references to their pages (docs/mount.md).
 PRIVATE_VIEW: Final = b".irdmafs-private"
 
 
-class Lookups:
+class Lookups(Part):
     """Answers lookups, by name and by file handle."""
 
     def __init__(self, block: Superblock, since: Since) -> None:
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._coherence = block.coherence
-        self._answers = block.answers
+        super().__init__(block)
         self._since = since
 
     def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:

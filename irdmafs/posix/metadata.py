@@ -8,22 +8,11 @@ from ..inline import detach
 from . import quotas
 from .calls import OFFSET_MAX, Attributes, Caller, Space, refuse_other_than_file
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left, refuse_stranger
-from .superblock import Superblock
+from .superblock import Part
 
 
-class Metadata:
+class Metadata(Part):
     """Shows and changes the attributes that stat(2) and statfs(2) show."""
-
-    def __init__(self, block: Superblock) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._processes = block.processes
-        self._coherence = block.coherence
-        self._answers = block.answers
-        self._atimes = block.atimes
 
     def attributes(self, node_id: int) -> Attributes:
         node, found = self._nodes.get(node_id)
@@ -99,13 +88,6 @@ class Metadata:
             if mode != found.mode:
                 await self._namespace.set_attributes(ino, mode=mode)
                 self._answers.refresh_other_nodes(None, ino)
-
-    def has_set_ids(self, node_id: int) -> bool:
-        return bool(self._nodes.inode_of(node_id).mode & SET_IDS)
-
-    def birth_ns(self, node_id: int) -> int:
-        """Return when an inode was made (ns), 0 if nobody noted it."""
-        return self._nodes.inode_of(node_id).birth_ns
 
     async def statfs(self, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""

@@ -7,23 +7,17 @@ from typing import Any
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
 from .calls import Attributes, Caller
 from .since import Since
-from .superblock import Superblock
+from .superblock import Part, Superblock
 
 # The types that mknod makes; 0 stands for a regular file, as in mknod(2).
 _NODES = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
 
 
-class Names:
+class Names(Part):
     """Changes directories. Files are created by opening them, see opens."""
 
     def __init__(self, block: Superblock, since: Since) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._coherence = block.coherence
-        self._answers = block.answers
-        self._atimes = block.atimes
+        super().__init__(block)
         self._since = since
 
     async def _make(

@@ -12,25 +12,19 @@ from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
 from .metadata import Metadata
 from .since import Since
-from .superblock import Superblock
+from .superblock import Part, Superblock
 
 # Others may remove a name and make it again each time that it is found taken.
 _CREATES_MAX: Final = 20
 
 
-class Opens:
+class Opens(Part):
     """Opens files, each on the content that the cache decides on."""
 
     def __init__(
         self, block: Superblock, metadata: Metadata, locking: Locking, since: Since
     ) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._inodes = block.inodes
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._coherence = block.coherence
-        self._answers = block.answers
+        super().__init__(block)
         self._metadata = metadata
         self._locking = locking
         self._since = since
@@ -49,7 +43,8 @@ class Opens:
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
-        self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
+        if self._store.sends:
+            self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         try:
             handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
@@ -76,7 +71,7 @@ class Opens:
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
                     version=0 if writing else 1, durable=not writing, umask=umask,
                     layout=self._store.layout(directory.ino, name),
-                    seen=not self._cache.isolation.below(directory.ino),
+                    seen=not (self._store.sends and self._cache.isolation.below(directory.ino)),
                 )  # fmt: skip
                 return self._created(inode, flags, ctx, (directory.ino, name))
             except FileExistsError:

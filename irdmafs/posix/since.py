@@ -19,14 +19,12 @@ from typing import Final
 
 import trio
 
-from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, Namespace, fail
+from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
 from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
 from ..backend.store.api import Freshness
-from ..coherence.kernel_cache import KernelCache
-from ..coherence.nodes import NodeTable
 from ..inline import detach
-from .answers import Answers
 from .calls import Attributes, Caller
+from .superblock import Part, Superblock
 from .waits import Waits
 
 __all__ = ["Since"]
@@ -37,25 +35,15 @@ _NODES_MAX: Final = 1 << 15
 _PRUNE_EVERY: Final = 256
 
 
-class Since:
-    """The links of all such directories. `freshness` is None where nobody else changes the namespace."""
+class Since(Part):
+    """The links of all such directories."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        nodes: NodeTable,
-        answers: Answers,
-        waits: Waits,
-        freshness: Freshness | None,
-        kernel: KernelCache,
-    ) -> None:
-        self._namespace = namespace
-        self._inodes = namespace.inodes
-        self._nodes = nodes
-        self._answers = answers
+    def __init__(self, block: Superblock, waits: Waits) -> None:
+        super().__init__(block)
         self._waits = waits
-        self._freshness = freshness
-        self._kernel = kernel
+        self._kernel = block.kernel
+        # None where nobody else changes the namespace.
+        self._freshness = block.store.freshness
         # Nodes that the kernel keeps although it asks for the names again: those since it was made to drop
         # them, and those that it was to drop.
         self._found: set[int] = set()

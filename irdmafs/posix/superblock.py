@@ -7,7 +7,7 @@ from ..mount_options import MountOptions
 from .answers import Answers
 from .atimes import Atimes
 
-__all__ = ["Superblock"]
+__all__ = ["Part", "Superblock"]
 
 
 class Superblock:
@@ -32,3 +32,18 @@ class Superblock:
         self.coherence = coherence
         self.atimes = atimes
         self.answers = Answers(cache, coherence, options, atimes)
+
+
+class Part:
+    """The base of the operations about one thing, on the objects of one mounted filesystem."""
+
+    def __init__(self, block: Superblock) -> None:
+        self._store = block.store
+        self._namespace = block.namespace
+        self._inodes = block.inodes
+        self._cache = block.cache
+        self._nodes = block.nodes
+        self._processes = block.processes
+        self._coherence = block.coherence
+        self._answers = block.answers
+        self._atimes = block.atimes

@@ -16,7 +16,7 @@ from . import own_xattrs, quotas
 from .calls import Caller
 from .listing import tree_below
 from .privileges import privileges_of
-from .superblock import Superblock
+from .superblock import Part, Superblock
 from .waits import Waits
 
 _DESCRIPTOR_MAX: Final = 2**31 - 1
@@ -25,7 +25,7 @@ _TRUSTED: Final = b"trusted."
 _XATTR_NAMESPACES: Final = (b"user.", _TRUSTED, b"security.")
 
 
-class Xattrs:
+class Xattrs(Part):
     """Sets, shows and removes extended attributes. `status`: what user.irdmafs.status tells; `acls`: the
     session has the kernel check ACLs, otherwise there are none."""
 
@@ -37,13 +37,7 @@ class Xattrs:
         *,
         acls: bool,
     ) -> None:
-        self._store = block.store
-        self._namespace = block.namespace
-        self._cache = block.cache
-        self._nodes = block.nodes
-        self._processes = block.processes
-        self._coherence = block.coherence
-        self._answers = block.answers
+        super().__init__(block)
         self._waits = waits
         self._status = status
         self._acls = acls
@@ -172,9 +166,6 @@ class Xattrs:
             return await self._processes.onlookers.lend(uid, process, thread, memory, lifeline)
         finally:
             os.close(process)
-
-    def has_xattrs(self, node_id: int) -> bool:
-        return bool(self._nodes.inode_of(node_id).xattrs)
 
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
         # A quota belongs to its place, so `cp -a` and `rsync -X` must not copy it.

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
-from harness.etcd_server import EtcdServer, etcd
+from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, eventually, irdmafs, one_line
 from harness.secure_cluster import SecureEtcd
 
@@ -38,8 +38,6 @@ from irdmafs.backend.model.records import (
     policy_key,
 )
 from irdmafs.cli.command import main
-
-__all__ = ["etcd"]
 
 GIB = 1 << 30
 REPLICAS = 2

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from harness import etcd_server
 from harness.etcd_server import EtcdServer
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
@@ -51,8 +50,6 @@ from irdmafs.backend.model.records import (
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
-
-etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 
 STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 120)
 TTL_S = 2  # short, and yet not lost on a busy machine
@@ -103,8 +100,10 @@ async def until(condition: Callable[[], bool], changed: Callable[[], Awaitable[N
 # --- sessions
 
 
-async def _session_ends_with_release(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as mount, trio.open_nursery() as nursery:
+async def test_session_is_registered_until_it_is_released(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
         session = mount.session
         assert not session.valid()
         await nursery.start(session.run)
@@ -122,12 +121,10 @@ async def _session_ends_with_release(server: EtcdServer, prefix: bytes) -> None:
             await session.wait_valid()
 
 
-def test_session_is_registered_until_it_is_released(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_session_ends_with_release, etcd, etcd_prefix)
-
-
-async def _late_process_renews_at_once(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as mount, trio.open_nursery() as nursery:
+async def test_session_of_a_process_that_was_stopped_goes_on(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
         session = mount.session
         await nursery.start(session.run)
         number = session.number
@@ -141,14 +138,13 @@ async def _late_process_renews_at_once(server: EtcdServer, prefix: bytes) -> Non
         await session.release()
 
 
-def test_session_of_a_process_that_was_stopped_goes_on(
+async def test_session_is_invalid_before_etcd_lets_its_key_go(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_late_process_renews_at_once, etcd, etcd_prefix)
-
-
-async def _valid_ends_before_the_key(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as watcher, EtcdEngine(server.endpoints, prefix) as engine:
+    async with (
+        process(etcd, etcd_prefix) as watcher,
+        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+    ):
         session = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
         async with trio.open_nursery() as nursery:
             await nursery.start(session.run)
@@ -161,17 +157,20 @@ async def _valid_ends_before_the_key(server: EtcdServer, prefix: bytes) -> None:
         assert not session.valid()
 
 
-def test_session_is_invalid_before_etcd_lets_its_key_go(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    trio.run(_valid_ends_before_the_key, etcd, etcd_prefix)
+async def _revoke(session: Session, mount: Process) -> None:
+    await mount.engine.leases.revoke(session.lease)
 
 
-async def _lost_session_registers_anew(
-    server: EtcdServer, prefix: bytes, lose: Callable[[Session, Process], Awaitable[None]]
+async def _delete_key(session: Session, mount: Process) -> None:
+    await mount.engine.transact((), [Delete(session.key)])
+
+
+@pytest.mark.parametrize("lose", [_revoke, _delete_key])
+async def test_lost_session_is_followed_by_one_with_a_new_number(
+    etcd: EtcdServer, etcd_prefix: bytes, lose: Callable[[Session, Process], Awaitable[None]]
 ) -> None:
     lost = trio.Event()
-    async with process(server, prefix) as mount, trio.open_nursery() as nursery:
+    async with process(etcd, etcd_prefix) as mount, trio.open_nursery() as nursery:
         session = mount.session
         gone: list[int] = []
         mount.members.session_gone.append(gone.append)
@@ -184,23 +183,6 @@ async def _lost_session_registers_anew(
         assert list(mount.members.sessions) == [session.number]
         assert gone == [first]
         await session.release()
-
-
-async def _revoke(session: Session, mount: Process) -> None:
-    await mount.engine.leases.revoke(session.lease)
-
-
-async def _delete_key(session: Session, mount: Process) -> None:
-    await mount.engine.transact((), [Delete(session.key)])
-
-
-@pytest.mark.parametrize("lose", [_revoke, _delete_key])
-def test_lost_session_is_followed_by_one_with_a_new_number(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
-    lose: Callable[[Session, Process], Awaitable[None]],
-) -> None:
-    trio.run(_lost_session_registers_anew, etcd, etcd_prefix, lose)
 
 
 async def _session_outlives_etcd_outage(server: EtcdServer, prefix: bytes) -> None:
@@ -226,8 +208,10 @@ def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> None:
         trio.run(_session_outlives_etcd_outage, server, b"/test/")
 
 
-async def _node_verifies_first(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix, 7) as node, trio.open_nursery() as nursery:
+async def test_node_looks_over_what_it_has_before_each_registration(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix, 7) as node, trio.open_nursery() as nursery:
         key = key_of(b"n", 7)
         await admit(node.engine, 7, UP)
         seen: list[KeyValue | None] = []
@@ -247,15 +231,10 @@ async def _node_verifies_first(server: EtcdServer, prefix: bytes) -> None:
         await session.release()
 
 
-def test_node_looks_over_what_it_has_before_each_registration(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
+async def test_second_store_with_the_same_node_id_is_refused(
+    etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_node_verifies_first, etcd, etcd_prefix)
-
-
-async def _node_id_is_taken(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, NODE, address(7), TTL_S, node=7)
         await nursery.start(first.run)
@@ -271,13 +250,6 @@ async def _node_id_is_taken(server: EtcdServer, prefix: bytes) -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_second_store_with_the_same_node_id_is_refused(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
-) -> None:
-    trio.run(_node_id_is_taken, etcd, etcd_prefix)
-
-
 class GoneOnceSeen(EtcdEngine):
     """What is read is gone before anything else is done, as its lease ends."""
 
@@ -289,14 +261,16 @@ class GoneOnceSeen(EtcdEngine):
         return found
 
 
-async def _former_lease_ends_meanwhile(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+async def test_node_starts_while_the_lease_of_its_former_process_ends(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, NODE, address(7), TTL_S, node=7)
         async with trio.open_nursery() as killed:
             await killed.start(first.run)
             killed.cancel_scope.cancel()
-        async with GoneOnceSeen(server.endpoints, prefix) as engine:
+        async with GoneOnceSeen(etcd.endpoints, etcd_prefix) as engine:
             engine.lease = first.lease
             second = Session(engine, NODE, address(7), TTL_S, node=7)
             await nursery.start(second.run)
@@ -307,15 +281,10 @@ async def _former_lease_ends_meanwhile(server: EtcdServer, prefix: bytes) -> Non
             nursery.cancel_scope.cancel()
 
 
-def test_node_starts_while_the_lease_of_its_former_process_ends(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
+async def test_node_tells_of_its_space_within_its_session(
+    etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_former_lease_ends_meanwhile, etcd, etcd_prefix)
-
-
-async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix, 7) as node, trio.open_nursery() as nursery:
+    async with process(etcd, etcd_prefix, 7) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
         session = node.session
         await session.update(address(7, free=4))
@@ -338,12 +307,10 @@ async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
         await session.release()
 
 
-def test_node_tells_of_its_space_within_its_session(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_node_updates, etcd, etcd_prefix)
-
-
-async def _removed_node(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+async def test_node_that_was_removed_does_not_come_back_by_itself(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix) as node, trio.open_nursery() as nursery:
         engine = node.engine
         session = Session(engine, NODE, address(7), TTL_S, node=7)
         with pytest.raises(Removed, match=r"empty store directory, .* cluster admit 0{15}7$"):
@@ -366,17 +333,11 @@ async def _removed_node(server: EtcdServer, prefix: bytes) -> None:
         assert not session.valid()
 
 
-def test_node_that_was_removed_does_not_come_back_by_itself(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    trio.run(_removed_node, etcd, etcd_prefix)
-
-
 # --- members
 
 
-async def _nodes_come_and_go(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as watcher, trio.open_nursery() as nursery:
+async def test_members_tell_which_nodes_live(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with process(etcd, etcd_prefix) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
         changes: list[int] = []
         members.node_changed.append(changes.append)
@@ -408,12 +369,10 @@ async def _nodes_come_and_go(server: EtcdServer, prefix: bytes) -> None:
         assert changes == [7] * 4
 
 
-def test_members_tell_which_nodes_live(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_nodes_come_and_go, etcd, etcd_prefix)
-
-
-async def _followers(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as watcher, trio.open_nursery() as nursery:
+async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with process(etcd, etcd_prefix) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
         follower = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
         await nursery.start(follower.run)
@@ -441,13 +400,6 @@ async def _followers(server: EtcdServer, prefix: bytes) -> None:
             await follower.release()  # nobody waits for one that is gone
         assert members.followers_of([12]) == set()
         assert members.acked(lease) == 0
-
-
-def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
-) -> None:
-    trio.run(_followers, etcd, etcd_prefix)
 
 
 def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
@@ -486,11 +438,13 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
 # --- groups
 
 
-async def _pool_is_created_once(server: EtcdServer, prefix: bytes) -> None:
+async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
     history: list[Change] = []
     async with (
-        process(server, prefix) as first,
-        process(server, prefix) as second,
+        process(etcd, etcd_prefix) as first,
+        process(etcd, etcd_prefix) as second,
         trio.open_nursery() as nursery,
     ):
         start = first.replica.applied
@@ -520,15 +474,10 @@ async def _pool_is_created_once(server: EtcdServer, prefix: bytes) -> None:
     assert len(keys) == len(set(keys)) == 16
 
 
-def test_groups_of_a_pool_are_created_once_by_whoever_is_first(
-    etcd: EtcdServer,
-    etcd_prefix: bytes,
+async def test_groups_that_changed_meanwhile_are_left_alone(
+    etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_pool_is_created_once, etcd, etcd_prefix)
-
-
-async def _change_leaves_late_ones(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as one:
+    async with process(etcd, etcd_prefix) as one:
         groups, engine = one.groups, one.engine
         await groups.ensure(engine, 2, SETTINGS, lambda group: (1, 2))
         before = dict(groups.all())
@@ -543,10 +492,6 @@ async def _change_leaves_late_ones(server: EtcdServer, prefix: bytes) -> None:
         await one.replica.wait_applied(newest)
         for group, (config, _) in groups.all().items():
             assert config == GroupConfig(2, (2,) if group in moved else (1,))
-
-
-def test_groups_that_changed_meanwhile_are_left_alone(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_change_leaves_late_ones, etcd, etcd_prefix)
 
 
 # --- leaders, joining, promotion
@@ -628,8 +573,10 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
                 os.close(fd)
 
 
-async def _dead_node_is_replaced(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 3) as (made, watcher, writer, _):
+async def test_groups_of_a_dead_node_are_filled_elsewhere(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with watched(etcd, etcd_prefix, 3) as (made, watcher, writer, _):
         for size in (1, 1000, 200_000):
             for _ in range(8):
                 await writer.publish(random.randbytes(size))
@@ -643,12 +590,10 @@ async def _dead_node_is_replaced(server: EtcdServer, prefix: bytes) -> None:
         assert copied > 0
 
 
-def test_groups_of_a_dead_node_are_filled_elsewhere(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_dead_node_is_replaced, etcd, etcd_prefix)
-
-
-async def _returned_node_copies_only_what_it_lacks(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+async def test_node_that_comes_back_copies_only_what_it_lacks(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 2)
@@ -664,14 +609,10 @@ async def _returned_node_copies_only_what_it_lacks(server: EtcdServer, prefix: b
         assert_readable(made, writer)
 
 
-def test_node_that_comes_back_copies_only_what_it_lacks(
+async def test_node_whose_store_lacks_extents_is_filled_before_it_counts(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_returned_node_copies_only_what_it_lacks, etcd, etcd_prefix)
-
-
-async def _lacking_node_rejoins(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 2)
@@ -686,16 +627,10 @@ async def _lacking_node_rejoins(server: EtcdServer, prefix: bytes) -> None:
         assert_readable(made, writer)
 
 
-def test_node_whose_store_lacks_extents_is_filled_before_it_counts(
-    etcd: EtcdServer, etcd_prefix: bytes
+async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
+    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trio.run(_lacking_node_rejoins, etcd, etcd_prefix)
-
-
-async def _only_copy_is_told_lost(
-    server: EtcdServer, prefix: bytes, log: pytest.LogCaptureFixture
-) -> None:
-    async with watched(server, prefix, 1) as (made, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 1) as (made, watcher, writer, _):
         kept = await writer.publish(b"kept")
         lost = await writer.publish(b"lost")
         watcher.failures.clear()
@@ -706,23 +641,17 @@ async def _only_copy_is_told_lost(
         for named in watcher.named.values():
             named.discard(lost)  # rightly, so it is no failure
         await made.start(made.stores[only])
-        assert "1 extents of group" in log.text
-        assert "no other node is in sync" in log.text
+        assert "1 extents of group" in caplog.text
+        assert "no other node is in sync" in caplog.text
         assert kept in made.running[only].files
         assert made.running[only].resync.damaged
         await made.add()
         await settled(writer, watcher, 2)  # what is nowhere keeps nobody from joining
-        assert "they are lost" in log.text
+        assert "they are lost" in caplog.text
 
 
-def test_loss_of_the_only_copy_is_told_and_service_goes_on(
-    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    trio.run(_only_copy_is_told_lost, etcd, etcd_prefix, caplog)
-
-
-async def _drained_node_is_left(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 3) as (made, watcher, writer, _):
+async def test_draining_node_gives_its_groups_away(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with watched(etcd, etcd_prefix, 3) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         await settled(writer, watcher, 3)
@@ -740,12 +669,8 @@ async def _drained_node_is_left(server: EtcdServer, prefix: bytes) -> None:
         assert_readable(made, writer)
 
 
-def test_draining_node_gives_its_groups_away(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_drained_node_is_left, etcd, etcd_prefix)
-
-
-async def _new_node_takes_its_share(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+async def test_new_node_is_filled_with_its_share(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
         new = await made.add()
@@ -754,15 +679,17 @@ async def _new_node_takes_its_share(server: EtcdServer, prefix: bytes) -> None:
         assert_readable(made, writer)
 
 
-def test_new_node_is_filled_with_its_share(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_new_node_takes_its_share, etcd, etcd_prefix)
+def groups_of(writer: Writer, node: int) -> set[int]:
+    return {group for group, (config, _) in writer.groups.all().items() if node in config.members}
 
 
-async def _shares_stay_even(server: EtcdServer, prefix: bytes) -> None:
+async def test_ninth_node_gets_its_share_and_nothing_else_moves(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
     buckets, files, size = 128, 256, 500
     # So long that no node is lost while the machine is busy, which would move something, too.
     ttl_s = 30
-    async with watched(server, prefix, 8, buckets, ttl_s) as (made, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 8, buckets, ttl_s) as (made, watcher, writer, _):
         load = await on_target(writer, watcher)
         replicas = 2 * buckets
         assert set(load) == set(made.running)
@@ -789,18 +716,10 @@ async def _shares_stay_even(server: EtcdServer, prefix: bytes) -> None:
         assert_readable(made, writer)
 
 
-def groups_of(writer: Writer, node: int) -> set[int]:
-    return {group for group, (config, _) in writer.groups.all().items() if node in config.members}
-
-
-def test_ninth_node_gets_its_share_and_nothing_else_moves(
+async def test_restarted_node_brings_no_long_dead_one_into_the_targets(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_shares_stay_even, etcd, etcd_prefix)
-
-
-async def _long_dead_node_is_not_waited_for_again(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 4) as (made, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 4) as (made, watcher, writer, _):
         await on_target(writer, watcher)
         elected = min(made.running)
         await notice(made, max(made.running))
@@ -818,30 +737,20 @@ async def _long_dead_node_is_not_waited_for_again(server: EtcdServer, prefix: by
         assert await writer.engine.get(targets_key(2)) == before
 
 
-def test_restarted_node_brings_no_long_dead_one_into_the_targets(
+async def test_damaged_targets_are_made_anew_from_where_groups_are(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    trio.run(_long_dead_node_is_not_waited_for_again, etcd, etcd_prefix)
-
-
-async def _damaged_targets_are_replaced(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (_, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 2) as (_, watcher, writer, _):
         await on_target(writer, watcher)
         await writer.engine.transact((), [Put(targets_key(2), b"damaged")])
         await on_target(writer, watcher)
         assert watcher.moves == 0
 
 
-def test_damaged_targets_are_made_anew_from_where_groups_are(
-    etcd: EtcdServer, etcd_prefix: bytes
+async def test_extent_found_damaged_by_a_reader_is_copied_anew(
+    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trio.run(_damaged_targets_are_replaced, etcd, etcd_prefix)
-
-
-async def _damage_is_mended(
-    server: EtcdServer, prefix: bytes, log: pytest.LogCaptureFixture
-) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         extents = [await writer.publish(random.randbytes(1000)) for _ in range(5)]
         await settled(writer, watcher, 2)
         node = random.choice(list(made.running.values()))
@@ -858,17 +767,11 @@ async def _damage_is_mended(
                     await writer.groups.changed()
         await settled(writer, watcher, 2)
         assert_readable(made, writer)
-        assert log.text.count("is damaged and dropped") == 2
+        assert caplog.text.count("is damaged and dropped") == 2
 
 
-def test_extent_found_damaged_by_a_reader_is_copied_anew(
-    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    trio.run(_damage_is_mended, etcd, etcd_prefix, caplog)
-
-
-async def _history_is_forgotten(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+async def test_etcd_forgets_its_history_after_a_while(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         await on_target(writer, watcher)
         start = 1000.0
         tasks = {node: at.agent.housekeeping for node, at in made.running.items()}
@@ -897,12 +800,10 @@ async def _history_is_forgotten(server: EtcdServer, prefix: bytes) -> None:
         await settled(writer, watcher, 2)
 
 
-def test_etcd_forgets_its_history_after_a_while(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    trio.run(_history_is_forgotten, etcd, etcd_prefix)
-
-
-async def _unreachable_member_is_evicted(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         here, there = made.running.values()
         group = next(iter(writer.groups.all()))
@@ -916,12 +817,6 @@ async def _unreachable_member_is_evicted(server: EtcdServer, prefix: bytes) -> N
         assert found[0].in_sync == (here.id,)
         assert not await there.agent.evict(group, here.id)  # it is out itself
         assert await here.agent.evict(group, there.id)  # is so already
-
-
-def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    trio.run(_unreachable_member_is_evicted, etcd, etcd_prefix)
 
 
 class GoneOnceGranted(EtcdLeases):
@@ -938,58 +833,48 @@ class GoneOnceGranted(EtcdLeases):
 
 
 @pytest.mark.parametrize("kind", [MOUNT, NODE])
-def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
+async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
     etcd: EtcdServer, etcd_prefix: bytes, kind: bytes
 ) -> None:
-    async def test() -> None:
-        record = MOUNT_RECORD if kind == MOUNT else address(7)
-        async with (
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            leases = engine.leases = GoneOnceGranted(engine._calls, 0)
-            await admit(engine, 7, UP)
-            session = Session(engine, kind, record, TTL_S, node=7)
-            await nursery.start(session.run)
-            assert session.valid()
-            assert leases.granted == 2
-            await session.release()
-
-    trio.run(test)
+    record = MOUNT_RECORD if kind == MOUNT else address(7)
+    async with (
+        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        leases = engine.leases = GoneOnceGranted(engine._calls, 0)
+        await admit(engine, 7, UP)
+        session = Session(engine, kind, record, TTL_S, node=7)
+        await nursery.start(session.run)
+        assert session.valid()
+        assert leases.granted == 2
+        await session.release()
 
 
-def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
+async def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
     etcd: EtcdServer, etcd_prefix: bytes, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with (
-            watched(etcd, etcd_prefix, 1) as (made, _, _, _),
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-        ):
-            with Files(str(tmp_path)) as files:
-                node = Node(made, files, engine)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(node.agent.run)
-                    await trio.testing.wait_all_tasks_blocked()
-                    await node.session.release()
-
-    trio.run(test)
+    async with (
+        watched(etcd, etcd_prefix, 1) as (made, _, _, _),
+        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+    ):
+        with Files(str(tmp_path)) as files:
+            node = Node(made, files, engine)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(node.agent.run)
+                await trio.testing.wait_all_tasks_blocked()
+                await node.session.release()
 
 
-async def _left_groups(server: EtcdServer, prefix: bytes) -> None:
-    async with watched(server, prefix, 2) as (made, watcher, writer, _):
+async def test_node_that_stops_leaves_its_groups_to_the_others(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with watched(etcd, etcd_prefix, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         one, other = made.running.values()
         assert await one.agent.leave() == 0
         await writer.replica.barrier()
         assert all(c.in_sync == (other.id,) for c, _ in writer.groups.all().values())
         assert await other.agent.leave() == len(writer.groups.all())
-
-
-def test_node_that_stops_leaves_its_groups_to_the_others(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    trio.run(_left_groups, etcd, etcd_prefix)
 
 
 async def _full_node_is_passed_over(

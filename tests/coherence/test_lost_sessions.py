@@ -2,30 +2,23 @@
 was writing."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from harness.at_signal import SIGNAL
-from harness.clusters import Cluster, ClusterOfChangedMounts, Plan
+from harness.clusters import Cluster, ClusterOfChangedMounts, Plan, StoreNode
 from harness.mountpoint import eventually
 from harness.programs import ended_sessions
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as made:
-        yield made
-
-
-def open_in_place(cluster: Cluster, path: Path) -> int:
+def open_in_place(node: StoreNode, path: Path) -> int:
     """Return a descriptor of a file that is written where the node can take it over."""
     opened: list[int] = []
+    before = incoming(node)
 
     def is_there() -> bool:
         path.write_text("before")
         fd = os.open(path, os.O_RDWR)
-        if os.listdir(incoming(cluster)):
+        if incoming(node) - before:
             opened.append(fd)
         else:
             os.close(fd)
@@ -35,51 +28,37 @@ def open_in_place(cluster: Cluster, path: Path) -> int:
     return opened[0]
 
 
-def incoming(cluster: Cluster) -> Path:
-    return cluster.nodes[0].store / "incoming"
+def incoming(node: StoreNode) -> set[str]:
+    return set(os.listdir(node.store / "incoming"))
 
 
-def stop_for_longer_than_the_lease(cluster: Cluster) -> None:
-    """Return when the node has removed the files of the mount's session."""
-    (mount,) = cluster.mounts
-    mount.pause()
-    try:
-        eventually(lambda: not os.listdir(incoming(cluster)), "it removes them", within_s=30)
-    finally:
-        mount.resume()
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_file_that_was_open_for_writing_is_opened_and_written_again(
-    cluster: Cluster, written: bool
-) -> None:
-    path = cluster.mounts[0].path / f"file{written}"
-    fd = open_in_place(cluster, path)
-    try:
-        if written:
-            os.pwrite(fd, b"BEFORE", 0)
-            os.fsync(fd)
-        stop_for_longer_than_the_lease(cluster)
-    finally:
-        os.close(fd)
-    assert path.read_text() == ("BEFORE" if written else "before")
-    for text in ("first", "second"):
-        with path.open("r+") as file:
-            file.truncate()
-            file.write(text)
-        assert path.read_text() == text
-
-
-def test_what_is_written_after_it_is_published(cluster: Cluster) -> None:
-    path = cluster.mounts[0].path / "file"
-    fd = open_in_place(cluster, path)
-    try:
-        stop_for_longer_than_the_lease(cluster)
-        os.pwrite(fd, b"AFTER", 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    assert path.read_text() == "AFTERe"
+def test_files_that_were_open_for_writing_are_published_opened_and_written_again() -> None:
+    """One is not written, one before the mount is stopped, and one after it goes on."""
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as cluster:
+        (mount,), (node,) = cluster.mounts, cluster.nodes
+        paths = [mount.path / name for name in ("unwritten", "before", "after")]
+        opened = [open_in_place(node, path) for path in paths]
+        _, before, after = opened
+        try:
+            os.pwrite(before, b"BEFORE", 0)
+            os.fsync(before)
+            mount.pause()
+            try:
+                eventually(lambda: not incoming(node), "it removes them", within_s=30)
+            finally:
+                mount.resume()
+            os.pwrite(after, b"AFTER", 0)
+            os.fsync(after)
+        finally:
+            for fd in opened:
+                os.close(fd)
+        assert [path.read_text() for path in paths] == ["before", "BEFORE", "AFTERe"]
+        for path in paths:
+            for text in ("first", "second"):
+                with path.open("r+") as file:
+                    file.truncate()
+                    file.write(text)
+                assert path.read_text() == text
 
 
 def test_copy_that_gets_another_number_is_kept_once() -> None:

@@ -67,3 +67,23 @@ def test_nobody_meets_an_error_or_a_conflict(cluster: Cluster, calls: tuple[str,
     told = [json.loads(program.communicate(timeout=60)[0]) for program in programs]
     assert told == [{}] * PROGRAMS
     assert os.listdir(folder) == ["file"]
+
+
+def test_a_descriptor_is_opened_once_more_in_a_directory_that_is_not_followed(
+    cluster: Cluster,
+) -> None:
+    """The open is refused once for each of two reasons: etcd has to be asked whether the file was removed,
+    and another node shows what its writer writes."""
+    folder = cluster.mounts[0].path / "unfollowed"
+    folder.mkdir()
+    os.setxattr(folder, "user.irdmafs.follow", b"off")
+    path = folder / "file"
+    path.write_bytes(b"first")
+    with path.open("rb") as first:
+        path.write_bytes(b"second")
+        with path.open("wb") as writer, path.open("rb") as second:
+            with open(f"/proc/self/fd/{second.fileno()}", "r+b") as again:
+                assert again.read() == b"second"
+            writer.write(b"third")
+        assert first.read() == b"first"
+    assert path.read_bytes() == b"third"

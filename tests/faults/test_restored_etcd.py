@@ -233,35 +233,34 @@ def test_an_old_copy_of_a_store_is_not_taken_for_an_old_etcd(cluster: Cluster) -
 
 
 @pytest.mark.parametrize("overtaken", [False, True])
-def test_a_process_knows_another_history_although_it_has_more_revisions(overtaken: bool) -> None:
-    async def test() -> None:
-        with EtcdServer() as server:
-            data = server.directory / "m0"
-            async with EtcdEngine(server.endpoints, b"x/") as engine:
-                await engine.transact((), [Put(b"a", b"1")])
-                # The event loop stands still while etcd is replaced: nothing can be noticed meanwhile.
-                server.kill9()
-                shutil.copytree(data, server.directory / "old")
-                server.start()
-                revision, _ = await engine.snapshot(b"", b"\xff")
-                watch = engine.watch(b"", b"\xff", revision)
-                newest = await engine.transact((), [Put(b"a", b"2")])
-                assert (await watch.__anext__()).revision == newest
-                server.kill9()
-                shutil.rmtree(data)
-                shutil.copytree(server.directory / "old", data)
-                server.start()
-                while overtaken and server.revision() <= newest:
-                    server.ctl("put", "somebody's", "else")
-                with trio.fail_after(30), pytest.raises(WentBack, match="went back in time"):
-                    await watch.__anext__()
-                for call in (engine.barrier(), engine.transact((), [Put(b"a", b"3")])):
-                    with pytest.raises(WentBack):
-                        await call
-                assert not await engine.past.is_continued()
-                engine.past.trust()
-                found = await engine.get(b"a")
-                assert found is not None
-                assert found.value == b"1"
-
-    trio.run(test)
+async def test_a_process_knows_another_history_although_it_has_more_revisions(
+    overtaken: bool,
+) -> None:
+    with EtcdServer() as server:
+        data = server.directory / "m0"
+        async with EtcdEngine(server.endpoints, b"x/") as engine:
+            await engine.transact((), [Put(b"a", b"1")])
+            # The event loop stands still while etcd is replaced: nothing can be noticed meanwhile.
+            server.kill9()
+            shutil.copytree(data, server.directory / "old")
+            server.start()
+            revision, _ = await engine.snapshot(b"", b"\xff")
+            watch = engine.watch(b"", b"\xff", revision)
+            newest = await engine.transact((), [Put(b"a", b"2")])
+            assert (await watch.__anext__()).revision == newest
+            server.kill9()
+            shutil.rmtree(data)
+            shutil.copytree(server.directory / "old", data)
+            server.start()
+            while overtaken and server.revision() <= newest:
+                server.ctl("put", "somebody's", "else")
+            with trio.fail_after(30), pytest.raises(WentBack, match="went back in time"):
+                await watch.__anext__()
+            for call in (engine.barrier(), engine.transact((), [Put(b"a", b"3")])):
+                with pytest.raises(WentBack):
+                    await call
+            assert not await engine.past.is_continued()
+            engine.past.trust()
+            found = await engine.get(b"a")
+            assert found is not None
+            assert found.value == b"1"

@@ -54,7 +54,7 @@ def test_detach_does_nothing_under_another_runner() -> None:
     assert trio.run(main) == 5
 
 
-def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> None:
+async def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> None:
     async def inner() -> None:
         pass
 
@@ -66,49 +66,40 @@ def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> None:
     with pytest.raises(Detached):
         run(coro)
 
-    async def main() -> None:
-        await resume(coro)
-
-    trio.run(main)
+    await resume(coro)
 
 
-def test_what_waits_without_detach_is_an_error_and_the_next_one_runs() -> None:
+async def test_what_waits_without_detach_is_an_error_and_the_next_one_runs() -> None:
     async def impatient() -> None:
         await trio.lowlevel.checkpoint()
 
     async def patient() -> str:
         return "done"
 
-    async def main() -> None:
-        coro = impatient()
-        with pytest.raises(RuntimeError, match=r"impatient.* waited without detach"):
-            run(coro)
-        coro.close()
-        assert run(patient()) == "done"
-        with trio.testing.assert_no_checkpoints():
-            await detach()
-
-    trio.run(main)
+    coro = impatient()
+    with pytest.raises(RuntimeError, match=r"impatient.* waited without detach"):
+        run(coro)
+    coro.close()
+    assert run(patient()) == "done"
+    with trio.testing.assert_no_checkpoints():
+        await detach()
 
 
-def test_an_exception_leaves_the_next_coroutine_inline_and_the_task_not() -> None:
+async def test_an_exception_leaves_the_next_coroutine_inline_and_the_task_not() -> None:
     async def failing() -> None:
         raise ValueError
 
     async def detaching() -> None:
         await detach()
 
-    async def main() -> None:
-        with pytest.raises(ValueError):
-            run(failing())
-        with trio.testing.assert_no_checkpoints():
-            await detach()
-        coro = detaching()
-        with pytest.raises(Detached):
-            run(coro)
-        await resume(coro)
-
-    trio.run(main)
+    with pytest.raises(ValueError):
+        run(failing())
+    with trio.testing.assert_no_checkpoints():
+        await detach()
+    coro = detaching()
+    with pytest.raises(Detached):
+        run(coro)
+    await resume(coro)
 
 
 # -- detached ----------------------------------------------------------------------------------------
@@ -135,35 +126,32 @@ def test_nothing_after_detach_runs_before_resume() -> None:
     assert steps == ["before", "after"]
 
 
-def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> None:
+async def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> None:
     async def receiving(channel: trio.MemoryReceiveChannel[int]) -> list[int]:
         await detach()
         values = [await channel.receive(), await channel.receive()]
         await detach()  # where it waits already, this is nothing
         return [*values, await trio.to_thread.run_sync(sum, values)]
 
-    async def main() -> None:
-        send, receive = trio.open_memory_channel[int](0)
-        coro = receiving(receive)
-        with pytest.raises(Detached):
-            run(coro)
-        results: list[list[int]] = []
+    send, receive = trio.open_memory_channel[int](0)
+    coro = receiving(receive)
+    with pytest.raises(Detached):
+        run(coro)
+    results: list[list[int]] = []
 
-        async def finish() -> None:
-            results.append(await resume(coro))
+    async def finish() -> None:
+        results.append(await resume(coro))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(finish)
-            await trio.testing.wait_all_tasks_blocked()
-            assert results == []
-            await send.send(3)
-            await send.send(4)
-        assert results == [[3, 4, 7]]
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(finish)
+        await trio.testing.wait_all_tasks_blocked()
+        assert results == []
+        await send.send(3)
+        await send.send(4)
+    assert results == [[3, 4, 7]]
 
 
-def test_a_coroutine_detaches_from_however_deep_inside() -> None:
+async def test_a_coroutine_detaches_from_however_deep_inside() -> None:
     async def nested(depth: int) -> int:
         if depth == 0:
             await detach()
@@ -171,13 +159,10 @@ def test_a_coroutine_detaches_from_however_deep_inside() -> None:
             return 0
         return await nested(depth - 1) + 1
 
-    async def main() -> None:
-        coro = nested(50)
-        with pytest.raises(Detached):
-            run(coro)
-        assert await resume(coro) == 50
-
-    trio.run(main)
+    coro = nested(50)
+    with pytest.raises(Detached):
+        run(coro)
+    assert await resume(coro) == 50
 
 
 def test_a_detached_coroutine_may_run_others_inline() -> None:
@@ -201,17 +186,14 @@ def test_a_detached_coroutine_may_run_others_inline() -> None:
     assert trio.run(run_or_resume, outer()) == ["quick", "slow"]
 
 
-def test_an_exception_of_the_detached_part_comes_out_of_resume() -> None:
+async def test_an_exception_of_the_detached_part_comes_out_of_resume() -> None:
     async def failing() -> None:
         await detach()
         await trio.lowlevel.checkpoint()
         raise PermissionError(1, "not allowed")
 
-    async def main() -> None:
-        with pytest.raises(PermissionError, match="not allowed"):
-            await run_or_resume(failing())
-
-    trio.run(main)
+    with pytest.raises(PermissionError, match="not allowed"):
+        await run_or_resume(failing())
 
 
 def test_an_exception_of_what_is_waited_for_can_be_caught_inside() -> None:
@@ -230,24 +212,21 @@ def test_an_exception_of_what_is_waited_for_can_be_caught_inside() -> None:
     assert trio.run(run_or_resume, catching()) == "caught full"
 
 
-def test_several_detached_coroutines_wait_at_the_same_time() -> None:
+async def test_several_detached_coroutines_wait_at_the_same_time() -> None:
     async def waiting(number: int, event: trio.Event, done: list[int]) -> None:
         await detach()
         await event.wait()
         done.append(number)
 
-    async def main() -> None:
-        events = [trio.Event() for _ in range(3)]
-        done: list[int] = []
-        async with trio.open_nursery() as nursery:
-            for number, event in enumerate(events):
-                nursery.start_soon(run_or_resume, waiting(number, event, done))
-            for number in (2, 0, 1):
-                events[number].set()
-                await trio.testing.wait_all_tasks_blocked()
-        assert done == [2, 0, 1]
-
-    trio.run(main)
+    events = [trio.Event() for _ in range(3)]
+    done: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for number, event in enumerate(events):
+            nursery.start_soon(run_or_resume, waiting(number, event, done))
+        for number in (2, 0, 1):
+            events[number].set()
+            await trio.testing.wait_all_tasks_blocked()
+    assert done == [2, 0, 1]
 
 
 # -- cancelled ---------------------------------------------------------------------------------------
@@ -309,18 +288,15 @@ def test_a_scope_inside_the_detached_part_cancels_only_what_is_in_it() -> None:
     assert trio.run(run_or_resume, limited()) == "went on, True"
 
 
-def test_what_finished_before_its_cancellation_keeps_its_result() -> None:
-    async def main() -> None:
-        async def cancelling() -> str:
-            await detach()
-            scope.cancel()
-            return "finished"
+async def test_what_finished_before_its_cancellation_keeps_its_result() -> None:
+    async def cancelling() -> str:
+        await detach()
+        scope.cancel()
+        return "finished"
 
-        with trio.CancelScope() as scope:
-            assert await run_or_resume(cancelling()) == "finished"
-        assert not scope.cancelled_caught
-
-    trio.run(main)
+    with trio.CancelScope() as scope:
+        assert await run_or_resume(cancelling()) == "finished"
+    assert not scope.cancelled_caught
 
 
 # -- any program -------------------------------------------------------------------------------------

@@ -109,10 +109,21 @@ def test_a_name_ends_within_the_message_or_is_refused(data: bytes, start: int, e
     before_nul, nul, _ = data[start:end].partition(b"\0")
     for buffer in (data, bytearray(data)):
         if before_nul and nul:
-            assert wire.decode_name(buffer, start, end) == (before_nul, start + len(before_nul) + 1)
+            assert wire.decode_names(buffer, start, end, 1) == (before_nul,)
         else:
             with pytest.raises(Malformed):
-                wire.decode_name(buffer, start, end)
+                wire.decode_names(buffer, start, end, 1)
+
+
+@given(names=st.lists(st.binary(max_size=20), min_size=2, max_size=2), ends=st.booleans())
+def test_two_names_follow_each_other(names: list[bytes], ends: bool) -> None:
+    data = b"\0".join(names) + (b"\0" if ends else b"")
+    if ends and names[0] and b"\0" not in names[0] and names[1].partition(b"\0")[0]:
+        found = wire.decode_names(data, 0, len(data), 2)
+        assert found == (names[0], names[1].partition(b"\0")[0])
+    elif b"\0" not in names[0] + names[1]:
+        with pytest.raises(Malformed):
+            wire.decode_names(data, 0, len(data), 2)
 
 
 @given(
@@ -127,7 +138,6 @@ def test_a_directory_entry_is_padded_to_eight_bytes(name: bytes, ino: int, offse
 
 def test_replies_and_notifications_name_their_length() -> None:
     assert wire.reply(7, b"abc") == struct.pack("<IiQ", 19, 0, 7) + b"abc"
-    assert wire.error_reply(7, errno.ENOENT) == struct.pack("<IiQ", 16, -2, 7)
     for message, code in (
         (wire.inval_inode(1, -1, 0), wire.Notify.INVAL_INODE),
         (wire.inval_entry(1, b"name"), wire.Notify.INVAL_ENTRY),

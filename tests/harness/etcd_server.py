@@ -23,7 +23,7 @@ from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running
 from irdmafs.backend.trust.authority import list_revoked
 
-__all__ = ["EtcdServer", "end_shared_etcd", "etcd", "etcd_prefix", "free_port"]
+__all__ = ["EtcdServer", "end_shared_etcd", "free_port"]
 
 _PASSWORD = "a secret"
 
@@ -132,18 +132,6 @@ def end_shared_etcd() -> None:
         _shared.pop().close()
 
 
-@pytest.fixture(scope="session")
-def etcd() -> EtcdServer:
-    """The etcd server that all tests of the session share; do not stop it."""
-    return shared_etcd()
-
-
 def new_prefix() -> bytes:
     """A key prefix that no other test uses."""
     return b"/test-%d-%d/" % (os.getpid(), next(_prefixes))
-
-
-@pytest.fixture
-def etcd_prefix() -> bytes:
-    """A key prefix that no other test uses."""
-    return new_prefix()

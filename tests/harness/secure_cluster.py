@@ -1,27 +1,15 @@
 """A cluster in an etcd that speaks TLS and checks who asks, as `irdmafs cluster init` makes it."""
 
-import functools
 import os
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
-
-import trio
 
 from harness import forks
 from harness.etcd_server import EtcdServer
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.trust.security import Role
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        trio.run(functools.partial(test, *args, **kwargs))
-
-    return run
 
 
 class SecureEtcd(EtcdServer):

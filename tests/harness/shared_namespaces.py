@@ -214,7 +214,7 @@ class Worker:
         made = await self.namespace.create(parent, name, mode, 0, 0, version=1)
         inode = self.namespace.inodes.get(made.ino)
         if inode is not None and not inode.nlink:
-            await self.namespace.drop(made.ino)  # another host was quick to remove it
+            self.namespace.tree.drop(made.ino)  # another host was quick to remove it
 
     async def work(self, steps: int) -> None:
         for _ in range(steps):

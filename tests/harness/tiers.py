@@ -39,12 +39,10 @@ _STARTS = {
     "harness.forks.start": Tier.PROMISES,
     "subprocess": Tier.PROMISES,
 }
-# Fixtures that start a mount or what tests share, and the modules that they lie in, where no other
-# fixture starts anything.
+# Fixtures of conftest.py that start a mount or what tests share. No other fixture there starts anything.
 _SHARED = frozenset(
     {"module_mount", "new_mount", "shared_cluster", "training_mount", "etcd", "process"}
 )
-_OF_ALL_TESTS = ("conftest", "harness.etcd_server")
 # Markers and parameters of the tests that only the highest tier has.
 _MARKERS = ("slow", "verbs", "guest_tests")
 _SESSIONS = ("pyfuse3", "cluster")
@@ -92,7 +90,7 @@ def tier_of(item: pytest.Item) -> Tier:
         found.append(Tier.PROMISES)
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
         function = definitions[-1].func
-        if function.__module__ not in _OF_ALL_TESTS:
+        if function.__module__ != "conftest":
             found.append(_tier_of_code(function))
         elif name in _SHARED:
             found.append(Tier.PROMISES)

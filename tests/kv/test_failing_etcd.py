@@ -3,11 +3,9 @@
 A proxy between engine and etcd loses answers and delivers requests late. Randomized tests print
 their seed.
 """
-# ruff: noqa: F811 - the fixture etcd is imported, and an argument of each test that uses it
 
 import contextlib
 import errno
-import functools
 import math
 import random
 import socket
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 import trio
 import trustme
-from harness.etcd_server import EtcdServer, etcd, free_port, new_prefix  # noqa: F401
+from harness.etcd_server import EtcdServer, free_port, new_prefix
 
 from irdmafs.backend.etcd import client
 from irdmafs.backend.etcd import etcd_pb2 as pb
@@ -29,17 +27,6 @@ from irdmafs.backend.etcd.methods import RANGE
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
 
 END = b"\xff"
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def call() -> None:
-            await test(*args, **kwargs)
-
-        trio.run(call)
-
-    return run
 
 
 async def in_thread(call: Callable[..., Any], *args: object) -> Any:
@@ -196,7 +183,6 @@ async def proxied(
 
 
 class TestUncertainTransaction:
-    @in_trio
     async def test_that_was_applied_is_acknowledged_once_with_its_revision(
         self, etcd: EtcdServer
     ) -> None:
@@ -224,7 +210,6 @@ class TestUncertainTransaction:
             found = [change.events[0].key for change in await history(direct, b"a", b"b", last)]
             assert found == [b"a1", b"a2", b"a9"]
 
-    @in_trio
     async def test_that_was_not_applied_is_repeated(self, etcd: EtcdServer) -> None:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             await engine.transact((), [Put(b"start", b"")])
@@ -243,7 +228,6 @@ class TestUncertainTransaction:
             assert found is not None
             assert revisions == [found.mod_revision]
 
-    @in_trio
     async def test_that_arrives_after_its_repetition_does_nothing(self, etcd: EtcdServer) -> None:
         """Its compares hold again, since what it created has been deleted meanwhile."""
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
@@ -269,7 +253,6 @@ class TestUncertainTransaction:
                 Change(last, (Event(last, b"b", b""),)),
             ]
 
-    @in_trio
     async def test_that_was_cancelled_is_not_applied_after_what_comes_next(
         self, etcd: EtcdServer
     ) -> None:
@@ -288,7 +271,6 @@ class TestUncertainTransaction:
             assert await direct.get(b"a") is None
 
     @pytest.mark.slow
-    @in_trio
     async def test_of_random_kinds_are_all_applied_once_and_in_order(
         self, etcd: EtcdServer
     ) -> None:
@@ -459,7 +441,6 @@ def compacted_etcd() -> Iterator[EtcdServer]:
 
 
 class TestCompaction:
-    @in_trio
     async def test_of_what_a_watch_asks_for_is_told(self, compacted_etcd: EtcdServer) -> None:
         async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
             first = await engine.transact((), [Put(b"a", b"1")])
@@ -475,7 +456,6 @@ class TestCompaction:
             last = await engine.transact((), [Put(b"a", b"2")])
             assert await anext(watch) == Change(last, (Event(last, b"a", b"2"),))
 
-    @in_trio
     async def test_while_a_watch_is_cut_off_is_told_and_a_snapshot_fills_the_gap(
         self, compacted_etcd: EtcdServer
     ) -> None:
@@ -499,7 +479,6 @@ class TestCompaction:
             last = await direct.transact((), [Put(b"a", b"3")])
             assert (await anext(watch)).revision == last
 
-    @in_trio
     async def test_of_what_is_compacted_already_is_no_error(
         self, compacted_etcd: EtcdServer
     ) -> None:
@@ -509,7 +488,6 @@ class TestCompaction:
             await engine.admin.room.compact(revision)
 
 
-@in_trio
 async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: EtcdServer) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -528,7 +506,6 @@ async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: Etcd
         assert watched == await history(direct, b"", END, last)
 
 
-@in_trio
 async def test_a_watch_may_be_cancelled_and_gone_on_with(etcd: EtcdServer) -> None:
     async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
         watch = engine.watch(b"a", b"b", 0)
@@ -541,7 +518,6 @@ async def test_a_watch_may_be_cancelled_and_gone_on_with(etcd: EtcdServer) -> No
 
 
 class TestLease:
-    @in_trio
     async def test_takes_its_keys_along_when_it_is_revoked(self, etcd: EtcdServer) -> None:
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
             lease = await engine.leases.grant(60)
@@ -555,7 +531,6 @@ class TestLease:
             with pytest.raises(LeaseEnded):
                 await engine.transact((), [Put(b"a", b"", lease)])
 
-    @in_trio
     async def test_ends_by_itself_and_keeping_it_alive_tells(self, etcd: EtcdServer) -> None:
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
             lease = await engine.leases.grant(1)
@@ -564,7 +539,6 @@ class TestLease:
             assert gone.events[0].value is None
             assert await engine.leases.renew(lease, math.inf) == 0
 
-    @in_trio
     async def test_is_kept_alive_over_lost_connections(self, etcd: EtcdServer) -> None:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             lease = await engine.leases.grant(2)
@@ -594,7 +568,6 @@ class TestRefusal:
                 pass
         return refused.value
 
-    @in_trio
     async def test_of_an_address_where_nothing_listens(self) -> None:
         endpoints = [f"127.0.0.1:{free_port()}", f"localhost:{free_port()}"]
         error = await self.refusal(EtcdEngine(endpoints, b"/", timeout_s=0.5))
@@ -602,7 +575,6 @@ class TestRefusal:
         for said in (*endpoints, "refused", "running"):
             assert said in str(error)
 
-    @in_trio
     async def test_of_an_address_where_something_else_answers(self) -> None:
         async def greet(stream: trio.SocketStream) -> None:
             await stream.send_all(b"220 mail.example.com ESMTP service ready\r\n")
@@ -616,7 +588,6 @@ class TestRefusal:
             assert "HTTP/2" in str(error)
             nursery.cancel_scope.cancel()
 
-    @in_trio
     async def test_of_a_peer_that_sends_nonsense(self) -> None:
         """Random frames, some of them nearly right: an error of ours, and nothing else."""
         seed = random.randrange(2**32)
@@ -724,7 +695,6 @@ def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
         trio.run(main, server)
 
 
-@in_trio
 async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServer) -> None:
     async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
         many = [Put(b"%d" % number, b"") for number in range(127)]
@@ -738,7 +708,6 @@ async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServe
         await engine.transact([], many)
 
 
-@in_trio
 async def test_members_that_accept_and_say_nothing_hold_nobody_up(
     etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -756,7 +725,6 @@ async def test_members_that_accept_and_say_nothing_hold_nobody_up(
             asking.close()
 
 
-@in_trio
 async def test_a_call_goes_to_another_member_if_one_stands_still(
     etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -778,7 +746,6 @@ async def test_a_call_goes_to_another_member_if_one_stands_still(
             nursery.cancel_scope.cancel()
 
 
-@in_trio
 async def test_many_calls_at_once_share_a_connection(etcd: EtcdServer) -> None:
     async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
         large = random.randbytes(300_000)
@@ -796,7 +763,6 @@ async def test_many_calls_at_once_share_a_connection(etcd: EtcdServer) -> None:
         assert len(await engine.range(b"0", b":")) == 40
 
 
-@in_trio
 async def test_closing_ends_what_waits(etcd: EtcdServer) -> None:
     async with proxied(etcd, new_prefix()) as (proxy, engine, _):
         await engine.transact((), [Put(b"a", b"")])

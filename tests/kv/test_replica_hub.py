@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
+from harness.etcd_server import EtcdServer, new_prefix
 from harness.models.namespace import DIRECTORY, FILE, NamespaceAgainstModel, Thing
 from harness.shared_namespaces import (
     HostNamespace,
@@ -23,7 +23,6 @@ from harness.shared_namespaces import (
     expect_all_equal,
     host,
     hosts,
-    run,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
@@ -34,8 +33,6 @@ from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
-
-__all__ = ["etcd", "etcd_prefix"]
 
 Result = TypeVar("Result")
 
@@ -77,35 +74,32 @@ class _Telling(NamedTuple):
         self.told.append("kept")
 
 
-def test_loading_anew_after_lost_events_tells_exactly_what_differs(
+async def test_loading_anew_after_lost_events_tells_exactly_what_differs(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """The last half of what happened is lost to one host, and made up for by loading everything."""
     seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
     print("IRDMAFS_SEED =", seed)
 
-    async def test() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
-            engine = namespace.engine
-            assert isinstance(engine, EtcdEngine)
-            worker = Worker(namespace, random.Random(seed))
-            behind = HostNamespace(engine)
-            behind.tree.load((), 0)
-            for _ in range(4):
-                await worker.work(40)
-                revision, records = await engine.snapshot(b"", b"\xff")
-                prefixes = behind.tree.prefixes
-                mirror = Mirror(behind)
-                behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
-                mirror.expect_equal()
-                assert everything(behind) == everything(namespace)
-                # Nothing is different now.
-                told: list[object] = []
-                behind.listener = _Telling(told)
-                behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
-                assert not told
-
-    run(test)
+    async with host(etcd, etcd_prefix) as namespace:
+        engine = namespace.engine
+        assert isinstance(engine, EtcdEngine)
+        worker = Worker(namespace, random.Random(seed))
+        behind = HostNamespace(engine)
+        behind.tree.load((), 0)
+        for _ in range(4):
+            await worker.work(40)
+            revision, records = await engine.snapshot(b"", b"\xff")
+            prefixes = behind.tree.prefixes
+            mirror = Mirror(behind)
+            behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
+            mirror.expect_equal()
+            assert everything(behind) == everything(namespace)
+            # Nothing is different now.
+            told: list[object] = []
+            behind.listener = _Telling(told)
+            behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
+            assert not told
 
 
 class LosesEvents(EtcdEngine):
@@ -133,110 +127,101 @@ def compacted_etcd() -> Iterator[EtcdServer]:
         yield server
 
 
-def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_changed(
+async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_changed(
     compacted_etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with (
-            host(compacted_etcd, etcd_prefix) as other,
-            LosesEvents(compacted_etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            for name in (b"stays", b"goes", b"moves"):
-                await other.create(ROOT_INO, name, FILE, 0, 0)
-            place = await other.create(ROOT_INO, b"place", DIRECTORY, 0, 0)
-            late = engine.late = trio.Event()
-            namespace = HostNamespace(engine)
-            replica = namespace.hub
-            await replica.start(nursery)
-            mirror = Mirror(namespace)
-            namespace.held = lambda ino: ino == gone.ino
-            gone = await other.unlink(ROOT_INO, b"goes")
-            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
-            await other.create(place.ino, b"comes", FILE, 0, 0)
-            await other.set_attributes(place.ino, mtime_ns=5)
-            await trio.to_thread.run_sync(compacted_etcd.compact)
-            late.set()
-            await replica.barrier()
-            mirror.expect_equal()
-            assert namespace.inode(gone.ino).nlink == 0
-            await namespace.drop(gone.ino)
-            assert everything(namespace) == everything(other)
-            # And it goes on from there.
-            await other.create(place.ino, b"later", FILE, 0, 0)
-            await replica.barrier()
-            assert everything(namespace) == everything(other)
-            nursery.cancel_scope.cancel()
-
-    run(test)
+    async with (
+        host(compacted_etcd, etcd_prefix) as other,
+        LosesEvents(compacted_etcd.endpoints, etcd_prefix) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        for name in (b"stays", b"goes", b"moves"):
+            await other.create(ROOT_INO, name, FILE, 0, 0)
+        place = await other.create(ROOT_INO, b"place", DIRECTORY, 0, 0)
+        late = engine.late = trio.Event()
+        namespace = HostNamespace(engine)
+        replica = namespace.hub
+        await replica.start(nursery)
+        mirror = Mirror(namespace)
+        namespace.held = lambda ino: ino == gone.ino
+        gone = await other.unlink(ROOT_INO, b"goes")
+        await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
+        await other.create(place.ino, b"comes", FILE, 0, 0)
+        await other.set_attributes(place.ino, mtime_ns=5)
+        await trio.to_thread.run_sync(compacted_etcd.compact)
+        late.set()
+        await replica.barrier()
+        mirror.expect_equal()
+        assert namespace.inode(gone.ino).nlink == 0
+        namespace.tree.drop(gone.ino)
+        assert everything(namespace) == everything(other)
+        # And it goes on from there.
+        await other.create(place.ino, b"later", FILE, 0, 0)
+        await replica.barrier()
+        assert everything(namespace) == everything(other)
+        nursery.cancel_scope.cancel()
 
 
-def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
+async def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
     etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     def key(kind: bytes, ino: int, name: bytes = b"") -> bytes:
         return kind + ino.to_bytes(8, "big") + name
 
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-            nonsense = {
-                key(b"i", 2**40): b"nonsense",
-                key(b"d", ROOT_INO, b"dangling"): (2**40).to_bytes(8, "big"),
-                key(b"d", 2**41, b"nowhere"): file.ino.to_bytes(8, "big"),
-                key(b"t", file.ino): bytes(8),
-                key(b"t", 2**41): b"\xff" * 20,
-                b"i": b"",
-                b"d": b"x",
-                b"t": b"",
-                b"dangling": b"\xff" * 20,
-                b"us": b"?",
-            }
-            await here.engine.transact((), [Put(*item) for item in nonsense.items()])
-            for what in (f"inode {2**40}", "b'nowhere'", "b'dangling'"):
-                await here.hub.barrier()
-                assert what in caplog.text
-            await here.create(ROOT_INO, b"other", FILE, 0, 0)
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-            names = [name for name, _ in here.children(ROOT_INO)]
-            assert names == [b"dangling", b"file", b"other"]
-            with pytest.raises(OSError, match="damaged"):
-                here.inode(2**40)
-            await here.engine.transact((), [Delete(key) for key in nonsense])
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
+        nonsense = {
+            key(b"i", 2**40): b"nonsense",
+            key(b"d", ROOT_INO, b"dangling"): (2**40).to_bytes(8, "big"),
+            key(b"d", 2**41, b"nowhere"): file.ino.to_bytes(8, "big"),
+            key(b"t", file.ino): bytes(8),
+            key(b"t", 2**41): b"\xff" * 20,
+            b"i": b"",
+            b"d": b"x",
+            b"t": b"",
+            b"dangling": b"\xff" * 20,
+            b"us": b"?",
+        }
+        await here.engine.transact((), [Put(*item) for item in nonsense.items()])
+        for what in (f"inode {2**40}", "b'nowhere'", "b'dangling'"):
+            await here.hub.barrier()
+            assert what in caplog.text
+        await here.create(ROOT_INO, b"other", FILE, 0, 0)
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        names = [name for name, _ in here.children(ROOT_INO)]
+        assert names == [b"dangling", b"file", b"other"]
+        with pytest.raises(OSError, match="damaged"):
+            here.inode(2**40)
+        await here.engine.transact((), [Delete(key) for key in nonsense])
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
 # -- the hub -----------------------------------------------------------------------------------------
 
 
-def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
+async def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with (
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            consumer = Recorded()
-            replica = Replica(engine, (consumer,))
-            await replica.start(nursery)
-            expected, inode = [], inode_key(5)
-            for number in range(20):
-                name = name_key(ROOT_INO, b"%d" % number)
-                operations = [Put(name, b"1"), Put(inode, b"%d" % number), Put(b"q", b"")]
-                revision = await engine.transact((), operations)
-                expected.append((revision, {name, inode}))
-            await replica.wait_applied(expected[-1][0])
-            assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
-            # What no consumer follows moves the hub on, too.
-            revision = await engine.transact((), [Put(b"q", b"again")])
-            await replica.barrier()
-            assert replica.applied >= revision
-            nursery.cancel_scope.cancel()
-
-    run(test)
+    async with (
+        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        consumer = Recorded()
+        replica = Replica(engine, (consumer,))
+        await replica.start(nursery)
+        expected, inode = [], inode_key(5)
+        for number in range(20):
+            name = name_key(ROOT_INO, b"%d" % number)
+            operations = [Put(name, b"1"), Put(inode, b"%d" % number), Put(b"q", b"")]
+            revision = await engine.transact((), operations)
+            expected.append((revision, {name, inode}))
+        await replica.wait_applied(expected[-1][0])
+        assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
+        # What no consumer follows moves the hub on, too.
+        revision = await engine.transact((), [Put(b"q", b"again")])
+        await replica.barrier()
+        assert replica.applied >= revision
+        nursery.cancel_scope.cancel()
 
 
 class Gate:
@@ -255,98 +240,83 @@ class Gate:
         return 0
 
 
-def test_barriers_share_the_next_question_and_never_one_that_is_on_its_way() -> None:
-    async def test() -> None:
-        engine = Gate()
-        replica = Replica(engine, ())  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
+async def test_barriers_share_the_next_question_and_never_one_that_is_on_its_way() -> None:
+    engine = Gate()
+    replica = Replica(engine, ())  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(replica.barrier)
+        await wait_all_tasks_blocked()
+        for _ in range(10):
             nursery.start_soon(replica.barrier)
+        await wait_all_tasks_blocked()
+        assert engine.asked == 1
+        engine.opened.set()
+    assert engine.asked == replica.barriers == 2
+
+
+async def test_a_barrier_that_is_given_up_leaves_nobody_waiting() -> None:
+    engine = Gate()
+    replica = Replica(engine, ())  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as impatient:
+            impatient.start_soon(replica.barrier)
             await wait_all_tasks_blocked()
-            for _ in range(10):
+            impatient.start_soon(replica.barrier)
+            for _ in range(3):
                 nursery.start_soon(replica.barrier)
             await wait_all_tasks_blocked()
-            assert engine.asked == 1
-            engine.opened.set()
-        assert engine.asked == replica.barriers == 2
-
-    run(test)
-
-
-def test_a_barrier_that_is_given_up_leaves_nobody_waiting() -> None:
-    async def test() -> None:
-        engine = Gate()
-        replica = Replica(engine, ())  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
-            async with trio.open_nursery() as impatient:
-                impatient.start_soon(replica.barrier)
-                await wait_all_tasks_blocked()
-                impatient.start_soon(replica.barrier)
-                for _ in range(3):
-                    nursery.start_soon(replica.barrier)
-                await wait_all_tasks_blocked()
-                impatient.cancel_scope.cancel()
-            await wait_all_tasks_blocked()
-            engine.opened.set()
-        assert engine.asked == 2
-
-    run(test)
+            impatient.cancel_scope.cancel()
+        await wait_all_tasks_blocked()
+        engine.opened.set()
+    assert engine.asked == 2
 
 
-def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
-    async def test() -> None:
-        engine = Gate()
-        engine.error = OSError(errno.ETIMEDOUT, "etcd does not answer")
-        replica = Replica(engine, ())  # type: ignore[arg-type]
+async def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
+    engine = Gate()
+    engine.error = OSError(errno.ETIMEDOUT, "etcd does not answer")
+    replica = Replica(engine, ())  # type: ignore[arg-type]
 
-        async def open_the_gate() -> None:
-            await wait_all_tasks_blocked()
-            engine.opened.set()
+    async def open_the_gate() -> None:
+        await wait_all_tasks_blocked()
+        engine.opened.set()
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_the_gate)
-            ends = await all_at_once(*(replica.barrier() for _ in range(5)))
-        assert ends == ["ETIMEDOUT"] * 5
-        assert engine.asked <= 2
-
-    run(test)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(open_the_gate)
+        ends = await all_at_once(*(replica.barrier() for _ in range(5)))
+    assert ends == ["ETIMEDOUT"] * 5
+    assert engine.asked <= 2
 
 
-def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
+async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        engine = EtcdEngine(etcd.endpoints, etcd_prefix)
-        async with engine, trio.open_nursery() as nursery:
-            replica = Replica(engine, ())
-            await replica.start(nursery)
+    engine = EtcdEngine(etcd.endpoints, etcd_prefix)
+    async with engine, trio.open_nursery() as nursery:
+        replica = Replica(engine, ())
+        await replica.start(nursery)
 
-            async def wait() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await replica.wait_applied(2**60)
+        async def wait() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await replica.wait_applied(2**60)
 
-            nursery.start_soon(wait)
-            await wait_all_tasks_blocked()
-            await engine.close()
-        with pytest.raises(trio.ClosedResourceError):
-            await replica.wait_applied(2**60)
-
-    run(test)
+        nursery.start_soon(wait)
+        await wait_all_tasks_blocked()
+        await engine.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await replica.wait_applied(2**60)
 
 
-def test_a_revision_that_does_not_come_is_waited_for_only_so_long(
+async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with (
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            replica = Replica(engine, (), timeout_s=0.1)
-            await replica.start(nursery)
-            assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
-            nursery.cancel_scope.cancel()
-
-    run(test)
+    async with (
+        EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        replica = Replica(engine, (), timeout_s=0.1)
+        await replica.start(nursery)
+        assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
+        nursery.cancel_scope.cancel()
 
 
 # -- against the model, on two hosts whose replicas are as far behind as they may be ----------------

@@ -1,12 +1,11 @@
 """An engine whose keys others change, too: compares, snapshots, pages and watches, on etcd."""
 
-import functools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 import trio
-from harness.etcd_server import etcd, new_prefix  # noqa: F401
+from harness.etcd_server import new_prefix
 
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import (
@@ -23,17 +22,6 @@ from irdmafs.backend.kv import (
 
 END = b"\xff"
 Open = Callable[[], EtcdEngine]
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def call() -> None:
-            await test(*args, **kwargs)
-
-        trio.run(call)
-
-    return run
 
 
 async def contents(engine: EtcdEngine) -> dict[bytes, bytes]:
@@ -61,7 +49,6 @@ def open_engine(request: pytest.FixtureRequest) -> Open:
     return lambda: EtcdEngine(server.endpoints, prefix)
 
 
-@in_trio
 async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(open_engine: Open) -> None:
     engine = open_engine()
     keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
@@ -77,7 +64,6 @@ async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(open_engine:
     await engine.close()
 
 
-@in_trio
 async def test_a_key_cannot_occur_twice_in_a_transaction(open_engine: Open) -> None:
     engine = open_engine()
     with pytest.raises(ValueError, match="one operation"):
@@ -86,7 +72,6 @@ async def test_a_key_cannot_occur_twice_in_a_transaction(open_engine: Open) -> N
     await engine.close()
 
 
-@in_trio
 async def test_everything_is_there_after_closing_and_opening(open_engine: Open) -> None:
     engine = open_engine()
     for number in range(20):
@@ -102,7 +87,6 @@ async def test_everything_is_there_after_closing_and_opening(open_engine: Open) 
     await engine.close()
 
 
-@in_trio
 async def test_what_was_put_is_found_with_its_revision(open_engine: Open) -> None:
     engine = open_engine()
     large = random.Random(1).randbytes(1_000_000)
@@ -119,7 +103,6 @@ async def test_what_was_put_is_found_with_its_revision(open_engine: Open) -> Non
     await engine.close()
 
 
-@in_trio
 async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
     engine = open_engine()
     await engine.close()
@@ -135,7 +118,6 @@ async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
             await call
 
 
-@in_trio
 async def test_a_range_of_any_length_is_of_one_revision(open_engine: Open) -> None:
     engine = open_engine()
     keys = [b"k%05d" % number for number in range(2500)]
@@ -159,7 +141,6 @@ async def test_a_range_of_any_length_is_of_one_revision(open_engine: Open) -> No
     await engine.close()
 
 
-@in_trio
 async def test_a_transaction_with_a_failing_compare_changes_nothing(open_engine: Open) -> None:
     engine = open_engine()
     first = await engine.transact((), [Put(b"a", b"1")])
@@ -184,7 +165,6 @@ async def test_a_transaction_with_a_failing_compare_changes_nothing(open_engine:
     await engine.close()
 
 
-@in_trio
 async def test_a_conflict_names_the_first_compare_that_did_not_hold(open_engine: Open) -> None:
     engine = open_engine()
     revision = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
@@ -202,7 +182,6 @@ async def test_a_conflict_names_the_first_compare_that_did_not_hold(open_engine:
     await engine.close()
 
 
-@in_trio
 async def test_a_range_is_empty_after_its_keys_were_deleted(open_engine: Open) -> None:
     engine = open_engine()
     await engine.transact((), [Put(b"a1", b""), Put(b"a2", b""), Put(b"b", b"")])
@@ -217,7 +196,6 @@ async def test_a_range_is_empty_after_its_keys_were_deleted(open_engine: Open) -
     await engine.close()
 
 
-@in_trio
 async def test_deleting_what_is_not_there_leaves_no_event(open_engine: Open) -> None:
     engine = open_engine()
     first = await engine.transact((), [Put(b"a", b"1")])
@@ -234,7 +212,6 @@ async def test_deleting_what_is_not_there_leaves_no_event(open_engine: Open) -> 
     await engine.close()
 
 
-@in_trio
 async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine: Open) -> None:
     engine = open_engine()
     old = await engine.transact((), [Put(b"a", b"old")])
@@ -269,7 +246,6 @@ async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine
     assert seen[2:] == [Change(fifth, (Event(fifth, b"b", b"4"),))]
 
 
-@in_trio
 async def test_watching_from_a_snapshot_leaves_no_gap(open_engine: Open) -> None:
     """Random transactions, over which replicas are begun at any time. All end up the same."""
     seed = random.randrange(2**32)

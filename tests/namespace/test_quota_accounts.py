@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.etcd_server import EtcdServer
 from harness.models.invariants import check, recount, walk
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK, load_own
 from harness.open_inodes import while_open
@@ -19,8 +19,6 @@ from irdmafs.backend.kv.map import Map
 from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
-
-__all__ = ["etcd", "etcd_prefix"]
 
 BLOCK = 512
 
@@ -183,132 +181,114 @@ def test_the_account_is_what_a_recount_finds_on_every_host(
 # -- what holds when several change the tree at once -----------------------------------------------
 
 
-def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(
+async def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
-            place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
-            file = await make(namespace, ROOT_INO, b"file")
-            await quota(namespace, place.ino, QUOTA_INODES, 10)
-            errors: list[str] = []
-
-            async def create(number: int) -> None:
-                errors.append(await error_of(make(namespace, place.ino, b"%d" % number)))
-
-            async with trio.open_nursery() as nursery:
-                for number in range(40):
-                    nursery.start_soon(create, number)
-            assert sorted(errors) == ["EDQUOT"] * 30 + ["ok"] * 10
-            assert used(namespace, place.ino) == (10, 0) == recount(namespace, place.ino)
-            assert await error_of(namespace.link(file.ino, place.ino, b"link")) == "EXDEV"
-
-    run(test)
-
-
-def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 3) as namespaces:
-            place = await make(namespaces[0], ROOT_INO, b"place", DIRECTORY)
-            await quota(namespaces[0], place.ino, QUOTA_INODES, 20)
-            for namespace in namespaces:
-                await namespace.hub.barrier()
-
-            async def fill(number: int) -> None:
-                for attempt in range(30):
-                    await error_of(
-                        make(namespaces[number], place.ino, b"%d.%d" % (number, attempt))
-                    )
-
-            async with trio.open_nursery() as nursery:
-                for number in range(3):
-                    nursery.start_soon(fill, number)
-            for namespace in namespaces:
-                await namespace.hub.barrier()
-                check(namespace)
-                assert 20 <= used(namespace, place.ino)[0] <= 22
-                assert await error_of(make(namespace, place.ino, b"more")) == "EDQUOT"
-
-    run(test)
-
-
-def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
-            place = await make(here, ROOT_INO, b"place", DIRECTORY)
-            await quota(here, place.ino, QUOTA_INODES, 1)
-            for _ in range(20):
-                await make(here, place.ino, b"file")
-                assert await error_of(make(there, place.ino, b"file 2")) == "EDQUOT"
-                await here.unlink(place.ino, b"file")
-                await make(there, place.ino, b"file 2")
-                await there.unlink(place.ino, b"file 2")
-
-    run(test)
-
-
-def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
-    async def test() -> None:
-        records = Map(f"{tmp_path}/names")
-        namespace = await load_own(records)
+    async with host(etcd, etcd_prefix) as namespace:
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
-        await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
-        file = await make(namespace, place.ino, b"file")
-        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
-        assert (
-            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
-            == "EDQUOT"
-        )
-        assert used(namespace, place.ino) == (1, 8 * BLOCK)
-        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 10, 1))
-        other = await make(namespace, place.ino, b"other")
-        assert (
-            await error_of(namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1)))
-            == "EDQUOT"
-        )
-        await namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1, in_quotas=False))
-        assert used(namespace, place.ino) == (2, 11 * BLOCK)
-        await namespace.publish(
-            NewVersion(file.ino, ContentId(4), 1, 9, 1)
-        )  # above the limit, and smaller: admitted
-        check(namespace)
-        assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
-        records.close()
+        file = await make(namespace, ROOT_INO, b"file")
+        await quota(namespace, place.ino, QUOTA_INODES, 10)
+        errors: list[str] = []
 
-    trio.run(test)
+        async def create(number: int) -> None:
+            errors.append(await error_of(make(namespace, place.ino, b"%d" % number)))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(create, number)
+        assert sorted(errors) == ["EDQUOT"] * 30 + ["ok"] * 10
+        assert used(namespace, place.ino) == (10, 0) == recount(namespace, place.ino)
+        assert await error_of(namespace.link(file.ino, place.ino, b"link")) == "EXDEV"
 
 
-def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goes(
+async def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with hosts(etcd, etcd_prefix, 3) as namespaces:
+        place = await make(namespaces[0], ROOT_INO, b"place", DIRECTORY)
+        await quota(namespaces[0], place.ino, QUOTA_INODES, 20)
+        for namespace in namespaces:
+            await namespace.hub.barrier()
+
+        async def fill(number: int) -> None:
+            for attempt in range(30):
+                await error_of(make(namespaces[number], place.ino, b"%d.%d" % (number, attempt)))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(fill, number)
+        for namespace in namespaces:
+            await namespace.hub.barrier()
+            check(namespace)
+            assert 20 <= used(namespace, place.ino)[0] <= 22
+            assert await error_of(make(namespace, place.ino, b"more")) == "EDQUOT"
+
+
+async def test_room_that_another_host_made_is_there_at_once(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+        place = await make(here, ROOT_INO, b"place", DIRECTORY)
+        await quota(here, place.ino, QUOTA_INODES, 1)
+        for _ in range(20):
+            await make(here, place.ino, b"file")
+            assert await error_of(make(there, place.ino, b"file 2")) == "EDQUOT"
+            await here.unlink(place.ino, b"file")
+            await make(there, place.ino, b"file 2")
+            await there.unlink(place.ino, b"file 2")
+
+
+async def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
+    records = Map(f"{tmp_path}/names")
+    namespace = await load_own(records)
+    place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
+    await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
+    file = await make(namespace, place.ino, b"file")
+    await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
+    assert (
+        await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1))) == "EDQUOT"
+    )
+    assert used(namespace, place.ino) == (1, 8 * BLOCK)
+    await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 10, 1))
+    other = await make(namespace, place.ino, b"other")
+    assert (
+        await error_of(namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1))) == "EDQUOT"
+    )
+    await namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1, in_quotas=False))
+    assert used(namespace, place.ino) == (2, 11 * BLOCK)
+    await namespace.publish(
+        NewVersion(file.ino, ContentId(4), 1, 9, 1)
+    )  # above the limit, and smaller: admitted
+    check(namespace)
+    assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
+    records.close()
+
+
+async def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goes(
     tmp_path: Any,
 ) -> None:
-    async def test() -> None:
-        records = Map(f"{tmp_path}/names")
-        namespace = await load_own(records)
-        file = await make(namespace, ROOT_INO, b"file")
-        await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
-        places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
-        for place in places:
-            await namespace.link(file.ino, place.ino, b"file")
-        for place in places:
-            await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
-            assert used(namespace, place.ino) == (1, 8 * BLOCK)
-        await namespace.link(file.ino, places[0].ino, b"again")
-        assert (
-            await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1)))
-            == "EDQUOT"
-        )
-        await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
-        await namespace.unlink(places[0].ino, b"file")
-        assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
-        await namespace.unlink(places[0].ino, b"again")
-        assert used(namespace, places[0].ino) == (0, 0)
-        assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
-        check(namespace)
-        records.close()
-
-    trio.run(test)
+    records = Map(f"{tmp_path}/names")
+    namespace = await load_own(records)
+    file = await make(namespace, ROOT_INO, b"file")
+    await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
+    places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
+    for place in places:
+        await namespace.link(file.ino, place.ino, b"file")
+    for place in places:
+        await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
+        assert used(namespace, place.ino) == (1, 8 * BLOCK)
+    await namespace.link(file.ino, places[0].ino, b"again")
+    assert (
+        await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1))) == "EDQUOT"
+    )
+    await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
+    await namespace.unlink(places[0].ino, b"file")
+    assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
+    await namespace.unlink(places[0].ino, b"again")
+    assert used(namespace, places[0].ino) == (0, 0)
+    assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
+    check(namespace)
+    records.close()
 
 
 @pytest.mark.parametrize(

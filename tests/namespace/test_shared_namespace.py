@@ -5,7 +5,7 @@ import random
 
 import pytest
 import trio
-from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.etcd_server import EtcdServer
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
 from harness.shared_namespaces import (
@@ -20,7 +20,6 @@ from harness.shared_namespaces import (
     found,
     host,
     hosts,
-    run,
 )
 
 from irdmafs.backend.cluster.replica import Replica
@@ -28,523 +27,448 @@ from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
 from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
 
-__all__ = ["etcd", "etcd_prefix"]
-
 # -- what one host does, the others see --------------------------------------------------------------
 
 
-def test_a_name_created_on_one_host_is_found_on_another_after_a_barrier(
+async def test_a_name_created_on_one_host_is_found_on_another_after_a_barrier(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            made = await here.create(
-                ROOT_INO, b"file", FILE | 0o640, 7, 8, layout=Layout(2, 1 << 20, 2**64 - 1, 3)
-            )
-            assert fields(found(here, ROOT_INO, b"file")) == fields(made)
-            await there.hub.barrier()
-            assert fields(found(there, ROOT_INO, b"file")) == fields(made)
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        made = await here.create(
+            ROOT_INO, b"file", FILE | 0o640, 7, 8, layout=Layout(2, 1 << 20, 2**64 - 1, 3)
+        )
+        assert fields(found(here, ROOT_INO, b"file")) == fields(made)
+        await there.hub.barrier()
+        assert fields(found(there, ROOT_INO, b"file")) == fields(made)
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
-def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o2775, 0, 5)
-            file = await there.create(place.ino, b"file", FILE | 0o644, 1, 1)
-            assert file.gid == 5
-            await here.create(place.ino, b"link", SYMLINK | 0o777, 0, 0, target=b"file")
-            await there.link(file.ino, ROOT_INO, b"second")
-            await here.publish(
-                NewVersion(file.ino, ContentId(77), 1000, 8, 12345, layout=Layout(1, 0, 9))
-            )
-            await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
-            await here.set_xattr(file.ino, b"user.b", b"2")
-            await there.remove_xattr(file.ino, b"user.a")
-            await here.set_attributes(file.ino, mode=0o4600, uid=9)
-            await there.rename(place.ino, b"file", ROOT_INO, b"moved", 0)
-            await here.unlink(ROOT_INO, b"second")
-            await there.unlink(place.ino, b"link")
-            await here.rmdir(ROOT_INO, b"place")
-            await there.hub.barrier()
-            inode = found(there, ROOT_INO, b"moved")
-            assert (inode.ino, inode.mode, inode.uid) == (file.ino, FILE | 0o4600, 9)
-            assert (inode.extent, inode.version, inode.size) == (77, 1, 1000)
-            assert (inode.xattrs, inode.layout) == ({b"user.b": b"2"}, Layout(1, 0, 9))
-            assert [name for name, _ in there.children(ROOT_INO)] == [b"moved"]
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+async def test_every_operation_shows_on_all_hosts(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o2775, 0, 5)
+        file = await there.create(place.ino, b"file", FILE | 0o644, 1, 1)
+        assert file.gid == 5
+        await here.create(place.ino, b"link", SYMLINK | 0o777, 0, 0, target=b"file")
+        await there.link(file.ino, ROOT_INO, b"second")
+        await here.publish(
+            NewVersion(file.ino, ContentId(77), 1000, 8, 12345, layout=Layout(1, 0, 9))
+        )
+        await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
+        await here.set_xattr(file.ino, b"user.b", b"2")
+        await there.remove_xattr(file.ino, b"user.a")
+        await here.set_attributes(file.ino, mode=0o4600, uid=9)
+        await there.rename(place.ino, b"file", ROOT_INO, b"moved", 0)
+        await here.unlink(ROOT_INO, b"second")
+        await there.unlink(place.ino, b"link")
+        await here.rmdir(ROOT_INO, b"place")
+        await there.hub.barrier()
+        inode = found(there, ROOT_INO, b"moved")
+        assert (inode.ino, inode.mode, inode.uid) == (file.ino, FILE | 0o4600, 9)
+        assert (inode.extent, inode.version, inode.size) == (77, 1, 1000)
+        assert (inode.xattrs, inode.layout) == ({b"user.b": b"2"}, Layout(1, 0, 9))
+        assert [name for name, _ in there.children(ROOT_INO)] == [b"moved"]
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
-def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
+async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """Right after another host's call returned, whether or not the watch has told of it here."""
-
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            for number in range(30):
-                name, other = b"%d" % number, b"other-%d" % number
-                file = await here.create(ROOT_INO, name, FILE, 0, 0)
-                await there.link(file.ino, ROOT_INO, other)
-                assert await error_of(here.create(ROOT_INO, other, FILE, 0, 0)) == "EEXIST"
-                await here.unlink(ROOT_INO, name)
-                await there.create(ROOT_INO, name, DIRECTORY, 0, 0)
-                await here.rmdir(ROOT_INO, name)
-                assert await error_of(there.rmdir(ROOT_INO, name)) == "ENOENT"
-                await here.rename(ROOT_INO, other, ROOT_INO, name, RENAME_NOREPLACE)
-                await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
-                await here.remove_xattr(file.ino, b"user.a")
-                await there.unlink(ROOT_INO, name)
-                assert await error_of(here.set_attributes(file.ino, mode=0)) == "ESTALE"
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        for number in range(30):
+            name, other = b"%d" % number, b"other-%d" % number
+            file = await here.create(ROOT_INO, name, FILE, 0, 0)
+            await there.link(file.ino, ROOT_INO, other)
+            assert await error_of(here.create(ROOT_INO, other, FILE, 0, 0)) == "EEXIST"
+            await here.unlink(ROOT_INO, name)
+            await there.create(ROOT_INO, name, DIRECTORY, 0, 0)
+            await here.rmdir(ROOT_INO, name)
+            assert await error_of(there.rmdir(ROOT_INO, name)) == "ENOENT"
+            await here.rename(ROOT_INO, other, ROOT_INO, name, RENAME_NOREPLACE)
+            await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
+            await here.remove_xattr(file.ino, b"user.a")
+            await there.unlink(ROOT_INO, name)
+            assert await error_of(here.set_attributes(file.ino, mode=0)) == "ESTALE"
 
 
-def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
+async def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """Whether or not the watch has told of that here."""
-
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
-            await there.hub.barrier()
-            await here.set_attributes(ROOT_INO, mode=DIRECTORY | 0o2755, gid=5)
-            file = await there.create(ROOT_INO, b"file", FILE | 0o644, 7, 8)
-            assert file.gid == 5
-            await here.set_attributes(ROOT_INO, gid=6)
-            place = await there.create(ROOT_INO, b"place", DIRECTORY | 0o755, 7, 8)
-            assert (place.gid, place.mode) == (6, DIRECTORY | 0o2755)
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+        await there.hub.barrier()
+        await here.set_attributes(ROOT_INO, mode=DIRECTORY | 0o2755, gid=5)
+        file = await there.create(ROOT_INO, b"file", FILE | 0o644, 7, 8)
+        assert file.gid == 5
+        await here.set_attributes(ROOT_INO, gid=6)
+        place = await there.create(ROOT_INO, b"place", DIRECTORY | 0o755, 7, 8)
+        assert (place.gid, place.mode) == (6, DIRECTORY | 0o2755)
 
 
-def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_they_happened(
+async def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_they_happened(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
-            await there.create(place.ino, b"a", FILE, 0, 0)
-            await here.set_attributes(place.ino, mtime_ns=5, atime_ns=6)
-            for namespace in (here, there):
-                await namespace.hub.barrier()
-                inode = namespace.inode(place.ino)
-                assert (inode.mtime_ns, inode.atime_ns) == (5, 6)
-                assert inode.ctime_ns > place.ctime_ns
-            await there.set_attributes(place.ino, mode=0o700)
-            await here.hub.barrier()
-            assert here.inode(place.ino).mtime_ns == 5
-            await here.unlink(place.ino, b"a")
-            assert here.inode(place.ino).mtime_ns > place.mtime_ns
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+        await there.create(place.ino, b"a", FILE, 0, 0)
+        await here.set_attributes(place.ino, mtime_ns=5, atime_ns=6)
+        for namespace in (here, there):
+            await namespace.hub.barrier()
+            inode = namespace.inode(place.ino)
+            assert (inode.mtime_ns, inode.atime_ns) == (5, 6)
+            assert inode.ctime_ns > place.ctime_ns
+        await there.set_attributes(place.ino, mode=0o700)
+        await here.hub.barrier()
+        assert here.inode(place.ino).mtime_ns == 5
+        await here.unlink(place.ino, b"a")
+        assert here.inode(place.ino).mtime_ns > place.mtime_ns
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
-def test_times_of_a_directory_are_those_of_the_last_change_whatever_the_hosts_clocks_say(
+async def test_times_of_a_directory_are_those_of_the_last_change_whatever_the_hosts_clocks_say(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
+    async with host(etcd, etcd_prefix) as namespace:
+        place = await namespace.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+        key = b"t" + place.ino.to_bytes(8, "big")
+        for time_ns in (2**62, place.ctime_ns - 5, 2**62 - 1, place.ctime_ns + 5):
+            await namespace.engine.transact((), [Put(key, time_ns.to_bytes(8, "big"))])
+            await expect_all_equal(etcd, etcd_prefix, [namespace])
+            assert namespace.inode(place.ino).mtime_ns == time_ns
+            assert namespace.inode(place.ino).ctime_ns == max(place.ctime_ns, time_ns)
+
+
+async def test_inode_numbers_of_different_hosts_never_meet(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+        numbers = [n.orphan(FILE, 0, 0).ino for n in namespaces for _ in range(500)]
+        assert len(set(numbers)) == len(numbers) and min(numbers) > ROOT_INO
+
+
+async def test_hosts_that_start_at_once_make_one_root(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    roots: list[Inode] = []
+
+    async def start() -> None:
         async with host(etcd, etcd_prefix) as namespace:
-            place = await namespace.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
-            key = b"t" + place.ino.to_bytes(8, "big")
-            for time_ns in (2**62, place.ctime_ns - 5, 2**62 - 1, place.ctime_ns + 5):
-                await namespace.engine.transact((), [Put(key, time_ns.to_bytes(8, "big"))])
-                await expect_all_equal(etcd, etcd_prefix, [namespace])
-                assert namespace.inode(place.ino).mtime_ns == time_ns
-                assert namespace.inode(place.ino).ctime_ns == max(place.ctime_ns, time_ns)
+            roots.append(namespace.inode(ROOT_INO))
 
-    run(test)
-
-
-def test_inode_numbers_of_different_hosts_never_meet(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 4) as namespaces:
-            numbers = [n.orphan(FILE, 0, 0).ino for n in namespaces for _ in range(500)]
-            assert len(set(numbers)) == len(numbers) and min(numbers) > ROOT_INO
-
-    run(test)
-
-
-def test_hosts_that_start_at_once_make_one_root(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        roots: list[Inode] = []
-
-        async def start() -> None:
-            async with host(etcd, etcd_prefix) as namespace:
-                roots.append(namespace.inode(ROOT_INO))
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(start)
-        assert all(fields(root) == fields(roots[0]) for root in roots)
-
-    run(test)
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(start)
+    assert all(fields(root) == fields(roots[0]) for root in roots)
 
 
 # -- files without a name ----------------------------------------------------------------------------
 
 
-def test_a_file_that_another_host_removes_stays_for_who_holds_it(
+async def test_a_file_that_another_host_removes_stays_for_who_holds_it(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-            here.held = lambda ino: ino == file.ino
-            await there.unlink(ROOT_INO, b"file")
-            await here.hub.barrier()
-            orphan = here.inode(file.ino)
-            assert (orphan.nlink, orphan.revision) == (0, 0)
-            await there.hub.barrier()
-            assert file.ino not in there.inodes
-            changed = await here.publish(NewVersion(file.ino, ContentId(5), 6, 8, 7))
-            assert changed.version == 1
-            await here.set_attributes(file.ino, mode=0o600)
-            records = await here.engine.range(b"i", b"j")
-            assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
-            await here.drop(file.ino)
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
+        here.held = lambda ino: ino == file.ino
+        await there.unlink(ROOT_INO, b"file")
+        await here.hub.barrier()
+        orphan = here.inode(file.ino)
+        assert (orphan.nlink, orphan.revision) == (0, 0)
+        await there.hub.barrier()
+        assert file.ino not in there.inodes
+        changed = await here.publish(NewVersion(file.ino, ContentId(5), 6, 8, 7))
+        assert changed.version == 1
+        await here.set_attributes(file.ino, mode=0o600)
+        records = await here.engine.range(b"i", b"j")
+        assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
+        here.tree.drop(file.ino)
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
-def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
+async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """Between the transaction and the caller's next step lies a wait for followers."""
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
 
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        async def remove(directories: tuple[int, ...], revision: int) -> None:
+            here.after_commit = None
+            await there.hub.barrier()
+            await there.unlink(ROOT_INO, b"file")
+            await here.hub.barrier()
 
-            async def remove(directories: tuple[int, ...], revision: int) -> None:
-                here.after_commit = None
-                await there.hub.barrier()
-                await there.unlink(ROOT_INO, b"file")
-                await here.hub.barrier()
-
-            here.after_commit = remove
-            made = await here.create(ROOT_INO, b"file", FILE | 0o600, 0, 0)
-            assert here.lookup(ROOT_INO, b"file") is None
-            assert here.inode(made.ino).nlink == 0
-            await here.drop(made.ino)
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
+        here.after_commit = remove
+        made = await here.create(ROOT_INO, b"file", FILE | 0o600, 0, 0)
+        assert here.lookup(ROOT_INO, b"file") is None
+        assert here.inode(made.ino).nlink == 0
+        here.tree.drop(made.ino)
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
 
 @pytest.mark.parametrize("kind", ["unlink", "rename", "rmdir"])
-def test_what_its_own_host_removes_stays_if_in_use(
+async def test_what_its_own_host_removes_stays_if_in_use(
     etcd: EtcdServer, etcd_prefix: bytes, kind: str
 ) -> None:
-    async def test() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
-            mode = DIRECTORY if kind == "rmdir" else FILE
-            for in_use in (True, False):
-                inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
-                gone: Inode | None
-                if kind == "unlink":
-                    removing = namespace.unlink(ROOT_INO, b"name")
-                    gone = await while_open(namespace, removing, is_open=in_use)
-                elif kind == "rmdir":
-                    removing = namespace.rmdir(ROOT_INO, b"name")
-                    gone = await while_open(namespace, removing, is_open=in_use)
-                else:
-                    await namespace.create(ROOT_INO, b"other", mode, 0, 0)
-                    replacing = namespace.rename(ROOT_INO, b"other", ROOT_INO, b"name", 0)
-                    gone = await while_open(namespace, replacing, is_open=in_use)
-                    await namespace.unlink(ROOT_INO, b"name")
-                assert gone is not None and (gone.ino, gone.nlink) == (inode.ino, 0)
-                assert (inode.ino in namespace.inodes) == in_use
-                if kind == "rmdir" and in_use:
-                    made = namespace.create(inode.ino, b"below", FILE, 0, 0)
-                    assert await error_of(made) == "ENOENT"
-                await namespace.drop(inode.ino)
-            await expect_all_equal(etcd, etcd_prefix, [namespace])
-
-    run(test)
+    async with host(etcd, etcd_prefix) as namespace:
+        mode = DIRECTORY if kind == "rmdir" else FILE
+        for in_use in (True, False):
+            inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
+            gone: Inode | None
+            if kind == "unlink":
+                removing = namespace.unlink(ROOT_INO, b"name")
+                gone = await while_open(namespace, removing, is_open=in_use)
+            elif kind == "rmdir":
+                removing = namespace.rmdir(ROOT_INO, b"name")
+                gone = await while_open(namespace, removing, is_open=in_use)
+            else:
+                await namespace.create(ROOT_INO, b"other", mode, 0, 0)
+                replacing = namespace.rename(ROOT_INO, b"other", ROOT_INO, b"name", 0)
+                gone = await while_open(namespace, replacing, is_open=in_use)
+                await namespace.unlink(ROOT_INO, b"name")
+            assert gone is not None and (gone.ino, gone.nlink) == (inode.ino, 0)
+            assert (inode.ino in namespace.inodes) == in_use
+            if kind == "rmdir" and in_use:
+                made = namespace.create(inode.ino, b"below", FILE, 0, 0)
+                assert await error_of(made) == "ENOENT"
+            namespace.tree.drop(inode.ino)
+        await expect_all_equal(etcd, etcd_prefix, [namespace])
 
 
-def test_a_file_made_without_a_name_gets_one_on_all_hosts(
+async def test_a_file_made_without_a_name_gets_one_on_all_hosts(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            for number in range(20):
-                name = b"%d" % number
-                file = here.orphan(FILE | 0o600, 1, 2)
-                await here.set_attributes(file.ino, mode=0o644)
-                # What is published while the name is on its way is not lost.
-                await all_at_once(
-                    here.link(file.ino, ROOT_INO, name),
-                    here.publish(NewVersion(file.ino, ContentId(9), 10, 8, 11)),
-                )
-                await there.hub.barrier()
-                inode = found(there, ROOT_INO, name)
-                assert (inode.mode, inode.nlink) == (FILE | 0o644, 1)
-                assert (inode.version, inode.extent) == (1, 9)
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-
-    run(test)
-
-
-def test_a_removed_file_that_two_hosts_hold_gets_names_again(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-            for namespace in (here, there):
-                namespace.held = lambda ino: ino == file.ino
-            await while_open(there, there.unlink(ROOT_INO, b"file"))
-            await here.hub.barrier()
-            ends = await all_at_once(
-                here.link(file.ino, ROOT_INO, b"a"), there.link(file.ino, ROOT_INO, b"b")
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        for number in range(20):
+            name = b"%d" % number
+            file = here.orphan(FILE | 0o600, 1, 2)
+            await here.set_attributes(file.ino, mode=0o644)
+            # What is published while the name is on its way is not lost.
+            await all_at_once(
+                here.link(file.ino, ROOT_INO, name),
+                here.publish(NewVersion(file.ino, ContentId(9), 10, 8, 11)),
             )
-            assert ends == ["ok", "ok"]
-            await expect_all_equal(etcd, etcd_prefix, [here, there])
-            assert here.inode(file.ino).nlink == 2
+            await there.hub.barrier()
+            inode = found(there, ROOT_INO, name)
+            assert (inode.mode, inode.nlink) == (FILE | 0o644, 1)
+            assert (inode.version, inode.extent) == (1, 9)
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
 
-    run(test)
+
+async def test_a_removed_file_that_two_hosts_hold_gets_names_again(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
+        for namespace in (here, there):
+            namespace.held = lambda ino: ino == file.ino
+        await while_open(there, there.unlink(ROOT_INO, b"file"))
+        await here.hub.barrier()
+        ends = await all_at_once(
+            here.link(file.ino, ROOT_INO, b"a"), there.link(file.ino, ROOT_INO, b"b")
+        )
+        assert ends == ["ok", "ok"]
+        await expect_all_equal(etcd, etcd_prefix, [here, there])
+        assert here.inode(file.ino).nlink == 2
 
 
 # -- publishing --------------------------------------------------------------------------------------
 
 
-def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_other(
+async def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_other(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 4) as namespaces:
-            file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
-            for namespace in namespaces:
-                await namespace.hub.barrier()
-            versions: list[tuple[int, int]] = []
+    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+        file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
+        for namespace in namespaces:
+            await namespace.hub.barrier()
+        versions: list[tuple[int, int]] = []
 
-            async def publish(namespace: Namespace, first: int) -> None:
-                for extent in range(first, first + 10):
-                    inode = await namespace.publish(
-                        NewVersion(file.ino, ContentId(extent), extent, 8, 1)
-                    )
-                    assert inode.extent == extent
-                    versions.append((inode.version, extent))
+        async def publish(namespace: Namespace, first: int) -> None:
+            for extent in range(first, first + 10):
+                inode = await namespace.publish(
+                    NewVersion(file.ino, ContentId(extent), extent, 8, 1)
+                )
+                assert inode.extent == extent
+                versions.append((inode.version, extent))
 
-            async with trio.open_nursery() as nursery:
-                for number, namespace in enumerate(namespaces):
-                    nursery.start_soon(publish, namespace, 100 * number + 1)
-            assert sorted(version for version, _ in versions) == list(range(1, 41))
-            await expect_all_equal(etcd, etcd_prefix, namespaces)
-            assert namespaces[0].inode(file.ino).extent == max(versions)[1]
-
-    run(test)
+        async with trio.open_nursery() as nursery:
+            for number, namespace in enumerate(namespaces):
+                nursery.start_soon(publish, namespace, 100 * number + 1)
+        assert sorted(version for version, _ in versions) == list(range(1, 41))
+        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        assert namespaces[0].inode(file.ino).extent == max(versions)[1]
 
 
-def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
+async def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as (here, there):
-            file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-            engine = here.engine
-            first = await engine.transact((), [Put(b"g1", b"")])
-            guards: list[Compare] = [(b"g1", first), Exists(b"g1")]
-            assert (
-                await here.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1), guards)
-            ).version == 1
-            # In the way of the inode record only: done again on top.
-            await there.hub.barrier()
-            await there.set_attributes(file.ino, mode=0o600)
-            assert (
-                await here.publish(NewVersion(file.ino, ContentId(2), 1, 8, 1), guards)
-            ).version == 2
-            assert here.inode(file.ino).mode == FILE | 0o600
-            await engine.transact((), [Put(b"g1", b"")])
-            with pytest.raises(Conflict) as caught:
-                await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), guards)
-            assert caught.value.key == b"g1"
-            await engine.transact((), [Delete(b"g1")])
-            with pytest.raises(Conflict):
-                await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), [Exists(b"g1")])
-            await here.hub.barrier()
-            assert (here.inode(file.ino).version, here.inode(file.ino).extent) == (2, 2)
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 2) as (here, there):
+        file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
+        engine = here.engine
+        first = await engine.transact((), [Put(b"g1", b"")])
+        guards: list[Compare] = [(b"g1", first), Exists(b"g1")]
+        assert (
+            await here.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1), guards)
+        ).version == 1
+        # In the way of the inode record only: done again on top.
+        await there.hub.barrier()
+        await there.set_attributes(file.ino, mode=0o600)
+        assert (
+            await here.publish(NewVersion(file.ino, ContentId(2), 1, 8, 1), guards)
+        ).version == 2
+        assert here.inode(file.ino).mode == FILE | 0o600
+        await engine.transact((), [Put(b"g1", b"")])
+        with pytest.raises(Conflict) as caught:
+            await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), guards)
+        assert caught.value.key == b"g1"
+        await engine.transact((), [Delete(b"g1")])
+        with pytest.raises(Conflict):
+            await here.publish(NewVersion(file.ino, ContentId(3), 1, 8, 1), [Exists(b"g1")])
+        await here.hub.barrier()
+        assert (here.inode(file.ino).version, here.inode(file.ino).extent) == (2, 2)
 
 
 # -- many at once ------------------------------------------------------------------------------------
 
 
-def test_exactly_one_of_many_creates_of_a_name_succeeds(
+async def test_exactly_one_of_many_creates_of_a_name_succeeds(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 4) as namespaces:
-            for number in range(20):
-                name = b"%d" % number
-                ends = await all_at_once(
-                    *(
-                        namespace.create(ROOT_INO, name, mode, 0, 0)
-                        for namespace in namespaces
-                        for mode in (FILE, DIRECTORY)
-                    )
+    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+        for number in range(20):
+            name = b"%d" % number
+            ends = await all_at_once(
+                *(
+                    namespace.create(ROOT_INO, name, mode, 0, 0)
+                    for namespace in namespaces
+                    for mode in (FILE, DIRECTORY)
                 )
-                assert sorted(ends) == ["EEXIST"] * 7 + ["ok"]
-            await expect_all_equal(etcd, etcd_prefix, namespaces)
+            )
+            assert sorted(ends) == ["EEXIST"] * 7 + ["ok"]
+        await expect_all_equal(etcd, etcd_prefix, namespaces)
 
-    run(test)
 
-
-def test_creates_in_one_directory_are_not_in_each_others_way(
+async def test_creates_in_one_directory_are_not_in_each_others_way(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """They need one transaction each: no conflict, no repetition."""
+    async with hosts(etcd, etcd_prefix, 2) as namespaces:
 
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 2) as namespaces:
+        async def create(namespace: HostNamespace, first: int) -> None:
+            for number in range(first, first + 20):
+                await namespace.create(ROOT_INO, b"%d" % number, FILE, 0, 0)
+                assert namespace.hub.barriers == barriers[namespace]
 
-            async def create(namespace: HostNamespace, first: int) -> None:
-                for number in range(first, first + 20):
-                    await namespace.create(ROOT_INO, b"%d" % number, FILE, 0, 0)
-                    assert namespace.hub.barriers == barriers[namespace]
-
-            barriers = {n: n.hub.barriers for n in namespaces}
-            async with trio.open_nursery() as nursery:
-                for number, namespace in enumerate(namespaces):
-                    nursery.start_soon(create, namespace, 100 * number)
-            await expect_all_equal(etcd, etcd_prefix, namespaces)
-
-    run(test)
+        barriers = {n: n.hub.barriers for n in namespaces}
+        async with trio.open_nursery() as nursery:
+            for number, namespace in enumerate(namespaces):
+                nursery.start_soon(create, namespace, 100 * number)
+        await expect_all_equal(etcd, etcd_prefix, namespaces)
 
 
-def test_a_directory_is_removed_or_filled_but_never_both(
+async def test_a_directory_is_removed_or_filled_but_never_both(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
-            for number in range(20):
-                name = b"%d" % number
-                place = await first.create(ROOT_INO, name, DIRECTORY, 0, 0)
-                file = await first.create(ROOT_INO, b"file-" + name, FILE, 0, 0)
-                for namespace in (second, third):
-                    await namespace.hub.barrier()
-                ends = await all_at_once(
-                    first.rmdir(ROOT_INO, name),
-                    second.create(place.ino, b"a", FILE, 0, 0),
-                    third.rename(ROOT_INO, b"file-" + name, place.ino, b"b", 0),
-                )
-                if ends[0] == "ok":
-                    assert set(ends[1:]) <= {"ENOENT", "ESTALE"}
-                    assert first.lookup(ROOT_INO, name) is None
-                else:
-                    assert ends[0] == "ENOTEMPTY" and "ok" in ends[1:]
-                assert file.ino in first.inodes
-            await expect_all_equal(etcd, etcd_prefix, [first, second, third])
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
+        for number in range(20):
+            name = b"%d" % number
+            place = await first.create(ROOT_INO, name, DIRECTORY, 0, 0)
+            file = await first.create(ROOT_INO, b"file-" + name, FILE, 0, 0)
+            for namespace in (second, third):
+                await namespace.hub.barrier()
+            ends = await all_at_once(
+                first.rmdir(ROOT_INO, name),
+                second.create(place.ino, b"a", FILE, 0, 0),
+                third.rename(ROOT_INO, b"file-" + name, place.ino, b"b", 0),
+            )
+            if ends[0] == "ok":
+                assert set(ends[1:]) <= {"ENOENT", "ESTALE"}
+                assert first.lookup(ROOT_INO, name) is None
+            else:
+                assert ends[0] == "ENOTEMPTY" and "ok" in ends[1:]
+            assert file.ino in first.inodes
+        await expect_all_equal(etcd, etcd_prefix, [first, second, third])
 
 
-def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
+async def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     """/a -> /b/c/a and /b -> /a/d/b at once; and a third way round over another directory."""
-
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
-            for number in range(15):
-                top = await first.create(ROOT_INO, b"%d" % number, DIRECTORY, 0, 0)
-                a, b, e = [
-                    await first.create(top.ino, n, DIRECTORY, 0, 0) for n in (b"a", b"b", b"e")
-                ]
-                c = await first.create(b.ino, b"c", DIRECTORY, 0, 0)
-                d = await first.create(a.ino, b"d", DIRECTORY, 0, 0)
-                for namespace in (second, third):
-                    await namespace.hub.barrier()
-                ends = await all_at_once(
-                    first.rename(top.ino, b"a", c.ino, b"a", 0),
-                    second.rename(top.ino, b"b", d.ino, b"b", 0),
-                    third.rename(top.ino, b"e", d.ino, b"e", 0),
-                )
-                assert sorted(ends[:2]) == ["EINVAL", "ok"] and ends[2] == "ok"
-                await expect_all_equal(etcd, etcd_prefix, [first, second, third])
-                assert first.inode(e.ino).parent == d.ino
-
-    run(test)
-
-
-def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be_compared(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
-            path = [ROOT_INO]
-            for _ in range(130):
-                path.append((await namespace.create(path[-1], b"d", DIRECTORY, 0, 0)).ino)
-            await namespace.create(ROOT_INO, b"moved", DIRECTORY, 0, 0)
-            await namespace.create(ROOT_INO, b"file", FILE, 0, 0)
-            move = namespace.rename
-            assert await error_of(move(ROOT_INO, b"moved", path[-1], b"moved", 0)) == (
-                "ENAMETOOLONG"
-            )
-            await move(ROOT_INO, b"moved", path[100], b"moved", 0)
-            await move(path[100], b"moved", path[100], b"again", 0)
-            await move(ROOT_INO, b"file", path[-1], b"file", 0)
-            assert namespace.path_of(path[100]) == b"/d" * 100
-            await expect_all_equal(etcd, etcd_prefix, [namespace])
-
-    run(test)
-
-
-def test_link_counts_are_right_after_links_and_unlinks_at_once(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 4) as namespaces:
-            file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
-            for namespace in namespaces:
+    async with hosts(etcd, etcd_prefix, 3) as (first, second, third):
+        for number in range(15):
+            top = await first.create(ROOT_INO, b"%d" % number, DIRECTORY, 0, 0)
+            a, b, e = [await first.create(top.ino, n, DIRECTORY, 0, 0) for n in (b"a", b"b", b"e")]
+            c = await first.create(b.ino, b"c", DIRECTORY, 0, 0)
+            d = await first.create(a.ino, b"d", DIRECTORY, 0, 0)
+            for namespace in (second, third):
                 await namespace.hub.barrier()
+            ends = await all_at_once(
+                first.rename(top.ino, b"a", c.ino, b"a", 0),
+                second.rename(top.ino, b"b", d.ino, b"b", 0),
+                third.rename(top.ino, b"e", d.ino, b"e", 0),
+            )
+            assert sorted(ends[:2]) == ["EINVAL", "ok"] and ends[2] == "ok"
+            await expect_all_equal(etcd, etcd_prefix, [first, second, third])
+            assert first.inode(e.ino).parent == d.ino
 
-            async def link(namespace: Namespace, host_name: bytes) -> None:
-                for number in range(8):
-                    name = b"%s-%d" % (host_name, number)
-                    await namespace.link(file.ino, ROOT_INO, name)
-                    if number % 2:
-                        await namespace.unlink(ROOT_INO, name)
 
-            async with trio.open_nursery() as nursery:
-                for number, namespace in enumerate(namespaces):
-                    nursery.start_soon(link, namespace, b"%d" % number)
-            await expect_all_equal(etcd, etcd_prefix, namespaces)
-            assert namespaces[0].inode(file.ino).nlink == 1 + 4 * 4
+async def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be_compared(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with host(etcd, etcd_prefix) as namespace:
+        path = [ROOT_INO]
+        for _ in range(130):
+            path.append((await namespace.create(path[-1], b"d", DIRECTORY, 0, 0)).ino)
+        await namespace.create(ROOT_INO, b"moved", DIRECTORY, 0, 0)
+        await namespace.create(ROOT_INO, b"file", FILE, 0, 0)
+        move = namespace.rename
+        assert await error_of(move(ROOT_INO, b"moved", path[-1], b"moved", 0)) == ("ENAMETOOLONG")
+        await move(ROOT_INO, b"moved", path[100], b"moved", 0)
+        await move(path[100], b"moved", path[100], b"again", 0)
+        await move(ROOT_INO, b"file", path[-1], b"file", 0)
+        assert namespace.path_of(path[100]) == b"/d" * 100
+        await expect_all_equal(etcd, etcd_prefix, [namespace])
 
-    run(test)
+
+async def test_link_counts_are_right_after_links_and_unlinks_at_once(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with hosts(etcd, etcd_prefix, 4) as namespaces:
+        file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
+        for namespace in namespaces:
+            await namespace.hub.barrier()
+
+        async def link(namespace: Namespace, host_name: bytes) -> None:
+            for number in range(8):
+                name = b"%s-%d" % (host_name, number)
+                await namespace.link(file.ino, ROOT_INO, name)
+                if number % 2:
+                    await namespace.unlink(ROOT_INO, name)
+
+        async with trio.open_nursery() as nursery:
+            for number, namespace in enumerate(namespaces):
+                nursery.start_soon(link, namespace, b"%d" % number)
+        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        assert namespaces[0].inode(file.ino).nlink == 1 + 4 * 4
 
 
 @pytest.mark.parametrize("hub", [Replica, Lagging])
 @pytest.mark.parametrize("attempt", range(2))
-def test_replicas_are_equal_and_sound_after_random_changes_at_once(
+async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
     etcd: EtcdServer, etcd_prefix: bytes, attempt: int, hub: type[Replica]
 ) -> None:
     seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
     print("IRDMAFS_SEED =", seed)
 
-    async def test() -> None:
-        async with hosts(etcd, etcd_prefix, 4, hub) as namespaces:
-            mirrors = [Mirror(namespace) for namespace in namespaces]
-            workers = [
-                Worker(namespace, random.Random(seed + 2 * number + half))
-                for number, namespace in enumerate(namespaces)
-                for half in range(2)
-            ]
-            async with trio.open_nursery() as nursery:
-                for worker in workers:
-                    nursery.start_soon(worker.work, 60)
-            assert all(worker.done for worker in workers)
-            await expect_all_equal(etcd, etcd_prefix, namespaces)
-            for mirror in mirrors:
-                mirror.expect_equal()
-
-    run(test)
+    async with hosts(etcd, etcd_prefix, 4, hub) as namespaces:
+        mirrors = [Mirror(namespace) for namespace in namespaces]
+        workers = [
+            Worker(namespace, random.Random(seed + 2 * number + half))
+            for number, namespace in enumerate(namespaces)
+            for half in range(2)
+        ]
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(worker.work, 60)
+        assert all(worker.done for worker in workers)
+        await expect_all_equal(etcd, etcd_prefix, namespaces)
+        for mirror in mirrors:
+            mirror.expect_equal()

@@ -4,17 +4,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from harness.etcd_server import EtcdServer, etcd, etcd_prefix
+from harness.etcd_server import EtcdServer
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
-from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host, run
+from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host
 
 from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
-
-__all__ = ["etcd", "etcd_prefix"]
 
 HERE, THERE = 11, 22
 
@@ -41,127 +39,111 @@ async def sees(namespace: HostNamespace, name: bytes = b"file") -> bool:
     return seen
 
 
-def test_who_comes_later_does_not_see_it_either(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, _):
-            file = await made(here)
-            async with host(etcd, etcd_prefix, maker=33) as third:
-                assert not await sees(third)
-                await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
-                assert await sees(third)
-
-    run(test)
-
-
-def test_the_maker_can_change_what_nobody_else_sees(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            file = await made(here)
-            await here.set_attributes(file.ino, mode=0o600, uid=7)
-            await here.set_xattr(file.ino, b"user.a", b"1")
-            assert await sees(here)
-            assert not await sees(there)
-            await here.unlink(ROOT_INO, b"file")
-            assert await error_of(made(there)) == "ok"
-
-    run(test)
-
-
-def test_only_a_file_without_a_version_is_not_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
-            await here.create(ROOT_INO, b"link", SYMLINK | 0o777, 0, 0, target=b"x")
-            await here.create(ROOT_INO, b"empty", FILE | 0o644, 0, 0, version=1)
-            await here.create(ROOT_INO, b"plain", FILE | 0o644, 0, 0, seen=True)
-            for name in (b"place", b"link", b"empty", b"plain"):
-                assert await sees(there, name)
-
-    run(test)
-
-
-def test_nobody_waits_for_those_who_do_not_see_it(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, _):
-            waited: list[tuple[int, ...]] = []
-
-            async def after_commit(directories: tuple[int, ...], revision: int) -> None:
-                waited.append(directories)
-
-            here.after_commit = after_commit
-            file = await made(here)
-            assert not waited
+async def test_who_comes_later_does_not_see_it_either(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with two(etcd, etcd_prefix) as (here, _):
+        file = await made(here)
+        async with host(etcd, etcd_prefix, maker=33) as third:
+            assert not await sees(third)
             await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
-            assert waited == [(ROOT_INO,)]
-
-    run(test)
+            assert await sees(third)
 
 
-def test_watchers_are_told_when_it_is_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            await made(here)
-            await there.hub.barrier()
-            count = there.watches.count(ROOT_INO)
-            await here.show(ROOT_INO, b"file")
-            await there.watches.wait(ROOT_INO, count)
-            assert await sees(there)
+async def test_the_maker_can_change_what_nobody_else_sees(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with two(etcd, etcd_prefix) as (here, there):
+        file = await made(here)
+        await here.set_attributes(file.ino, mode=0o600, uid=7)
+        await here.set_xattr(file.ino, b"user.a", b"1")
+        assert await sees(here)
+        assert not await sees(there)
+        await here.unlink(ROOT_INO, b"file")
+        assert await error_of(made(there)) == "ok"
 
-    run(test)
+
+async def test_only_a_file_without_a_version_is_not_seen(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with two(etcd, etcd_prefix) as (here, there):
+        await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+        await here.create(ROOT_INO, b"link", SYMLINK | 0o777, 0, 0, target=b"x")
+        await here.create(ROOT_INO, b"empty", FILE | 0o644, 0, 0, version=1)
+        await here.create(ROOT_INO, b"plain", FILE | 0o644, 0, 0, seen=True)
+        for name in (b"place", b"link", b"empty", b"plain"):
+            assert await sees(there, name)
+
+
+async def test_nobody_waits_for_those_who_do_not_see_it(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async with two(etcd, etcd_prefix) as (here, _):
+        waited: list[tuple[int, ...]] = []
+
+        async def after_commit(directories: tuple[int, ...], revision: int) -> None:
+            waited.append(directories)
+
+        here.after_commit = after_commit
+        file = await made(here)
+        assert not waited
+        await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
+        assert waited == [(ROOT_INO,)]
+
+
+async def test_watchers_are_told_when_it_is_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async with two(etcd, etcd_prefix) as (here, there):
+        await made(here)
+        await there.hub.barrier()
+        count = there.watches.count(ROOT_INO)
+        await here.show(ROOT_INO, b"file")
+        await there.watches.wait(ROOT_INO, count)
+        assert await sees(there)
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_its_name_is_free_only_if_its_mount_has_ended(
+async def test_its_name_is_free_only_if_its_mount_has_ended(
     etcd: EtcdServer, etcd_prefix: bytes, ended: bool
 ) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            there.ended |= {HERE} if ended else set()
-            names = [b"create", b"mkdir", b"link", b"rename"]
-            for name in names:
-                await made(here, name)
-            place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
-            await made(here, parent=place.ino)
-            exchanged = there.rename(ROOT_INO, b"place", ROOT_INO, b"create", RENAME_EXCHANGE)
-            assert await error_of(exchanged) == "ENOENT"
-            other = await made(there, b"other")
-            await there.show(ROOT_INO, b"other")
-            ends = await all_at_once(
-                made(there, b"create"),
-                there.create(ROOT_INO, b"mkdir", DIRECTORY, 0, 0),
-                there.link(other.ino, ROOT_INO, b"link"),
-                there.rename(ROOT_INO, b"other", ROOT_INO, b"rename", RENAME_NOREPLACE),
-                there.rmdir(ROOT_INO, b"place"),
-            )
-            assert ends == (["ok"] * 5 if ended else [*["EEXIST"] * 4, "ENOTEMPTY"])
-            for name in names:
-                assert await sees(there, name) == ended
-                assert await sees(here, name) == (name != b"create" or not ended)
-
-    run(test)
+    async with two(etcd, etcd_prefix) as (here, there):
+        there.ended |= {HERE} if ended else set()
+        names = [b"create", b"mkdir", b"link", b"rename"]
+        for name in names:
+            await made(here, name)
+        place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+        await made(here, parent=place.ino)
+        exchanged = there.rename(ROOT_INO, b"place", ROOT_INO, b"create", RENAME_EXCHANGE)
+        assert await error_of(exchanged) == "ENOENT"
+        other = await made(there, b"other")
+        await there.show(ROOT_INO, b"other")
+        ends = await all_at_once(
+            made(there, b"create"),
+            there.create(ROOT_INO, b"mkdir", DIRECTORY, 0, 0),
+            there.link(other.ino, ROOT_INO, b"link"),
+            there.rename(ROOT_INO, b"other", ROOT_INO, b"rename", RENAME_NOREPLACE),
+            there.rmdir(ROOT_INO, b"place"),
+        )
+        assert ends == (["ok"] * 5 if ended else [*["EEXIST"] * 4, "ENOTEMPTY"])
+        for name in names:
+            assert await sees(there, name) == ended
+            assert await sees(here, name) == (name != b"create" or not ended)
 
 
-def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
+async def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            here.held = lambda ino: True
-            lost, removed = await made(here, b"lost"), await made(here, b"removed")
-            there.ended |= {HERE}
-            await there.remove_abandoned(ROOT_INO + 1)
-            assert await sees(here, b"lost")
-            await while_open(here, here.unlink(ROOT_INO, b"removed"))
-            await there.hub.barrier()
-            await there.remove_abandoned()
-            assert not await sees(here, b"lost")
-            publishing = [
-                here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
-                for file in (lost, removed)
-            ]
-            assert await all_at_once(*publishing) == ["ESTALE", "ok"]
-
-    run(test)
+    async with two(etcd, etcd_prefix) as (here, there):
+        here.held = lambda ino: True
+        lost, removed = await made(here, b"lost"), await made(here, b"removed")
+        there.ended |= {HERE}
+        await there.remove_abandoned(ROOT_INO + 1)
+        assert await sees(here, b"lost")
+        await while_open(here, here.unlink(ROOT_INO, b"removed"))
+        await there.hub.barrier()
+        await there.remove_abandoned()
+        assert not await sees(here, b"lost")
+        publishing = [
+            here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1)) for file in (lost, removed)
+        ]
+        assert await all_at_once(*publishing) == ["ESTALE", "ok"]
 
 
 def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> None:
@@ -172,18 +154,15 @@ def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> N
     assert Inode.decode(5, made.encode(), 9).maker == made.copy().maker == record.maker
 
 
-def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
+async def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
-    async def test() -> None:
-        async with two(etcd, etcd_prefix) as (here, there):
-            here.held = lambda ino: True
-            file = await made(here)
-            await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
-            assert await sees(there)
-            await there.unlink(ROOT_INO, b"file")
-            assert not await sees(here)
-            aside = make_aside(here, file.ino, "host", lambda parent, name: NO_LAYOUT)
-            assert await error_of(aside) == "ESTALE"
-
-    run(test)
+    async with two(etcd, etcd_prefix) as (here, there):
+        here.held = lambda ino: True
+        file = await made(here)
+        await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
+        assert await sees(there)
+        await there.unlink(ROOT_INO, b"file")
+        assert not await sees(here)
+        aside = make_aside(here, file.ino, "host", lambda parent, name: NO_LAYOUT)
+        assert await error_of(aside) == "ESTALE"

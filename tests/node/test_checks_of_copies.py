@@ -124,28 +124,25 @@ class Place:
         )
 
 
-def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files: Files) -> None:
+async def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files: Files) -> None:
     """Whoever asks a moment later would be told for a minute that the mended copy is wrong."""
     place = Place(files, 1)
     extent = Extent(CONTENT + 1, 0)
     wrong, right = b"w" * SIZE, b"r" * SIZE
 
-    async def run() -> None:
-        with received(files, wrong) as incoming:
-            files.seal(incoming, extent)
-        with received(files, right) as mended:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(place.checks.tell, extent)
-                # It reads the old file then, and goes on only when this task waits.
-                await trio.testing.wait_all_tasks_blocked()
-                files.replace(mended, extent)
-                place.checks.forget(extent)
-        assert await place.checks.tell(extent) == digest_of_bytes(right)
-
-    trio.run(run)
+    with received(files, wrong) as incoming:
+        files.seal(incoming, extent)
+    with received(files, right) as mended:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(place.checks.tell, extent)
+            # It reads the old file then, and goes on only when this task waits.
+            await trio.testing.wait_all_tasks_blocked()
+            files.replace(mended, extent)
+            place.checks.forget(extent)
+    assert await place.checks.tell(extent) == digest_of_bytes(right)
 
 
-def test_a_node_that_leaves_waits_for_each_extent_whatever_the_order_of_answers(
+async def test_a_node_that_leaves_waits_for_each_extent_whatever_the_order_of_answers(
     files: Files,
 ) -> None:
     # Stripes 0 and 16 are in one group.
@@ -153,33 +150,30 @@ def test_a_node_that_leaves_waits_for_each_extent_whatever_the_order_of_answers(
     first, last = Extent(CONTENT, 0), Extent(CONTENT, 16)
     place.other.digests[first] = WRONG
 
-    async def run() -> None:
-        doubted = trio.Event()
+    doubted = trio.Event()
 
-        async def after_the_doubt(extent: Extent) -> None:
-            if extent == last:
-                await doubted.wait()
+    async def after_the_doubt(extent: Extent) -> None:
+        if extent == last:
+            await doubted.wait()
 
-        def mend(extent: Extent) -> None:
-            assert extent == first
-            place.other.digests[first] = place.digests[0]
-            doubted.set()
+    def mend(extent: Extent) -> None:
+        assert extent == first
+        place.other.digests[first] = place.digests[0]
+        doubted.set()
 
-        place.other.before, place.other.doubted = after_the_doubt, mend
-        ready = trio.Event()
-        handover = place.handover()
-        assert not place.may_leave(handover)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(handover.run, ready.set)
-            await ready.wait()
-            nursery.cancel_scope.cancel()
-        assert place.other.asked.count(first) == 2, "it was let go before the other one had mended"
-        assert place.may_leave(handover)
-
-    trio.run(run)
+    place.other.before, place.other.doubted = after_the_doubt, mend
+    ready = trio.Event()
+    handover = place.handover()
+    assert not place.may_leave(handover)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(handover.run, ready.set)
+        await ready.wait()
+        nursery.cancel_scope.cancel()
+    assert place.other.asked.count(first) == 2, "it was let go before the other one had mended"
+    assert place.may_leave(handover)
 
 
-def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files) -> None:
+async def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files) -> None:
     """Two stripes share a digest, and nobody who has the second one right can be asked for a while."""
     place = Place(files, 128)
     first, second = Extent(CONTENT, 0), Extent(CONTENT, 1)
@@ -188,25 +182,22 @@ def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files
     with received(files, b"wrong") as incoming:
         files.replace(incoming, second)
 
-    async def run() -> None:
-        assert await place.checks.verdict(first, WRONG) is Verdict.UNKNOWN
-        doubted = trio.Event()
+    assert await place.checks.verdict(first, WRONG) is Verdict.UNKNOWN
+    doubted = trio.Event()
 
-        def mend(extent: Extent) -> None:
-            place.other.digests[first] = place.digests[0]
-            doubted.set()
+    def mend(extent: Extent) -> None:
+        place.other.digests[first] = place.digests[0]
+        doubted.set()
 
-        place.other.doubted = mend
-        ready = trio.Event()
-        handover = place.handover()
-        assert not place.may_leave(handover)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(handover.run, ready.set)
-            await trio.testing.wait_all_tasks_blocked(0.05)
-            assert not ready.is_set() and not doubted.is_set()
-            place.other.digests[second] = answer
-            await ready.wait()
-            assert doubted.is_set()
-            nursery.cancel_scope.cancel()
-
-    trio.run(run)
+    place.other.doubted = mend
+    ready = trio.Event()
+    handover = place.handover()
+    assert not place.may_leave(handover)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(handover.run, ready.set)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert not ready.is_set() and not doubted.is_set()
+        place.other.digests[second] = answer
+        await ready.wait()
+        assert doubted.is_set()
+        nursery.cancel_scope.cancel()

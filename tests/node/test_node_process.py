@@ -14,14 +14,14 @@ import stat
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 from harness.daemons import Daemon, wait_until
-from harness.etcd_server import EtcdServer, etcd
+from harness.etcd_server import EtcdServer
 from harness.network import Host
 from harness.parts import irdmafs_command
 from harness.scratch import scratch_directory
@@ -50,8 +50,6 @@ from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreach
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
-
-__all__ = ["etcd"]
 
 BUCKETS = 8
 TTL_S = 4
@@ -268,7 +266,8 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session=lambda: writer.session.number,
             session_key=writer.session_key,
         ) as writer.peers:
-            yield writer
+            with trio.fail_after(90):
+                yield writer
         await writer.session.release()
         nursery.cancel_scope.cancel()
 
@@ -283,22 +282,12 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
     assert not [log for log in logs if "Traceback" in log]
 
 
-def run(place: Place, test: Callable[[Writer], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with writing(place) as writer:
-            with trio.fail_after(90):
-                await test(writer)
-
-    trio.run(main)
-
-
 # -- storing and reading ---------------------------------------------------------------------------
 
 
-def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(place: Place) -> None:
+async def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(place: Place) -> None:
     nodes = [place.add(), place.add()]
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         large = os.urandom(LARGE)
         small = await writer.publish(b"small", b"few bytes")
@@ -311,13 +300,10 @@ def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(place: Pl
             )
             assert got == [b"few bytes", None, None]
 
-    run(place, test)
 
-
-def test_a_working_copy_is_adopted_by_the_node_on_this_host_and_sent_on(place: Place) -> None:
+async def test_a_working_copy_is_adopted_by_the_node_on_this_host_and_sent_on(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout, content, data = writer.layout(), writer.content(), os.urandom(LARGE)
         first, target = writer.target(layout)
@@ -332,14 +318,11 @@ def test_a_working_copy_is_adopted_by_the_node_on_this_host_and_sent_on(place: P
         for node in nodes:
             assert await writer.read(node, content, LARGE) == data
 
-    run(place, test)
 
-
-def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
+async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
     place.add()
     place.add()
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout = writer.layout()
         node, target = writer.target(layout)
@@ -361,10 +344,8 @@ def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
         assert (await refused(given_up, target)).errno == errno.ECANCELED
         assert all(not node.extents() for node in place.nodes)
 
-    run(place, test)
 
-
-def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
+async def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
@@ -373,8 +354,7 @@ def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", small], check=True)
     try:
         node = place.add(store=small / "store")
-
-        async def test(writer: Writer) -> None:
+        async with writing(place) as writer:
             await writer.ensure_groups()
             kept = await writer.publish(b"kept", bytes(LARGE))
             with pytest.raises(OSError) as caught:
@@ -386,8 +366,6 @@ def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
             for _ in range(8):
                 newest = await writer.publish(b"kept", bytes(7 << 20))
             await writer.until(lambda: node.extents() == {Extent(newest, 0)})
-
-        run(place, test)
     finally:
         for node in place.nodes:
             node.kill9()
@@ -397,10 +375,9 @@ def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
 # -- what goes -------------------------------------------------------------------------------------
 
 
-def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place) -> None:
+async def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place) -> None:
     nodes = [place.add(), place.add()]
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout = writer.layout()
         await writer.publish(b"overwritten", b"first")
@@ -423,14 +400,11 @@ def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place
         left = {Extent(second, 0)}
         await writer.until(lambda: all(node.extents() == left for node in nodes))
 
-    run(place, test)
 
-
-def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
+async def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
     node = place.add()
     place.add()
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         content = await writer.publish(b"a", b"bytes")
         inode = writer.namespace.lookup(ROOT_INO, b"a")
@@ -444,16 +418,15 @@ def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
         await writer.namespace.unlink(ROOT_INO, b"b")
         await writer.until(lambda: Extent(content, 0) not in node.extents())
 
-    run(place, test)
-
 
 # -- who serves ------------------------------------------------------------------------------------
 
 
-def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(place: Place) -> None:
+async def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(
+    place: Place,
+) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         content = await writer.publish(b"before", b"the pause")
         paused = nodes[writer.in_sync()[0]]
@@ -465,15 +438,12 @@ def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(place:
         await writer.until(lambda: set(writer.in_sync()) == set(nodes))
         assert paused.extents() == {Extent(content, 0), Extent(missed, 0)}
 
-    run(place, test)
 
-
-def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_need(
+async def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_need(
     place: Place,
 ) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         group = writer.group(writer.layout())
         first, second = writer.in_sync()
@@ -487,14 +457,11 @@ def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_n
         assert writer.in_sync() == (first,)
         nodes[second].resume()
 
-    run(place, test)
 
-
-def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
+async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
     node = place.add("--metrics-port", "0")
     place.add()
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         content = await writer.publish(b"name", b"x" * 1000)
         await writer.put(writer.content(), b"pending", writer.layout())
@@ -517,17 +484,14 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         assert f'irdmafs_node_store_bytes{{node="{node.id:016x}"}} 1007.0' in text
         assert 'kind="put"' in text
 
-    run(place, test)
-
 
 # -- ends and beginnings ---------------------------------------------------------------------------
 
 
-def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
+async def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add()
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout = writer.layout()
         data = os.urandom(LARGE)
@@ -556,15 +520,12 @@ def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
         await writer.commit(inode.ino, pending, 13, layout)
         await writer.publish(b"name", b"and it takes part again")
 
-    run(place, test)
 
-
-def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
+async def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
     place: Place,
 ) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         data = os.urandom(LARGE)
         content = await writer.publish(b"large", data)
@@ -584,8 +545,6 @@ def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
         )
         assert await writer.read(node.id, content, LARGE) == data
 
-    run(place, test)
-
 
 def test_a_wiped_store_is_a_new_node(place: Place) -> None:
     node = place.add()
@@ -596,10 +555,9 @@ def test_a_wiped_store_is_a_new_node(place: Place) -> None:
     assert node.id != before
 
 
-def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) -> None:
+async def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         await writer.publish(b"name", b"with two replicas")
         primary = writer.in_sync()[0]
@@ -613,13 +571,10 @@ def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) ->
         await writer.publish(b"name", b"with one")
         assert "stopping" in stopped.said
 
-    run(place, test)
 
-
-def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
+async def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout = writer.layout()
         first, target = writer.target(layout)
@@ -649,13 +604,11 @@ def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -
             )
             hung.resume()
 
-    run(place, test)
 
-
-def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
+async def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
     with EtcdServer() as own:
         place.etcd = own
-        trio.run(place.found)
+        await place.found()
         own.pause()
         node = place.add(start=False)
         node.start()
@@ -664,11 +617,10 @@ def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
         own.resume()
 
 
-def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None:
+async def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add()
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         layout, content = writer.layout(), writer.content()
         data = os.urandom(64 << 20)
@@ -689,8 +641,6 @@ def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None
             assert node.extents() == {Extent(content, 0)}
             kept = (node.store / f"extents/{content:x}.0").read_bytes()
             assert kept == data
-
-    run(place, test)
 
 
 def test_a_store_in_use_is_not_served_twice(place: Place) -> None:
@@ -713,16 +663,15 @@ def test_a_node_without_credentials_does_not_listen_on_the_network(place: Place)
     assert not place.nodes[0].store.exists() or not list(place.nodes[0].store.glob("node.json"))
 
 
-def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
+async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
     place: Place,
 ) -> None:
     with EtcdServer() as own:
         place.etcd = own
-        trio.run(place.found)
+        await place.found()
         place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
         node = place.add()
-
-        async def test(writer: Writer) -> None:
+        async with writing(place) as writer:
             await writer.ensure_groups()
             content = await writer.publish(b"name", b"bytes")
             layout, late = writer.layout(), writer.content()
@@ -737,15 +686,13 @@ def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
             await writer.session.wait_valid()
             await writer.publish(b"name", b"again")
             assert node.extents() != {Extent(content, 0)}
-
-        run(place, test)
         node.kill9()
 
 
-def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> None:
+async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> None:
     with EtcdServer() as own:
         place.etcd = own
-        trio.run(place.found)
+        await place.found()
         here, ended = place.add(), place.add()
         for node in (here, ended):
             assert node.terminate() == 0
@@ -776,11 +723,10 @@ def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> No
         here.kill9()
 
 
-def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
+async def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add(store=tmp_path / "store")
-
-    async def test(writer: Writer) -> None:
+    async with writing(place) as writer:
         await writer.ensure_groups()
         data = os.urandom(LARGE)
         contents = [await writer.publish(b"large", data), await writer.publish(b"small", b"few")]
@@ -790,26 +736,23 @@ def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Pa
         assert node.extents() == {Extent(content, 0) for content in contents}
         assert await writer.read(node.id, contents[0], LARGE) == data
 
-    run(place, test)
 
-
-def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(place: Place) -> None:
+async def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(
+    place: Place,
+) -> None:
     node = place.add("--weight", "2", "--zone", "a", "--host", "here")
+    async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
+        key = key_of(b"N", node.id)
 
-    async def records() -> NodeRecord:
-        async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
-            found = await engine.get(key_of(b"N", node.id))
+        async def record() -> NodeRecord:
+            found = await engine.get(key)
             assert found is not None
             return decode(found.value, NodeRecord)
 
-    async def drain() -> None:
-        async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
-            record = NodeRecord("draining", 2.0, {"zone": "a", "host": "here"})
-            await engine.transact((), [Put(key_of(b"N", node.id), encode(record))])
-
-    assert trio.run(records) == NodeRecord("up", 2.0, {"zone": "a", "host": "here"})
-    trio.run(drain)
-    node.terminate()
-    again = place.add("--weight", "3", "--host", "there", store=node.store)
-    assert again.id == node.id
-    assert trio.run(records) == NodeRecord("draining", 3.0, {"host": "there"})
+        assert await record() == NodeRecord("up", 2.0, {"zone": "a", "host": "here"})
+        draining = NodeRecord("draining", 2.0, {"zone": "a", "host": "here"})
+        await engine.transact((), [Put(key, encode(draining))])
+        node.terminate()
+        again = place.add("--weight", "3", "--host", "there", store=node.store)
+        assert again.id == node.id
+        assert await record() == NodeRecord("draining", 3.0, {"host": "there"})

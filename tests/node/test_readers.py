@@ -11,7 +11,6 @@ import trio
 import trio.testing
 from google.protobuf.message import DecodeError
 from harness.etcd_server import EtcdServer
-from harness.secure_cluster import in_trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -237,7 +236,6 @@ async def fill(reader: Asking) -> None:
         await reader.ask(TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
 
 
-@in_trio
 async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
     server: EtcdServer,
 ) -> None:
@@ -262,7 +260,6 @@ async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
                 await one.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
 
 
-@in_trio
 async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> None:
     with patch.object(limits, "_LEASES_MAX", 3):
         async with answering(server) as (node, _):
@@ -278,7 +275,6 @@ async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> No
                 await reader.said(REVOKE, pb.LeaseRevokeRequest(ID=lease))
 
 
-@in_trio
 async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
     async with answering(server) as (node, _):
         reader = Asking(node)
@@ -292,7 +288,6 @@ async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
         await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
 
 
-@in_trio
 async def test_thousands_of_watches_of_one_connection_are_refused(server: EtcdServer) -> None:
     async with answering(server) as (node, engine), trio.open_nursery() as nursery:
         reader, refused = Asking(node), 0
@@ -312,7 +307,6 @@ async def test_thousands_of_watches_of_one_connection_are_refused(server: EtcdSe
         nursery.cancel_scope.cancel()
 
 
-@in_trio
 async def test_changes_come_in_order_from_any_revision(server: EtcdServer) -> None:
     """Also those that are not kept here any more, which etcd still has."""
     async with answering(server, kept_bytes=1000) as (node, engine):
@@ -345,7 +339,6 @@ async def test_changes_come_in_order_from_any_revision(server: EtcdServer) -> No
         assert (event.kv.key, event.kv.mod_revision) == (PREFIX + b"i" + bytes(7) + b"1", newest)
 
 
-@in_trio
 async def test_changes_that_etcd_has_forgotten_are_said_to_be(server: EtcdServer) -> None:
     async with answering(server, kept_bytes=1) as (node, engine):
         before = await engine.barrier()
@@ -359,7 +352,6 @@ async def test_changes_that_etcd_has_forgotten_are_said_to_be(server: EtcdServer
         assert answer.compact_revision
 
 
-@in_trio
 async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -> None:
     """A reader then turns to another node."""
     with (
@@ -375,7 +367,6 @@ async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -
             assert said.outcome == EtcdOutcome.ANSWERED
 
 
-@in_trio
 async def test_a_long_answer_comes_in_parts(server: EtcdServer) -> None:
     with patch.object(limits, "_ANSWER_BYTES", 10_000):
         async with answering(server) as (node, engine):
@@ -395,7 +386,6 @@ NOBODIES: Sequence[Who] = (
 
 
 @pytest.mark.parametrize("who", NOBODIES)
-@in_trio
 async def test_who_has_no_certificate_is_no_reader(server: EtcdServer, who: Who) -> None:
     async with answering(server) as (node, _):
         asked = AskEtcd(RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())

@@ -327,29 +327,26 @@ def test_the_table_forgets_the_directories_asked_for_longest_ago(
     assert table.count(2) > second
 
 
-def test_a_directory_that_somebody_waits_for_is_not_forgotten(
+async def test_a_directory_that_somebody_waits_for_is_not_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watches, "_WATCHED_MAX", 1)
     monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
 
-    async def wait() -> None:
-        table = table_of(lambda ino: ())
-        count = table.count(1)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.wait, 1, count)
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(BlockingIOError):
-                table.count(2)
-            table.changed([2])
-            assert table.count(1) == count
-            table.changed([1])
-        assert table.count(1) > count
-
-    trio.run(wait)
+    table = table_of(lambda ino: ())
+    count = table.count(1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.wait, 1, count)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(BlockingIOError):
+            table.count(2)
+        table.changed([2])
+        assert table.count(1) == count
+        table.changed([1])
+    assert table.count(1) > count
 
 
-def test_one_user_cannot_have_too_many_waits() -> None:
+async def test_one_user_cannot_have_too_many_waits() -> None:
     class Told:
         tells_of_signals = True
         can_forget = False
@@ -358,20 +355,17 @@ def test_one_user_cannot_have_too_many_waits() -> None:
         uid = 1000
         pid = gid = umask = 0
 
-    async def wait() -> None:
-        namespace = SimpleNamespace(watches=table_of(lambda ino: ()), inodes={})
-        waiting = waits.Waits(namespace, None, Told(), shared=False)  # type: ignore[arg-type]
-        count = waiting.count(1)
-        async with trio.open_nursery() as nursery:
-            for _ in range(4096):
-                nursery.start_soon(waiting.changed, 1, count, math.inf, Asked())
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(BlockingIOError):
-                await waiting.changed(1, count, math.inf, Asked())
-            other = Asked()
-            other.uid = 1001
-            await waiting.changed(1, count, 0.0, other)
-            namespace.watches.changed([1])
-        await waiting.changed(1, waiting.count(1), 0.0, Asked())
-
-    trio.run(wait)
+    namespace = SimpleNamespace(watches=table_of(lambda ino: ()), inodes={})
+    waiting = waits.Waits(namespace, None, Told(), shared=False)  # type: ignore[arg-type]
+    count = waiting.count(1)
+    async with trio.open_nursery() as nursery:
+        for _ in range(4096):
+            nursery.start_soon(waiting.changed, 1, count, math.inf, Asked())
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(BlockingIOError):
+            await waiting.changed(1, count, math.inf, Asked())
+        other = Asked()
+        other.uid = 1001
+        await waiting.changed(1, count, 0.0, other)
+        namespace.watches.changed([1])
+    await waiting.changed(1, waiting.count(1), 0.0, Asked())

@@ -200,45 +200,39 @@ def test_many_locks_of_others_are_not_walked_through(monkeypatch: pytest.MonkeyP
         table.acquire(INO, 99, write())
 
 
-def test_waiters_that_cannot_have_it_stay_asleep() -> None:
-    async def main() -> None:
-        table = LockTable()
-        table.acquire(INO, 1, write())
-        order: list[int] = []
+async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
+    table = LockTable()
+    table.acquire(INO, 1, write())
+    order: list[int] = []
 
-        async def take(owner: int, lock: Lock) -> None:
-            await table.acquire_wait(INO, owner, lock)
-            order.append(owner)
+    async def take(owner: int, lock: Lock) -> None:
+        await table.acquire_wait(INO, owner, lock)
+        order.append(owner)
 
-        async with trio.open_nursery() as nursery:
-            for owner, lock in ((2, read()), (3, write()), (4, read())):
-                nursery.start_soon(take, owner, lock)
-                await trio.testing.wait_all_tasks_blocked()
-            table.release_owner(INO, 1)
+    async with trio.open_nursery() as nursery:
+        for owner, lock in ((2, read()), (3, write()), (4, read())):
+            nursery.start_soon(take, owner, lock)
             await trio.testing.wait_all_tasks_blocked()
-            assert sorted(order) == [2, 4], "readers share it"
-            table.release_owner(INO, 2)
-            await trio.testing.wait_all_tasks_blocked()
-            assert len(order) == 2
-            table.release_owner(INO, 4)
-        assert order[2:] == [3]
-
-    trio.run(main)
+        table.release_owner(INO, 1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(order) == [2, 4], "readers share it"
+        table.release_owner(INO, 2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(order) == 2
+        table.release_owner(INO, 4)
+    assert order[2:] == [3]
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
-def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable]) -> None:
-    async def main() -> None:
-        table = kind()
-        table.acquire(INO, 1, write())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.acquire_wait, INO, 2, write(pid=2))
-            await trio.testing.wait_all_tasks_blocked()
-            assert table.test(INO, 3, write()) == write(pid=1)
-            table.release_owner(INO, 1)
-        assert table.test(INO, 3, write()) == write(pid=2)
-
-    trio.run(main)
+async def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable]) -> None:
+    table = kind()
+    table.acquire(INO, 1, write())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.acquire_wait, INO, 2, write(pid=2))
+        await trio.testing.wait_all_tasks_blocked()
+        assert table.test(INO, 3, write()) == write(pid=1)
+        table.release_owner(INO, 1)
+    assert table.test(INO, 3, write()) == write(pid=2)
 
 
 @pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50)])
@@ -256,109 +250,96 @@ def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> N
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
-def test_no_wakeup_is_lost_among_many_waiters(kind: type[LockTable]) -> None:
-    async def main() -> None:
-        table = kind()
-        inside = passed = 0
+async def test_no_wakeup_is_lost_among_many_waiters(kind: type[LockTable]) -> None:
+    table = kind()
+    inside = passed = 0
 
-        async def take_turns(owner: int) -> None:
-            nonlocal inside, passed
-            for _ in range(20):
-                await table.acquire_wait(INO, owner, write())
-                inside += 1
-                assert inside == 1
-                await trio.lowlevel.checkpoint()
-                inside -= 1
-                passed += 1
-                table.release_owner(INO, owner)
+    async def take_turns(owner: int) -> None:
+        nonlocal inside, passed
+        for _ in range(20):
+            await table.acquire_wait(INO, owner, write())
+            inside += 1
+            assert inside == 1
+            await trio.lowlevel.checkpoint()
+            inside -= 1
+            passed += 1
+            table.release_owner(INO, owner)
 
-        async with trio.open_nursery() as nursery:
-            for owner in range(20):
-                nursery.start_soon(take_turns, owner)
-        assert passed == 400
-        assert not table.inodes
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        for owner in range(20):
+            nursery.start_soon(take_turns, owner)
+    assert passed == 400
+    assert not table.inodes
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
-def test_a_cancelled_waiter_gets_nothing_and_keeps_nobody_waiting(kind: type[LockTable]) -> None:
-    async def main() -> None:
-        table = kind()
-        table.acquire(INO, 1, write())
-        scope = trio.CancelScope()
+async def test_a_cancelled_waiter_gets_nothing_and_keeps_nobody_waiting(
+    kind: type[LockTable],
+) -> None:
+    table = kind()
+    table.acquire(INO, 1, write())
+    scope = trio.CancelScope()
 
-        async def wait_until_cancelled() -> None:
-            with scope:
-                await table.acquire_wait(INO, 2, write())
+    async def wait_until_cancelled() -> None:
+        with scope:
+            await table.acquire_wait(INO, 2, write())
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(wait_until_cancelled)
-            nursery.start_soon(table.acquire_wait, INO, 3, write(pid=3))
-            await trio.testing.wait_all_tasks_blocked()
-            scope.cancel()
-            await trio.testing.wait_all_tasks_blocked()
-            table.release_owner(INO, 1)
-        assert table.test(INO, 4, read()) == write(pid=3)
-        table.release_owner(INO, 3)
-        assert not table.inodes
-
-    trio.run(main)
-
-
-def test_a_circle_of_waiting_owners_is_refused() -> None:
-    async def main() -> None:
-        table = LockTable()
-        for owner in (1, 2, 3):
-            table.acquire(INO + owner, owner, write())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.acquire_wait, INO + 2, 1, write())
-            nursery.start_soon(table.acquire_wait, INO + 3, 2, read())
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(OSError) as refused:
-                await table.acquire_wait(INO + 1, 3, write())
-            assert refused.value.errno == errno.EDEADLK
-            table.release_owner(INO + 3, 3)
-            await trio.testing.wait_all_tasks_blocked()
-            table.release_owner(INO + 2, 2)
-        # Nobody waits any more: the same request is no circle now.
-        table.release_owner(INO + 1, 1)
-        await table.acquire_wait(INO + 1, 3, write())
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_until_cancelled)
+        nursery.start_soon(table.acquire_wait, INO, 3, write(pid=3))
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        table.release_owner(INO, 1)
+    assert table.test(INO, 4, read()) == write(pid=3)
+    table.release_owner(INO, 3)
+    assert not table.inodes
 
 
-def test_an_upgrade_of_two_readers_is_a_deadlock() -> None:
-    async def main() -> None:
-        table = LockTable()
-        table.acquire(INO, 1, read())
-        table.acquire(INO, 2, read())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.acquire_wait, INO, 1, write())
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(OSError) as refused:
-                await table.acquire_wait(INO, 2, write())
-            assert refused.value.errno == errno.EDEADLK
-            table.release_owner(INO, 2)
-        assert table.test(INO, 3, read()) == write()
+async def test_a_circle_of_waiting_owners_is_refused() -> None:
+    table = LockTable()
+    for owner in (1, 2, 3):
+        table.acquire(INO + owner, owner, write())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.acquire_wait, INO + 2, 1, write())
+        nursery.start_soon(table.acquire_wait, INO + 3, 2, read())
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(OSError) as refused:
+            await table.acquire_wait(INO + 1, 3, write())
+        assert refused.value.errno == errno.EDEADLK
+        table.release_owner(INO + 3, 3)
+        await trio.testing.wait_all_tasks_blocked()
+        table.release_owner(INO + 2, 2)
+    # Nobody waits any more: the same request is no circle now.
+    table.release_owner(INO + 1, 1)
+    await table.acquire_wait(INO + 1, 3, write())
 
-    trio.run(main)
+
+async def test_an_upgrade_of_two_readers_is_a_deadlock() -> None:
+    table = LockTable()
+    table.acquire(INO, 1, read())
+    table.acquire(INO, 2, read())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.acquire_wait, INO, 1, write())
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(OSError) as refused:
+            await table.acquire_wait(INO, 2, write())
+        assert refused.value.errno == errno.EDEADLK
+        table.release_owner(INO, 2)
+    assert table.test(INO, 3, read()) == write()
 
 
-def test_a_chain_of_waiting_owners_is_no_deadlock() -> None:
-    async def main() -> None:
-        table = LockTable()
-        table.acquire(INO, 1, write())
-        table.acquire(INO + 1, 2, write())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.acquire_wait, INO, 2, write())
-            nursery.start_soon(table.acquire_wait, INO + 1, 3, write())
-            await trio.testing.wait_all_tasks_blocked()
-            table.release_owner(INO, 1)
-            table.release_owner(INO + 1, 2)
-        assert len(table.inodes) == 2
-
-    trio.run(main)
+async def test_a_chain_of_waiting_owners_is_no_deadlock() -> None:
+    table = LockTable()
+    table.acquire(INO, 1, write())
+    table.acquire(INO + 1, 2, write())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.acquire_wait, INO, 2, write())
+        nursery.start_soon(table.acquire_wait, INO + 1, 3, write())
+        await trio.testing.wait_all_tasks_blocked()
+        table.release_owner(INO, 1)
+        table.release_owner(INO + 1, 2)
+    assert len(table.inodes) == 2
 
 
 def test_a_flock_conversion_that_fails_has_given_up_the_old_lock() -> None:
@@ -371,19 +352,16 @@ def test_a_flock_conversion_that_fails_has_given_up_the_old_lock() -> None:
     assert table.test(INO, 1, read()) == write(pid=2)
 
 
-def test_two_shared_flocks_can_both_become_exclusive_in_turn() -> None:
-    async def main() -> None:
-        table = FlockTable()
-        table.acquire(INO, 1, read())
-        table.acquire(INO, 2, read())
+async def test_two_shared_flocks_can_both_become_exclusive_in_turn() -> None:
+    table = FlockTable()
+    table.acquire(INO, 1, read())
+    table.acquire(INO, 2, read())
 
-        async def upgrade(owner: int) -> None:
-            await table.acquire_wait(INO, owner, write())
-            table.release_owner(INO, owner)
+    async def upgrade(owner: int) -> None:
+        await table.acquire_wait(INO, owner, write())
+        table.release_owner(INO, owner)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(upgrade, 1)
-            nursery.start_soon(upgrade, 2)
-        assert not table.inodes
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(upgrade, 1)
+        nursery.start_soon(upgrade, 2)
+    assert not table.inodes

@@ -495,7 +495,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_counters_become_metrics_when_they_are_asked_for() -> None:
+async def test_counters_become_metrics_when_they_are_asked_for() -> None:
     counters = ServerFigures()
     counters.requests["put"] += 3
     counters.sent_bytes += 1 << 40
@@ -507,20 +507,17 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
         refreshed += 1
         return [counters, NodeFigures({"primary": 2}, 1.5)]
 
-    async def main() -> None:
-        async with serve_metrics("node", figures, {"node": "3f"}, "127.0.0.1", 0) as port:
-            assert refreshed == 0
-            found = await trio.to_thread.run_sync(scrape, port)
-        assert found['irdmafs_node_requests_total{kind="put",node="3f"}'] == 3
-        assert found['irdmafs_node_sent_bytes_total{node="3f"}'] == 1 << 40
-        assert found['irdmafs_node_groups{node="3f",state="primary"}'] == 2
-        assert found["process_open_fds"] > 0
-        assert refreshed == 1
-
-    trio.run(main)
+    async with serve_metrics("node", figures, {"node": "3f"}, "127.0.0.1", 0) as port:
+        assert refreshed == 0
+        found = await trio.to_thread.run_sync(scrape, port)
+    assert found['irdmafs_node_requests_total{kind="put",node="3f"}'] == 3
+    assert found['irdmafs_node_sent_bytes_total{node="3f"}'] == 1 << 40
+    assert found['irdmafs_node_groups{node="3f",state="primary"}'] == 2
+    assert found["process_open_fds"] > 0
+    assert refreshed == 1
 
 
-def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
+async def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
     def closed(idle: list[socket.socket]) -> int:
         """Connections above the limit are closed at once; those below it keep their threads."""
         count = 0
@@ -531,19 +528,13 @@ def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
             connection.close()
         return count
 
-    async def main() -> None:
-        async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
-            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
-            assert await trio.to_thread.run_sync(closed, idle) == 20 - SCRAPES_AT_ONCE
-
-    trio.run(main)
+    async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        assert await trio.to_thread.run_sync(closed, idle) == 20 - SCRAPES_AT_ONCE
 
 
-def test_a_taken_port_is_one_line() -> None:
-    async def main() -> None:
-        async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
-            with pytest.raises(ConfigError, match="Address already in use; choose another"):
-                async with serve_metrics("mount", list, {}, "127.0.0.1", port):
-                    pass
-
-    trio.run(main)
+async def test_a_taken_port_is_one_line() -> None:
+    async with serve_metrics("mount", list, {}, "127.0.0.1", 0) as port:
+        with pytest.raises(ConfigError, match="Address already in use; choose another"):
+            async with serve_metrics("mount", list, {}, "127.0.0.1", port):
+                pass

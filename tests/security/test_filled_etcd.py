@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from harness.secure_cluster import SecureCluster, in_trio
+from harness.secure_cluster import SecureCluster
 
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
@@ -22,7 +22,6 @@ async def fill(engine: EtcdEngine) -> None:
         await engine.transact((), [Put(session + number.to_bytes(8, "big"), value)])
 
 
-@in_trio
 async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Path) -> None:
     with SecureCluster(tmp_path, QUOTA_BYTES) as made:
         made.cert("greedy", "mount")

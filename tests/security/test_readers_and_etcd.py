@@ -9,7 +9,6 @@ import pytest
 import trio
 from harness.clusters import Cluster, Plan, counters
 from harness.mountpoint import eventually
-from harness.secure_cluster import in_trio
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import ClusterSection
@@ -87,13 +86,11 @@ async def shut_out(doing: Awaitable[object]) -> bool:
     return False
 
 
-@in_trio
 async def test_etcd_does_not_accept_a_reader_s_certificate(made: Cluster) -> None:
     assert not await is_accepted(made, "reader")
     assert "unhandled critical extension" in made.etcd.log_tail()
 
 
-@in_trio
 async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) -> None:
     said = made.irdmafs(
         "cluster", "cert", "bystander", "--role", "reader", "--cluster", made.config
@@ -140,7 +137,6 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) 
     assert "alarm" not in made.etcd.ctl("alarm", "list")
 
 
-@in_trio
 async def test_a_revoked_reader_can_do_nothing(made: Cluster) -> None:
     made.irdmafs("cluster", "cert", "r1", "--role", "reader", "--cluster", made.config)
     async with section_of(made, "reader-r1").engine("reader", 1.0) as engine:
@@ -155,7 +151,6 @@ async def test_a_revoked_reader_can_do_nothing(made: Cluster) -> None:
     assert pin_key(5, lease)[1:] not in made.pins()
 
 
-@in_trio
 async def test_with_a_revoked_certificate_etcd_cannot_be_reached(made: Cluster) -> None:
     made.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", made.config)
     made.irdmafs("cluster", "revoke", "w1", "--cluster", made.config)

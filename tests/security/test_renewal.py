@@ -69,53 +69,47 @@ def shown_to(place: Place) -> list[str]:
 # -- in one process ------------------------------------------------------------------------------
 
 
-def test_new_connections_show_what_was_renewed_and_open_ones_go_on(
+async def test_new_connections_show_what_was_renewed_and_open_ones_go_on(
     memory: Path, directory: str
 ) -> None:
     node, mount = issue(directory, "n1", "node"), issue(directory, "w1", "mount")
     first = mount.identity
 
-    async def main() -> None:
-        async with connected(memory, node, mount) as place, trio.open_nursery() as nursery:
-            renewal = Renewal([mount.renewable])
-            nursery.start_soon(renewal.run)
-            second = replace(mount, directory)
-            renewal.ask()
-            with trio.fail_after(30):
-                while mount.identity != second:
-                    await trio.sleep(0.01)
-            await place.peers.ping(1)
-            assert shown_to(place) == [first.serial], "it was there before"
-            async with mounted(memory, credentials=mount) as others:
-                await others.ping(1)
-                assert shown_to(place) == [first.serial, second.serial]
-            assert renewal.problems() == []
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with connected(memory, node, mount) as place, trio.open_nursery() as nursery:
+        renewal = Renewal([mount.renewable])
+        nursery.start_soon(renewal.run)
+        second = replace(mount, directory)
+        renewal.ask()
+        with trio.fail_after(30):
+            while mount.identity != second:
+                await trio.sleep(0.01)
+        await place.peers.ping(1)
+        assert shown_to(place) == [first.serial], "it was there before"
+        async with mounted(memory, credentials=mount) as others:
+            await others.ping(1)
+            assert shown_to(place) == [first.serial, second.serial]
+        assert renewal.problems() == []
+        nursery.cancel_scope.cancel()
 
 
-def test_files_are_read_again_without_being_told(
+async def test_files_are_read_again_without_being_told(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("irdmafs.backend.trust.renewal.LOOK_S", 0.01)
     mount = issue(directory, "w1", "mount")
     first = mount.identity
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(Renewal([mount.renewable]).run)
-            second = replace(mount, directory)
-            with trio.fail_after(30):
-                while mount.identity == first:
-                    await trio.sleep(0.01)
-            assert mount.identity == second
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Renewal([mount.renewable]).run)
+        second = replace(mount, directory)
+        with trio.fail_after(30):
+            while mount.identity == first:
+                await trio.sleep(0.01)
+        assert mount.identity == second
+        nursery.cancel_scope.cancel()
 
 
-def test_a_new_ca_is_accepted_beside_the_old_one_and_then_alone(
+async def test_a_new_ca_is_accepted_beside_the_old_one_and_then_alone(
     memory: Path, directory: str
 ) -> None:
     node, mount = issue(directory, "n1", "node"), issue(directory, "w1", "mount")
@@ -124,29 +118,26 @@ def test_a_new_ca_is_accepted_beside_the_old_one_and_then_alone(
         async with mounted(memory, credentials=credentials) as peers:
             await peers.ping(1)
 
-    async def main() -> None:
-        async with connected(memory, node, mount) as place:
-            former = Path(mount.cert).read_bytes(), Path(mount.key).read_bytes()
-            begin_ca_change(directory, "test")
-            node.renewable.renew(at_once=True)
-            await asks(mount)  # who has not heard of the new one
-            replace(mount, directory)
-            mount.renewable.renew(at_once=True)
-            await asks(mount)
-            replace(node, directory)
-            finish_ca_change(directory)
-            for each in (node, mount):
-                each.renewable.renew(at_once=True)
-            await asks(mount)
-            await place.peers.ping(1)
-            old = Credentials(mount.ca, f"{directory}/old.pem", f"{directory}/old.key")
-            for path, data in zip((old.cert, old.key), former, strict=True):
-                Path(path).write_bytes(data)
-                os.chmod(path, 0o600)
-            with pytest.raises(Exception, match="was not issued by the CA"):
-                old.client_context()
-
-    trio.run(main)
+    async with connected(memory, node, mount) as place:
+        former = Path(mount.cert).read_bytes(), Path(mount.key).read_bytes()
+        begin_ca_change(directory, "test")
+        node.renewable.renew(at_once=True)
+        await asks(mount)  # who has not heard of the new one
+        replace(mount, directory)
+        mount.renewable.renew(at_once=True)
+        await asks(mount)
+        replace(node, directory)
+        finish_ca_change(directory)
+        for each in (node, mount):
+            each.renewable.renew(at_once=True)
+        await asks(mount)
+        await place.peers.ping(1)
+        old = Credentials(mount.ca, f"{directory}/old.pem", f"{directory}/old.key")
+        for path, data in zip((old.cert, old.key), former, strict=True):
+            Path(path).write_bytes(data)
+            os.chmod(path, 0o600)
+        with pytest.raises(Exception, match="was not issued by the CA"):
+            old.client_context()
 
 
 def damage(mount: Credentials, directory: str) -> str:
@@ -183,7 +174,7 @@ def take_another_ca(mount: Credentials, directory: str) -> str:
 @pytest.mark.parametrize(
     "spoil", [damage, lose_key, mix_up, come_too_late, open_to_all, take_another_ca]
 )
-def test_files_that_cannot_be_used_are_told_of_and_the_former_ones_stay_in_use(
+async def test_files_that_cannot_be_used_are_told_of_and_the_former_ones_stay_in_use(
     memory: Path,
     directory: str,
     spoil: Callable[[Credentials, str], str],
@@ -192,22 +183,19 @@ def test_files_that_cannot_be_used_are_told_of_and_the_former_ones_stay_in_use(
     node, mount = issue(directory, "n1", "node"), issue(directory, "w1", "mount")
     first = mount.identity
 
-    async def main() -> None:
-        async with connected(memory, node, mount) as place:
-            said = spoil(mount, directory)
-            renewable = mount.renewable
+    async with connected(memory, node, mount) as place:
+        said = spoil(mount, directory)
+        renewable = mount.renewable
+        renewable.renew()
+        assert renewable.problem == "", "the other file may be on its way"
+        for _ in range(2):
             renewable.renew()
-            assert renewable.problem == "", "the other file may be on its way"
-            for _ in range(2):
-                renewable.renew()
-                assert said in renewable.problem
-                assert caplog.text.count("what was read before stays in use") == 1
-            assert mount.identity == first
-            async with mounted(memory, credentials=mount) as peers:
-                await peers.ping(1)
-                assert shown_to(place) == [first.serial] * 2
-
-    trio.run(main)
+            assert said in renewable.problem
+            assert caplog.text.count("what was read before stays in use") == 1
+        assert mount.identity == first
+        async with mounted(memory, credentials=mount) as peers:
+            await peers.ping(1)
+            assert shown_to(place) == [first.serial] * 2
 
 
 def test_a_certificate_of_another_user_is_not_taken_while_the_process_runs(directory: str) -> None:
@@ -221,27 +209,24 @@ def test_a_certificate_of_another_user_is_not_taken_while_the_process_runs(direc
     assert "irdmafs cluster cert w1 --role mount --renew" in mount.renewable.problem
 
 
-def test_a_connection_ends_with_the_certificate_that_it_was_opened_with(
+async def test_a_connection_ends_with_the_certificate_that_it_was_opened_with(
     memory: Path, directory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = issue(directory, "n1", "node")
     mount = issue(directory, "w1", "mount", days=4 * SECOND)
 
-    async def main() -> None:
-        async with connected(memory, node, mount) as place:
-            renewed = replace(mount, directory)
-            mount.renewable.renew(at_once=True)
-            with trio.fail_after(30):
-                while "its certificate has expired" not in caplog.text:
+    async with connected(memory, node, mount) as place:
+        renewed = replace(mount, directory)
+        mount.renewable.renew(at_once=True)
+        with trio.fail_after(30):
+            while "its certificate has expired" not in caplog.text:
+                await trio.sleep(0.01)
+        with trio.fail_after(30):
+            while shown_to(place) != [renewed.serial]:
+                try:
+                    await place.peers.ping(1)
+                except OSError:
                     await trio.sleep(0.01)
-            with trio.fail_after(30):
-                while shown_to(place) != [renewed.serial]:
-                    try:
-                        await place.peers.ping(1)
-                    except OSError:
-                        await trio.sleep(0.01)
-
-    trio.run(main)
 
 
 def test_what_cannot_be_loaded_at_first_is_an_error() -> None:
@@ -276,7 +261,9 @@ def sessions(cluster: Cluster) -> list[int]:
     return [mount["session"] for mount in cluster.status()["mounts"]]
 
 
-def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(made: Cluster) -> None:
+async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(
+    made: Cluster,
+) -> None:
     made.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", made.config)
     mount = made.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)
@@ -303,13 +290,8 @@ def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(mad
     assert credentials.identity.serial != before.identity.serial
     nodes = made.live_nodes()
 
-    async def ask() -> None:
-        async with open_peers(
-            nodes.get, (), credentials=credentials, name="w1", role="mount"
-        ) as peers:
-            await peers.ping(next(iter(nodes)))
-
-    trio.run(ask)
+    async with open_peers(nodes.get, (), credentials=credentials, name="w1", role="mount") as peers:
+        await peers.ping(next(iter(nodes)))
 
 
 def test_a_file_that_is_damaged_is_told_of_in_status(made: Cluster) -> None:

@@ -102,7 +102,9 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     assert "it may not accept our certificate" in thief.log_tail()
 
 
-def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(made: Cluster) -> None:
+async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
+    made: Cluster,
+) -> None:
     """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
     issue(made, "w2")
     made.add_mount(certificate="mount-w2").kill9()
@@ -112,25 +114,22 @@ def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(made: Cl
     nodes = made.live_nodes()
     [node] = nodes
 
-    async def converse() -> None:
-        async with open_peers(
-            nodes.get, (), credentials=credentials, name="thief", role="mount"
-        ) as peers:
+    async with open_peers(
+        nodes.get, (), credentials=credentials, name="thief", role="mount"
+    ) as peers:
+        await peers.ping(node)
+        await trio.to_thread.run_sync(
+            lambda: made.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", made.config)
+        )
+        with trio.fail_after(20):
+            while True:
+                try:
+                    await peers.ping(node)
+                except OSError:
+                    break
+                await trio.sleep(0.1)
+        with pytest.raises(OSError, match="its certificate was revoked"):
             await peers.ping(node)
-            await trio.to_thread.run_sync(
-                lambda: made.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", made.config)
-            )
-            with trio.fail_after(20):
-                while True:
-                    try:
-                        await peers.ping(node)
-                    except OSError:
-                        break
-                    await trio.sleep(0.1)
-            with pytest.raises(OSError, match="its certificate was revoked"):
-                await peers.ping(node)
-
-    trio.run(converse)
 
 
 def test_a_revoked_node_is_put_out_and_stays_out() -> None:
@@ -143,7 +142,7 @@ def test_a_revoked_node_is_put_out_and_stays_out() -> None:
         assert not own.live_nodes()
 
 
-def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
+async def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
     """A record that is taken back by other means lets nobody in where it was known."""
     issue(made, "w3")
     identity = identity_in(str(made.config_directory / "mount-w3.pem"))
@@ -157,14 +156,9 @@ def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
     )
     nodes = made.live_nodes()
 
-    async def ask() -> None:
-        async with open_peers(
-            nodes.get, (), credentials=credentials, name="w3", role="mount"
-        ) as peers:
-            with pytest.raises(OSError, match="its certificate was revoked"):
-                await peers.ping(next(iter(nodes)))
-
-    trio.run(ask)
+    async with open_peers(nodes.get, (), credentials=credentials, name="w3", role="mount") as peers:
+        with pytest.raises(OSError, match="its certificate was revoked"):
+            await peers.ping(next(iter(nodes)))
 
 
 def test_who_hides_behind_another_name_is_put_out_all_the_same(made: Cluster) -> None:

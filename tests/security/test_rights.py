@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.secure_cluster import SecureCluster, in_trio
+from harness.secure_cluster import SecureCluster
 
 from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
@@ -88,7 +88,6 @@ def test_ranges_of_different_certificates_do_not_meet() -> None:
         assert all(one.end <= after.start for one, after in itertools.pairwise(ranges))
 
 
-@in_trio
 async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: SecureCluster) -> None:
     async with made.engine("mount", "mount") as engine:
         assert await allowed_writes(engine, NODE_RECORDS | PLACEMENT | CLUSTER) == []
@@ -99,7 +98,6 @@ async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: Sec
         }
 
 
-@in_trio
 async def test_a_mount_writes_no_keys_that_mean_nothing(made: SecureCluster) -> None:
     odd = [
         *(b"d", b"dd", inode_key(0), inode_key(FIRST_VIRTUAL_INO), name_key(2**63, b"x"), b"i\xff"),
@@ -110,7 +108,6 @@ async def test_a_mount_writes_no_keys_that_mean_nothing(made: SecureCluster) -> 
         assert await allowed_writes(engine, {repr(key): key for key in odd}) == []
 
 
-@in_trio
 async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -> None:
     async with (
         made.engine("other", "mount") as victim,
@@ -143,7 +140,6 @@ async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -
         nursery.cancel_scope.cancel()
 
 
-@in_trio
 async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) -> None:
     async with made.engine("node", "node") as engine, made.engine("mount", "mount") as mount:
         names = {what: key for what, key in NAMESPACE.items() if what != "the last transaction"}
@@ -154,7 +150,6 @@ async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) ->
 
 
 @pytest.mark.parametrize("role", ["mount", "node"])
-@in_trio
 async def test_nobody_gives_himself_rights(made: SecureCluster, role: Role) -> None:
     async with made.engine(role, role) as engine:
         assert await refused(engine.admin.auth.add_user("thief", ["root"]))
@@ -162,13 +157,11 @@ async def test_nobody_gives_himself_rights(made: SecureCluster, role: Role) -> N
         assert await refused(engine.admin.auth.delete_user("mount"))
 
 
-@in_trio
 async def test_the_keys_of_others_in_the_same_etcd_are_not_read(made: SecureCluster) -> None:
     async with made.engine("mount", "mount") as engine:
         assert await refused(engine.admin.has_others())
 
 
-@in_trio
 async def test_who_has_no_certificate_or_another_cluster_s_stays_out(
     made: SecureCluster, tmp_path: Path
 ) -> None:

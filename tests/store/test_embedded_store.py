@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 from harness.models.invariants import check
 from harness.open_inodes import while_open
 from hypothesis import HealthCheck, given, settings
@@ -336,7 +335,7 @@ def test_a_forgotten_inode_takes_its_content_with_it(tmp_path: Path, in_memory: 
 
 
 @pytest.mark.parametrize("power_safe", [True, False])
-def test_only_a_store_on_a_disk_is_synced(
+async def test_only_a_store_on_a_disk_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_safe: bool
 ) -> None:
     monkeypatch.setattr(node, "in_memory", lambda path: not power_safe)
@@ -347,19 +346,16 @@ def test_only_a_store_on_a_disk_is_synced(
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         sync(fd)
 
-    async def main() -> None:
-        async with embedded_store(str(tmp_path)) as store:
-            inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
-            extent = write(store.extents, b"one")
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "fsync", fsync)
-                await store.publish(
-                    NewVersion.of_file(inode.ino, extent, store.extents.stat(extent), 1)
-                )
-            expected = [store.extents.path(extent), store.extents.directory]
-            assert [path for path in synced if path in expected] == (expected if power_safe else [])
-
-    trio.run(main)
+    async with embedded_store(str(tmp_path)) as store:
+        inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
+        extent = write(store.extents, b"one")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            await store.publish(
+                NewVersion.of_file(inode.ino, extent, store.extents.stat(extent), 1)
+            )
+        expected = [store.extents.path(extent), store.extents.directory]
+        assert [path for path in synced if path in expected] == (expected if power_safe else [])
 
 
 def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:

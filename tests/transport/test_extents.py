@@ -388,97 +388,90 @@ def full_file(path: Path, length: int) -> int:
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
+async def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
     memory: Path, failing: int, how: str
 ) -> None:
     length = 256 * MiB
     hold = memory / "hold"
     hold.touch()
 
-    async def main() -> None:
-        async with with_processes(memory, hold=hold) as (peers, nodes):
-            source = full_file(memory / "source", length)
-            failed: list[OSError] = []
+    async with with_processes(memory, hold=hold) as (peers, nodes):
+        source = full_file(memory / "source", length)
+        failed: list[OSError] = []
 
-            async def write() -> None:
-                try:
-                    await peers.device(1).write(
-                        Extent(1, 0), Target(1, 1, (2, 3)), FileRange(source, 0, length)
-                    )
-                except OSError as error:
-                    failed.append(error)
+        async def write() -> None:
+            try:
+                await peers.device(1).write(
+                    Extent(1, 0), Target(1, 1, (2, 3)), FileRange(source, 0, length)
+                )
+            except OSError as error:
+                failed.append(error)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(write)
-                incoming = memory / str(failing) / "incoming"
-                await until(lambda: any(incoming.iterdir()))
-                getattr(nodes[failing], how)()
-                hold.unlink()
-            assert isinstance(failed[0], Unreachable)
-            assert failed[0].node == failing
-            others = [node for node in nodes if node != failing]
-            await peers.device(others[0]).write(
-                Extent(1, 0), Target(1, 2, (*others[1:],)), FileRange(source, 0, length)
-            )
-            for node in others:
-                assert (memory / str(node) / "1.0").stat().st_size == length
-            os.close(source)
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            incoming = memory / str(failing) / "incoming"
+            await until(lambda: any(incoming.iterdir()))
+            getattr(nodes[failing], how)()
+            hold.unlink()
+        assert isinstance(failed[0], Unreachable)
+        assert failed[0].node == failing
+        others = [node for node in nodes if node != failing]
+        await peers.device(others[0]).write(
+            Extent(1, 0), Target(1, 2, (*others[1:],)), FileRange(source, 0, length)
+        )
+        for node in others:
+            assert (memory / str(node) / "1.0").stat().st_size == length
+        os.close(source)
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how: str) -> None:
+async def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how: str) -> None:
     length = 1 << 30
 
-    async def main() -> None:
-        async with with_processes(memory, 1) as (peers, nodes):
-            os.close(sparse_file(memory / "1" / "1.0", length))
-            target = sparse_file(memory / "target", length)
-            failed: list[OSError] = []
+    async with with_processes(memory, 1) as (peers, nodes):
+        os.close(sparse_file(memory / "1" / "1.0", length))
+        target = sparse_file(memory / "target", length)
+        failed: list[OSError] = []
 
-            async def read() -> None:
-                try:
-                    await peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, length))
-                except OSError as error:
-                    failed.append(error)
+        async def read() -> None:
+            try:
+                await peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, length))
+            except OSError as error:
+                failed.append(error)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(read)
-                await until(lambda: os.fstat(target).st_blocks > 0)
-                getattr(nodes[1], how)()
-            assert isinstance(failed[0], Unreachable)
-            os.close(target)
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await until(lambda: os.fstat(target).st_blocks > 0)
+            getattr(nodes[1], how)()
+        assert isinstance(failed[0], Unreachable)
+        os.close(target)
 
 
-def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(memory: Path) -> None:
-    async def main() -> None:
-        async with with_processes(memory, 1) as (peers, nodes):
+async def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(
+    memory: Path,
+) -> None:
+    async with with_processes(memory, 1) as (peers, nodes):
+        await peers.ping(1)
+        nodes[1].pause()
+        with pytest.raises(Unreachable, match="silent"):
             await peers.ping(1)
-            nodes[1].pause()
+        connects = peers.counters.connects
+        for _ in range(100):
             with pytest.raises(Unreachable, match="silent"):
+                await peers.device(1).get([Extent(1, 0)], 10)
+        assert peers.counters.connects == connects
+        nodes[1].resume()
+
+        async def answers() -> bool:
+            try:
                 await peers.ping(1)
-            connects = peers.counters.connects
-            for _ in range(100):
-                with pytest.raises(Unreachable, match="silent"):
-                    await peers.device(1).get([Extent(1, 0)], 10)
-            assert peers.counters.connects == connects
-            nodes[1].resume()
+            except Unreachable:
+                return False
+            return True
 
-            async def answers() -> bool:
-                try:
-                    await peers.ping(1)
-                except Unreachable:
-                    return False
-                return True
-
-            with trio.fail_after(60):
-                while not await answers():
-                    await trio.sleep(0.05)
-
-    trio.run(main)
+        with trio.fail_after(60):
+            while not await answers():
+                await trio.sleep(0.05)
 
 
 @pytest.mark.parametrize("chain", [(), (2,)])
@@ -508,26 +501,23 @@ def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
     in_cluster(memory, test, last, timeout_s=NEVER_S)
 
 
-def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            address = memory / "addresses" / "1"
-            address.write_text(json.dumps(["127.0.0.1", silent.getsockname()[1], 1]))
-            async with mounted(memory, timeout_s=NEVER_S) as peers:
+async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = memory / "addresses" / "1"
+        address.write_text(json.dumps(["127.0.0.1", silent.getsockname()[1], 1]))
+        async with mounted(memory, timeout_s=NEVER_S) as peers:
 
-                async def ping() -> None:
-                    with pytest.raises(Unreachable):
-                        await peers.ping(1)
+            async def ping() -> None:
+                with pytest.raises(Unreachable):
+                    await peers.ping(1)
 
-                async with trio.open_nursery() as nursery:
-                    for _ in range(3):
-                        nursery.start_soon(ping)
-                    await until(lambda: peers.counters.connects == 1)
-                    address.unlink()
-                    peers.node_changed(1)
-                assert peers.counters.connects == 1
-
-    trio.run(main)
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(ping)
+                await until(lambda: peers.counters.connects == 1)
+                address.unlink()
+                peers.node_changed(1)
+            assert peers.counters.connects == 1
 
 
 class Clock:
@@ -537,61 +527,52 @@ class Clock:
         return self.now
 
 
-def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
+async def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     patience_s = 0.1
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            address = ["127.0.0.1", silent.getsockname()[1], 1]
-            (memory / "addresses" / "1").write_text(json.dumps(address))
-            async with (
-                mounted(memory, timeout_s=patience_s) as peers,
-                trio.open_nursery() as nursery,
-            ):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = ["127.0.0.1", silent.getsockname()[1], 1]
+        (memory / "addresses" / "1").write_text(json.dumps(address))
+        async with (
+            mounted(memory, timeout_s=patience_s) as peers,
+            trio.open_nursery() as nursery,
+        ):
 
-                async def ping() -> None:
-                    with pytest.raises(Unreachable):
-                        await peers.ping(1)
-
-                nursery.start_soon(ping)
-                await until(lambda: peers.counters.connects == 1)
-                clock.now += 1000
-                await until(lambda: not nursery.child_tasks)
-                clock.now += patience_s
-                await ping()
-                assert peers.counters.connects == 2
-
-    trio.run(main)
-
-
-def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
-    async def main() -> None:
-        async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
-            for number in range(3):
-                with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
-                    await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
-                    source = full_file(memory / "source", 20 * MiB)
-                    await peers.device(1).write(
-                        Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
-                    )
-                    os.close(source)
+            async def ping() -> None:
                 with pytest.raises(Unreachable):
                     await peers.ping(1)
 
-    trio.run(main)
+            nursery.start_soon(ping)
+            await until(lambda: peers.counters.connects == 1)
+            clock.now += 1000
+            await until(lambda: not nursery.child_tasks)
+            clock.now += patience_s
+            await ping()
+            assert peers.counters.connects == 2
 
 
-def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> None:
-    async def main() -> None:
-        async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
-            with pytest.raises(Unreachable, match="not registered"):
-                await peers.ping(77)
+async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
+    async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
+        for number in range(3):
+            with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
+                await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
+                source = full_file(memory / "source", 20 * MiB)
+                await peers.device(1).write(
+                    Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
+                )
+                os.close(source)
+            with pytest.raises(Unreachable):
+                await peers.ping(1)
 
-    trio.run(main)
+
+async def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> None:
+    async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
+        with pytest.raises(Unreachable, match="not registered"):
+            await peers.ping(77)
 
 
 def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
@@ -629,42 +610,41 @@ def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind: str) -> None:
+async def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(
+    memory: Path, kind: str
+) -> None:
     length = 1 << 30
 
-    async def main() -> None:
-        async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):
-            threads = threading.active_count()
-            os.close(sparse_file(memory / "1" / "9.0", length))
-            make = full_file if kind == "write" else sparse_file
-            fd = make(memory / "file", length)
-            device = peers.device(1)
-            async with trio.open_nursery() as nursery:
-                if kind == "write":
-                    nursery.start_soon(
-                        device.write, Extent(1, 0), Target(1, 1, (2,)), FileRange(fd, 0, length)
-                    )
-                    incoming = memory / "1" / "incoming"
-                    await until(lambda: any(incoming.iterdir()))
-                else:
-                    nursery.start_soon(device.read, Extent(9, 0), 0, FileRange(fd, 0, length))
-                    await until(lambda: os.fstat(fd).st_blocks > 0)
-                nodes[1].pause()
-                # It would wait for half a minute if it were not cancelled.
-                with trio.fail_after(15):
-                    nursery.cancel_scope.cancel()
-                    await trio.sleep_forever()
-            nodes[1].resume()
-            os.close(fd)
-            for node in nodes:
-                incoming = memory / str(node) / "incoming"
-                await until(lambda incoming=incoming: not any(incoming.iterdir()))
-                assert not (memory / str(node) / "1.0").exists()
-            await peers.ping(1)
-            # Threads of trio's cache end by themselves after a while; no new ones are needed.
-            assert threading.active_count() <= threads + STREAMS + 1
-
-    trio.run(main)
+    async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):
+        threads = threading.active_count()
+        os.close(sparse_file(memory / "1" / "9.0", length))
+        make = full_file if kind == "write" else sparse_file
+        fd = make(memory / "file", length)
+        device = peers.device(1)
+        async with trio.open_nursery() as nursery:
+            if kind == "write":
+                nursery.start_soon(
+                    device.write, Extent(1, 0), Target(1, 1, (2,)), FileRange(fd, 0, length)
+                )
+                incoming = memory / "1" / "incoming"
+                await until(lambda: any(incoming.iterdir()))
+            else:
+                nursery.start_soon(device.read, Extent(9, 0), 0, FileRange(fd, 0, length))
+                await until(lambda: os.fstat(fd).st_blocks > 0)
+            nodes[1].pause()
+            # It would wait for half a minute if it were not cancelled.
+            with trio.fail_after(15):
+                nursery.cancel_scope.cancel()
+                await trio.sleep_forever()
+        nodes[1].resume()
+        os.close(fd)
+        for node in nodes:
+            incoming = memory / str(node) / "incoming"
+            await until(lambda incoming=incoming: not any(incoming.iterdir()))
+            assert not (memory / str(node) / "1.0").exists()
+        await peers.ping(1)
+        # Threads of trio's cache end by themselves after a while; no new ones are needed.
+        assert threading.active_count() <= threads + STREAMS + 1
 
 
 def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) -> None:

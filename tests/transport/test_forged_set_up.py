@@ -263,11 +263,8 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueueEnd]]:
 
 
 @pytest.mark.parametrize("what", ["injected", "repeated", "changed for it", "changed for us"])
-def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    connected: list[QueueEnd],
-    what: str,
+async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
+    memory: Path, certificates: dict[str, Credentials], connected: list[QueueEnd], what: str
 ) -> None:
     need_ports()
     data = random_bytes(LENGTH)
@@ -300,32 +297,29 @@ def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         os.close(source)
         assert len(relay.passages) > 1, "it noticed"
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
-            ours = stack.enter_context(Rdma(Choice(device="rxe0")))
-            theirs = stack.enter_context(Rdma(Choice(device="rxe0")))
-            node = await stack.enter_async_context(
-                serving(
-                    f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma,
-                    credentials=certificates["node"],
-                )
-            )  # fmt: skip
-            direct = await stack.enter_async_context(
-                mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"])
+    async with AsyncExitStack() as stack:
+        rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
+        ours = stack.enter_context(Rdma(Choice(device="rxe0")))
+        theirs = stack.enter_context(Rdma(Choice(device="rxe0")))
+        node = await stack.enter_async_context(
+            serving(
+                f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma,
+                credentials=certificates["node"],
             )
-            cluster = Place(memory, direct, {1: node})
-            adapter, gid_index = theirs.open(theirs.rails("127.0.0.1")[0].route)
-            pair = adapter.queue_pair(gid_index)
-            credentials = certificates["mount"]
-            async with on_the_way(cluster, memory, credentials, "control", ours) as (relay, peers):
-                with trio.fail_after(120):
-                    await attack(cluster, relay, peers, pair.end())
-            assert pair.end().number not in [end.number for end in connected]
-            assert [end.number for end in connected], "the victim moved by verbs"
-            pair.close()
-
-    trio.run(main)
+        )  # fmt: skip
+        direct = await stack.enter_async_context(
+            mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"])
+        )
+        cluster = Place(memory, direct, {1: node})
+        adapter, gid_index = theirs.open(theirs.rails("127.0.0.1")[0].route)
+        pair = adapter.queue_pair(gid_index)
+        credentials = certificates["mount"]
+        async with on_the_way(cluster, memory, credentials, "control", ours) as (relay, peers):
+            with trio.fail_after(120):
+                await attack(cluster, relay, peers, pair.end())
+        assert pair.end().number not in [end.number for end in connected]
+        assert [end.number for end in connected], "the victim moved by verbs"
+        pair.close()
 
 
 async def at_last(work: Callable[[], Awaitable[None]]) -> None:

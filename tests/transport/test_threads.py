@@ -48,23 +48,20 @@ def test_the_first_error_is_raised_when_all_were_stopped() -> None:
 
 
 @pytest.mark.parametrize("places", [None, 1])
-def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int | None) -> None:
+async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int | None) -> None:
     stopped, ended = threading.Event(), list[str]()
 
-    async def main() -> None:
-        limit = trio.Semaphore(places) if places is not None else None
-        works = [until(stopped, ended, name) for name in ("one", "other")]
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(in_threads, works, stopped.set, limit)
-                await trio.testing.wait_all_tasks_blocked()
-                scope.cancel()
-        assert scope.cancelled_caught
-        # The second one has no place before the first one has ended.
-        assert sorted(ended) == ["one", "other"][: places or 2]
-        assert limit is None or limit.value == places
-
-    trio.run(main)
+    limit = trio.Semaphore(places) if places is not None else None
+    works = [until(stopped, ended, name) for name in ("one", "other")]
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_threads, works, stopped.set, limit)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    assert scope.cancelled_caught
+    # The second one has no place before the first one has ended.
+    assert sorted(ended) == ["one", "other"][: places or 2]
+    assert limit is None or limit.value == places
 
 
 def test_works_wait_for_places() -> None:

@@ -237,30 +237,27 @@ def test_the_hardware_gives_a_silent_peer_up_before_we_do() -> None:
 # -- growth --------------------------------------------------------------------------------------
 
 
-def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> None:
-    async def main() -> None:
-        growth = Growth(10)
-        seen: list[int] = []
+async def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> None:
+    growth = Growth(10)
+    seen: list[int] = []
 
-        async def follow() -> None:
-            while not seen or seen[-1] < 10:
-                seen.append(await growth.more_than(seen[-1] if seen else 0))
+    async def follow() -> None:
+        while not seen or seen[-1] < 10:
+            seen.append(await growth.more_than(seen[-1] if seen else 0))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(follow)
-            for _ in range(3):
-                await trio.testing.wait_all_tasks_blocked()
-                growth.advance(4)
-        assert seen == [4, 8, 10]
-        growth.give_up(OSError(errno.EIO, "too late"))
-        await growth.complete()
-        other = Growth(10, 5)
-        other.give_up(OSError(errno.EIO, "lost"))
-        assert await other.more_than(4) == 5
-        with pytest.raises(OSError, match="lost"):
-            await other.complete()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow)
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked()
+            growth.advance(4)
+    assert seen == [4, 8, 10]
+    growth.give_up(OSError(errno.EIO, "too late"))
+    await growth.complete()
+    other = Growth(10, 5)
+    other.give_up(OSError(errno.EIO, "lost"))
+    assert await other.more_than(4) == 5
+    with pytest.raises(OSError, match="lost"):
+        await other.complete()
 
 
 # -- processes -----------------------------------------------------------------------------------

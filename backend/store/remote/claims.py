@@ -1,6 +1,6 @@
 """Claims of directories: with one a mount makes new files without asking etcd, nor telling anybody.
 
-Only its own mount sees a new file until it has a version (namespace/unseen). So until then its name matters
+Only its own mount sees a new file until it has a version (namespace/lookup). So until then its name matters
 to nobody but hosts that put names into the same directory. The mount that has the *claim* of the directory,
 a key in etcd under its lease, keeps such files to itself (Tree.keep), and stores each with its first
 version, in one transaction. A mount that puts a name into a directory, changes its record or removes it

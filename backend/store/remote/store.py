@@ -190,8 +190,7 @@ class RemoteStore:
         return bool(self.extents.adoptable(extent))
 
     async def forget(self, inode: Inode) -> None:
-        if inode.ino in self.namespace.inodes:
-            await self.namespace.drop(inode.ino)
+        if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
 
     async def follow_path(self, path: str) -> None:

@@ -556,11 +556,11 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             return
         thing = self.model.held[what % len(self.model.held)]
         self.choose_host(thing)
-        self.both(
-            lambda: self.namespace.drop(thing.ino),
-            lambda: self.model.held.remove(thing),
-            full=full,
-        )
+
+        async def drop() -> bool:
+            return self.namespace.tree.drop(thing.ino)
+
+        self.both(drop, lambda: self.model.held.remove(thing), full=full)
 
     @rule(what=index, name=names)
     def use_what_is_gone(self, what: int, name: bytes) -> None:
