@@ -12,7 +12,7 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -27,15 +27,13 @@ from .messages import Answer, Message, Request
 from .rights import Peer
 from .service import EtcdForReaders, Service
 
-if TYPE_CHECKING:
-    from .peers import Peers
-
 __all__ = [
     "Connection",
     "Host",
     "Lasting",
     "Mover",
     "NotThisWay",
+    "Others",
     "Sending",
     "Serving",
     "Transfer",
@@ -149,14 +147,39 @@ class Serving(Protocol):
         ...
 
 
+class NextNode(Protocol):
+    """A store node that extents are handed on to: what movers use of a Device (device.py)."""
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None: ...
+
+    async def write(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        *,
+        growth: Growth | None = None,
+    ) -> None: ...
+
+    def way(self, kind: type[W]) -> W:
+        """Return the way of this kind, for the node's end of the same mover. Raises Unreachable."""
+        ...
+
+
+class Others(Protocol):
+    """The other store nodes."""
+
+    def device(self, node: int) -> NextNode: ...
+
+
 @dataclass(frozen=True)
 class Host:
-    """A store node, for its operations and for movers; `others` are the other nodes. `nursery` ends with
-    it; `is_gone` tells whether a peer's session is over. Connections to a mover's own port are accepted by
-    the `door`. Readers reach `etcd` by it, if it is there. `servings` are the node's ends of its movers."""
+    """A store node, for its operations and for movers. `nursery` ends with it; `is_gone` tells whether a
+    peer's session is over. Connections to a mover's own port are accepted by the `door`. Readers reach
+    `etcd` by it, if it is there. `servings` are the node's ends of its movers."""
 
     service: Service[Any]
-    others: "Peers"
+    others: Others
     door: Door
     address: str
     credentials: Credentials | None

@@ -26,9 +26,8 @@ from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import VERSION, Refused, Welcome, describe_version
-from .mover import Host, Mover, Serving
+from .mover import Host, Mover, Others, Serving
 from .operations import codec_for
-from .peers import Peers
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
 from .service import EtcdForReaders, Service
@@ -52,7 +51,7 @@ class Listener:
     def __init__(
         self,
         service: Service[Any],
-        others: Peers,
+        others: Others,
         movers: Sequence[Mover],
         address: str,
         control_port: int = 0,
