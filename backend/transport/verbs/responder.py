@@ -12,7 +12,6 @@ from functools import partial
 
 import trio
 
-from ...unwrap import only_error
 from .. import FileRange
 from ..growth import Growth
 from ..messages import Answer, Done, Message, Request
@@ -85,9 +84,11 @@ class _Arrival:
         self.held = held
         self.incoming = incoming
         self.given = given
-        # Once `_seal` waits for the bytes, it closes `held`, when the next node does not need it any more.
-        self.is_awaited = False
+        self.onward = trio.CancelScope()
+        self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
+        if not asked.target.chain:
+            self.handed_on.set()
 
 
 class Responder(Connection):
@@ -231,6 +232,8 @@ class Responder(Connection):
         handle = next(self._handles)
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
+        if asked.target.chain:
+            self._nursery.start_soon(self._hand_on, arrival)
         if arrival.given is None:
             return Exposed(handle, 0, 0, wanted=False)
         window = arrival.given.window
@@ -243,29 +246,21 @@ class Responder(Connection):
         arrival = self._arrivals.get(handle)
         if arrival is None:
             raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
-        arrival.is_awaited = True
-        try:
-            async with trio.open_nursery() as nursery:
-                if arrival.target.chain:
-                    nursery.start_soon(self._hand_on, arrival)
-                await self._take_in(handle, arrival)
-        except BaseExceptionGroup as group:
-            raise only_error(group) from None
-        finally:
-            self._drop(handle, "nobody waits for it any more")
-            arrival.held.close()
-        if arrival.onward_error is not None:
-            raise arrival.onward_error
-        return Done()
-
-    async def _take_in(self, handle: int, arrival: _Arrival) -> None:
         await arrival.growth.complete()
         if self._arrivals.pop(handle, None) is None:
             raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
-        if arrival.incoming is not None and arrival.given is not None:
-            # A sealed extent never changes: end the right to write first.
-            arrival.given.take_back()
-            await self._service.seal(arrival.extent, arrival.incoming)
+        try:
+            if arrival.incoming is not None and arrival.given is not None:
+                # A sealed extent never changes: end the right to write first.
+                arrival.given.take_back()
+                await self._service.seal(arrival.extent, arrival.incoming)
+            await arrival.handed_on.wait()
+            if arrival.onward_error is not None:
+                raise arrival.onward_error
+        finally:
+            arrival.onward.cancel()
+            self._leave(arrival)
+        return Done()
 
     # -- coming in -------------------------------------------------------------------------------
 
@@ -294,21 +289,30 @@ class Responder(Connection):
         arrival = self._arrivals.pop(handle, None)
         if arrival is not None:
             arrival.growth.give_up(OSError(NOT_BY_VERBS, why))
+            arrival.onward.cancel()
             if arrival.given is not None:
                 arrival.given.take_back()
-            if not arrival.is_awaited:
-                arrival.held.close()
+            self._leave(arrival)
+
+    def _leave(self, arrival: _Arrival) -> None:
+        if arrival.handed_on.is_set():
+            arrival.held.close()
+        else:
+            self._nursery.start_soon(_close_after, arrival)
 
     async def _hand_on(self, arrival: _Arrival) -> None:
         node, target = arrival.target.onward()
         held, length = arrival.held, arrival.growth.length
         try:
-            await self._host.others.device(node).write(
-                arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
-            )
-            self._counters.sent_bytes += length
+            with arrival.onward:
+                await self._host.others.device(node).write(
+                    arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
+                )
+                self._counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
+        finally:
+            arrival.handed_on.set()
 
     # -- rights ----------------------------------------------------------------------------------
 
@@ -364,3 +368,9 @@ class Responder(Connection):
                     self._drop(handle, "it took too long")
         if self._pairs.get(number) is pair:
             self.detach(pair.failure, number)
+
+
+async def _close_after(arrival: _Arrival) -> None:
+    with trio.CancelScope(shield=True):
+        await arrival.handed_on.wait()
+    arrival.held.close()
