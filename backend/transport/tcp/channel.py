@@ -174,7 +174,7 @@ class Channel:
 
     def _send_messages(self, *messages: bytes) -> None:
         sign = self.authentication.sign
-        self.send_all(b"".join(message + sign(message) for message in messages))
+        self.send_all(b"".join([message + sign(message) for message in messages]))
 
     def checked(self, data: bytes | bytearray) -> bytes:
         """Check a received message, and return it without its code. Raises Forged."""

@@ -131,7 +131,7 @@ class Data:
     ) -> tuple[Reply, int]:
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._hand_on, header.target.chain[0], onward)
+                nursery.start_soon(onward.sent.fulfil, partial(self._hand_on, onward))
                 try:
                     (outcome,) = await in_threads([work], channel.shutdown, self._places)
                 finally:
@@ -147,16 +147,12 @@ class Data:
         finish = partial(channel.conclude, reply)
         await in_threads([finish], channel.shutdown, self._places)
 
-    async def _hand_on(self, node: int, onward: Onward) -> None:
-        try:
-            pool = self._others.device(node).way(TcpWay).pool
-            borrowed = await pool.borrow(1)
-        except OSError as error:
-            onward.fail(error)
-            return
+    async def _hand_on(self, onward: Onward) -> None:
+        pool = self._others.device(onward.node).way(TcpWay).pool
+        borrowed = await pool.borrow(1)
         try:
             (next_node,) = borrowed
             # Each of these belongs to a thread that receives, so they are limited already.
-            await in_threads([partial(onward.run, next_node)], next_node.shutdown, None)
+            await in_threads([partial(onward.send, next_node)], next_node.shutdown, None)
         finally:
             pool.give_back(borrowed)

@@ -8,63 +8,46 @@ import threading
 
 from .. import Unreachable
 from ..frames import BadMessage
-from .channel import TICK_S, Channel, Lost
+from .channel import Channel, Lost
 from .streams import end_sending, send_range
+from .threads import Promise
 from .wire import Header, Reply
 
 
 class Onward:
-    """One stream to the next node. `offer` and `give_up` are for the thread that receives, `run` is for
-    the one that sends; a failure of the next node is kept, and does not concern what is received."""
+    """One stream to the next node. `offer` and `give_up` are for the thread that receives, `send` is for
+    the one that sends; `sent` is fulfilled when the next node has acknowledged, and has its failure."""
 
     def __init__(self, header: Header) -> None:
-        self._node, target = header.target.onward()
+        self.node, target = header.target.onward()
         self._header = header._replace(target=target)
         self._changed = threading.Condition()
         self._fd = -1
         self._offered = 0
         self._is_given_up = False
-        self._done = threading.Event()
-        self._error: OSError | None = None
+        self.sent = Promise()
         self.sent_bytes = 0
 
     def offer(self, fd: int, count: int) -> None:
-        """Note that `count` more bytes are in the file, which stays open until `run` has returned."""
+        """Note that `count` more bytes are in the file, which stays open until `send` has returned."""
         with self._changed:
             self._fd = fd
             self._offered += count
             self._changed.notify()
 
     def give_up(self) -> None:
-        """Note that no more bytes will be received; `run` ends soon."""
+        """Note that no more bytes will be received; `send` ends soon."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify()
 
-    def fail(self, error: OSError) -> None:
-        """Note that there is no next node to send it to."""
-        self._error = error
-        self._done.set()
-
-    def is_done(self) -> bool:
-        """Return whether the next node has acknowledged or failed, or does so within a tick. Raises its
+    def send(self, channel: Channel) -> None:
+        """Send the bytes that are offered, until the next node has acknowledged or failed. Raises its
         error: OSError, Unreachable (which node)."""
-        if not self._done.wait(TICK_S):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def run(self, channel: Channel) -> None:
-        """Send the bytes that are offered, until the next node has acknowledged or failed."""
         try:
             self._send(channel).check(self._header.target.group)
         except (Lost, BadMessage) as error:
-            self._error = Unreachable(self._node, str(error))
-        except OSError as error:
-            self._error = error
-        finally:
-            self._done.set()
+            raise Unreachable(self.node, str(error)) from None
 
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False

@@ -124,7 +124,7 @@ def receive_ranges(
 
     Raises Lost when nothing comes for the channel's patience, Forged, and OSError: ENOSPC.
     """
-    missing = sum(length for _, length in ranges)
+    missing = sum([length for _, length in ranges])
     piece = piece or piece_bytes(missing)
     patience = Patience(channel.patience_s)
     if missing:
@@ -143,6 +143,7 @@ def receive_ranges(
                         count = channel.receive_bytes(part)
                     except BlockingIOError:
                         count = 0
+                        patience.check()
                     if count:
                         patience.renew()
                         missing -= count
@@ -152,4 +153,3 @@ def receive_ranges(
                             landed(start + done, count, data)
                         done += count
                 between()
-                patience.check()

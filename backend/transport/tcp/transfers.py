@@ -9,6 +9,7 @@ once more to those that lack it, this node has it already.
 
 import bisect
 import errno
+import math
 import os
 import threading
 import time
@@ -133,8 +134,8 @@ class Receiving:
                 if not header.comes:
                     self._arrived(0)
                 self.sealed.wait(2 * BUSY_LIMIT_S, waiting)
-            while onward is not None and not onward.is_done():
-                channel.say_working()
+            if onward is not None:
+                onward.sent.wait(math.inf, channel.say_working)
         except OSError as error:
             self.fail(error)
             channel.clean = received == length

@@ -75,7 +75,7 @@ class Header(NamedTuple):
     @property
     def length(self) -> int:
         """Return how many bytes the stream brings."""
-        return sum(length for _, length in self.ranges)
+        return sum([length for _, length in self.ranges])
 
     @property
     def messages(self) -> list[bytes]:
