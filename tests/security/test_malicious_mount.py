@@ -2,9 +2,9 @@
 
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import trio
@@ -83,7 +83,8 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
             session=lambda: attacker.claimed or attacker.session.number,
             session_key=attacker.key,
         ) as attacker.peers:
-            yield attacker
+            with trio.fail_after(60):
+                yield attacker
         await attacker.session.release()
         nursery.cancel_scope.cancel()
 
@@ -130,29 +131,19 @@ class Tries(NamedTuple):
         return found
 
 
-def run(cluster: Cluster, test: Callable[[Attacker], Any], **options: str) -> None:
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with attacking(cluster, **options) as attacker:
-                await test(attacker)
-
-    trio.run(main)
-
-
 def contents_on_nodes(cluster: Cluster, content: int) -> list[bytes]:
     return [(node.store / f"extents/{content:x}.0").read_bytes() for node in cluster.nodes]
 
 
 @pytest.mark.parametrize("claims", [False, True], ids=["own session", "the victim's session"])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_another_mount_published_stays_as_it_is(
+async def test_what_another_mount_published_stays_as_it_is(
     cluster: Cluster, folder: str, size: int, claims: bool
 ) -> None:
     size += claims
     written = os.urandom(size)
     (cluster.mounts[0].path / folder / "file").write_bytes(written)
-
-    async def test(attacker: Attacker) -> None:
+    async with attacking(cluster) as attacker:
         inode = attacker.file(size)
         if claims:
             attacker.claimed = inode.extent >> 24
@@ -160,22 +151,19 @@ def test_what_another_mount_published_stays_as_it_is(
             tries = Tries(attacker, inode.extent, attacker.target(inode), wrong)
             assert await tries.outcomes() == {"EACCES"}
         assert contents_on_nodes(cluster, inode.extent) == [written, written]
-
-    run(cluster, test)
     fresh = cluster.add_mount()
     assert (fresh.path / folder / "file").read_bytes() == written
     fresh.close()
 
 
-def test_numbers_of_another_session_cannot_be_taken_or_given_up(
+async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
     cluster: Cluster, folder: str
 ) -> None:
     """The victim goes on writing while each of its next numbers is put first, or given up, by another."""
     directory = cluster.mounts[0].path / folder
     written = {f"file{i}": os.urandom(1 + i * 40_000) for i in range(12)}
     (directory / "first").write_bytes(bytes(777))
-
-    async def test(attacker: Attacker) -> None:
+    async with attacking(cluster) as attacker:
         first = attacker.file(777)
         for claimed in (0, first.extent >> 24):
             attacker.claimed = claimed
@@ -186,34 +174,30 @@ def test_numbers_of_another_session_cannot_be_taken_or_given_up(
             await trio.to_thread.run_sync((directory / name).write_bytes, content)
             tries = Tries(attacker, first.extent + 1, attacker.target(first), 10)
             await tries.outcomes()
-
-    run(cluster, test)
     fresh = cluster.add_mount()
     for name, content in written.items():
         assert (fresh.path / folder / name).read_bytes() == content
     fresh.close()
 
 
-def test_a_session_under_another_certificates_name_has_no_rights(
+async def test_a_session_under_another_certificates_name_has_no_rights(
     cluster: Cluster, folder: str
 ) -> None:
     (cluster.mounts[0].path / folder / "file").write_bytes(bytes(888))
-
-    async def test(attacker: Attacker) -> None:
+    async with attacking(cluster, of_certificate="somebody-else") as attacker:
         inode = attacker.file(888)
         own = attacker.session.number << 24 | 1
         await attacker.replica.barrier()
         tries = Tries(attacker, own, attacker.target(inode), 10)
         assert await tries.outcomes() == {"EACCES"}
 
-    run(cluster, test, of_certificate="somebody-else")
 
-
-def test_what_a_mount_published_itself_is_not_replaced_by_it(cluster: Cluster, folder: str) -> None:
+async def test_what_a_mount_published_itself_is_not_replaced_by_it(
+    cluster: Cluster, folder: str
+) -> None:
     """It may send a content again, as it does when it does not know what became of it."""
     size = 2 * MIB + 123
-
-    async def test(attacker: Attacker) -> None:
+    async with attacking(cluster) as attacker:
         (cluster.mounts[0].path / folder / "file").write_bytes(bytes(999))
         await attacker.replica.barrier()
         target = attacker.target(attacker.file(999))
@@ -227,5 +211,3 @@ def test_what_a_mount_published_itself_is_not_replaced_by_it(cluster: Cluster, f
                     with pytest.raises(FileExistsError):
                         await attempt(tries._replace(size=shorter), node)
         assert contents_on_nodes(cluster, own) == [b"x" * size] * 2
-
-    run(cluster, test)

@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -147,21 +147,23 @@ async def on_the_way(
         nursery.cancel_scope.cancel()
 
 
-def attacked(
+@asynccontextmanager
+async def attacked(
     memory: Path,
     certificates: dict[str, Credentials],
-    attack: Callable[[Place, Relay, Peers], Awaitable[None]],
     count: int = 1,
     kind: str = "data",
     **options: Any,
-) -> None:
-    async def test(cluster: Place) -> None:
-        async with on_the_way(cluster, memory, certificates["mount"], kind) as (relay, peers):
-            with trio.fail_after(60):
-                await attack(cluster, relay, peers)
-
+) -> AsyncIterator[tuple[Place, Relay, Peers]]:
     mount = certificates["mount"]
-    in_cluster(memory, test, count, credentials=certificates["node"], mount=mount, **options)
+    async with (
+        in_cluster(
+            memory, count, credentials=certificates["node"], mount=mount, **options
+        ) as cluster,
+        on_the_way(cluster, memory, mount, kind) as (relay, peers),
+    ):
+        with trio.fail_after(60):
+            yield cluster, relay, peers
 
 
 def warnings(caplog: pytest.LogCaptureFixture, name: str = DOOR) -> list[str]:
@@ -199,7 +201,7 @@ def header(op: wire.Op, extent: Extent, length: int) -> bytes:
 
 @pytest.mark.parametrize("op", wire.Op)
 @pytest.mark.parametrize("code", [b"", bytes(16)], ids=["no code", "a wrong code"])
-def test_a_forged_request_in_an_idle_connection_is_not_served(
+async def test_a_forged_request_in_an_idle_connection_is_not_served(
     memory: Path,
     certificates: dict[str, Credentials],
     caplog: pytest.LogCaptureFixture,
@@ -207,8 +209,7 @@ def test_a_forged_request_in_an_idle_connection_is_not_served(
     code: bytes,
 ) -> None:
     content = random_bytes(100_000)
-
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         await write(peers, cluster, Extent(1, 0), content)
         [passage] = relay.passages
         before = len(passage.passed[TO_MOUNT])
@@ -221,13 +222,11 @@ def test_a_forged_request_in_an_idle_connection_is_not_served(
         assert await read(peers, cluster, Extent(1, 0), len(content)) == content
         assert cluster.service(1).sealed == [Extent(1, 0)]
 
-    attacked(memory, certificates, attack)
 
-
-def test_a_request_that_passed_is_not_served_again(
+async def test_a_request_that_passed_is_not_served_again(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         await write(peers, cluster, Extent(1, 0), b"secret" * 50)
         passages = len(relay.passages)
         seen = len(relay.passages[0].passed[TO_NODE])
@@ -240,13 +239,11 @@ def test_a_request_that_passed_is_not_served_again(
         await until(lambda: len(warnings(caplog)) == 1)
         assert len(passage.passed[TO_MOUNT]) == answered
 
-    attacked(memory, certificates, attack)
 
-
-def test_a_preamble_that_passed_opens_nothing(
+async def test_a_preamble_that_passed_opens_nothing(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         await write(peers, cluster, Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
         stream = await connect(cluster, "tcp")
@@ -254,34 +251,28 @@ def test_a_preamble_that_passed_opens_nothing(
         assert await is_closed(stream)
         await stream.aclose()
 
-    attacked(memory, certificates, attack)
 
-
-def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
+async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
     memory: Path, certificates: dict[str, Credentials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_HEADER_S", 1.0)
-
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         await write(peers, cluster, Extent(1, 0), b"content")
         connections = cluster.nodes[1].listener.counters.connections
         await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
         await until(lambda: cluster.nodes[1].listener.counters.connections < connections)
         assert await read(peers, cluster, Extent(1, 0), 7) == b"content"
 
-    attacked(memory, certificates, attack)
-
 
 @pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
-def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
+async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
     memory: Path,
     certificates: dict[str, Credentials],
     caplog: pytest.LogCaptureFixture,
     place: int,
 ) -> None:
     content = random_bytes(3 * MiB)
-
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates, 2) as (cluster, relay, peers):
         began = wire.PREAMBLE_BYTES + wire.HEADER_BYTES
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
@@ -301,15 +292,12 @@ def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
         await write(peers, cluster, Extent(1, 0), content, 2)
         assert cluster.have(Extent(1, 0), content) == [1, 2]
 
-    attacked(memory, certificates, attack, 2)
 
-
-def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
+async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = random_bytes(3 * MiB)
-
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         await write(peers, cluster, Extent(1, 0), content)
         relay.change = lambda direction, passage, data: (
             data[:-1] + bytes([data[-1] ^ 1]) if direction == TO_MOUNT else data
@@ -320,15 +308,12 @@ def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
         relay.change = lambda direction, passage, data: data
         assert await read(peers, cluster, Extent(1, 0), len(content)) == content
 
-    attacked(memory, certificates, attack)
 
-
-def test_a_forged_answer_acknowledges_nothing(
+async def test_a_forged_answer_acknowledges_nothing(
     memory: Path, certificates: dict[str, Credentials]
 ) -> None:
     """The bytes never arrive, and somebody says that they did."""
-
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates) as (cluster, relay, peers):
         answer = wire.REPLY.pack(wire.ReplyKind.OK, False, 0, 0, 0) + bytes(16)
         answered: set[Passage] = set()
 
@@ -347,17 +332,15 @@ def test_a_forged_answer_acknowledges_nothing(
         assert answered
         assert not cluster.service(1).sealed
 
-    attacked(memory, certificates, attack)
-
 
 # -- into a control connection -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
-def test_what_is_said_in_a_control_connection_by_others_ends_it(
+async def test_what_is_said_in_a_control_connection_by_others_ends_it(
     memory: Path, certificates: dict[str, Credentials], direction: int
 ) -> None:
-    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+    async with attacked(memory, certificates, kind="control") as (cluster, relay, peers):
         await peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
         control = peers.device(1).link._control
@@ -368,8 +351,6 @@ def test_what_is_said_in_a_control_connection_by_others_ends_it(
         await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
         assert await peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
         assert not cluster.service(1).aborted
-
-    attacked(memory, certificates, attack, kind="control")
 
 
 # -- peers with a certificate --------------------------------------------------------------------
@@ -420,8 +401,8 @@ def test_every_request_is_tried() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str) -> None:
+    async with in_cluster(memory, 1) as cluster:
         Path(cluster.service(1).directory, f"incoming/{EXTENT.content:x}").write_bytes(b"copy")
         for kind, request in REQUESTS.items():
             answer = await asked(cluster, role, request, session=5)
@@ -437,14 +418,12 @@ def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str) -> N
         if role in ("reader", "admin"):
             assert service.sealed == []
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("key", [b"", bytes(32)], ids=["no key", "another key"])
-def test_a_mount_is_refused_what_is_of_another_session(
+async def test_a_mount_is_refused_what_is_of_another_session(
     memory: Path, caplog: pytest.LogCaptureFixture, key: bytes
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         cluster.service(1).owners = {5: b"the key of the victim's session", 6: key}
         for kind, request in REQUESTS.items():
             if may(CODEC.rights, "mount", kind) is Scope.OWN:
@@ -455,14 +434,12 @@ def test_a_mount_is_refused_what_is_of_another_session(
         told = warnings(caplog, "irdmafs.backend.transport.rights")
         assert len(told) == cluster.nodes[1].listener.counters.denied_requests == 5
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("op", wire.Op)
-def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
+async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
     memory: Path, op: wire.Op
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.device(1).put(EXTENT, TARGET, b"published")
         service = cluster.service(1)
         service.owners = {5: b"the key of the victim's session"}
@@ -479,24 +456,21 @@ def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         assert service.sealed == before
         assert cluster.have(EXTENT, b"published") == [1]
 
-    in_cluster(memory, test, 1)
 
-
-def test_the_rights_of_a_data_connection_end_with_its_control_connection(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_the_rights_of_a_data_connection_end_with_its_control_connection(
+    memory: Path,
+) -> None:
+    async with in_cluster(memory, 1) as cluster:
         connection = await data_connection(cluster)
         await until(lambda: cluster.nodes[1].listener.counters.connections >= 2)
         await connection.control.aclose()
         assert await is_closed(connection.stream)
         await connection.aclose()
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Path) -> None:
+async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Path) -> None:
     key = b"the key of the mount's sessions, one after another"
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         cluster.service(1).owners = {5: key, 6: key}
         session = 5
         async with mounted(
@@ -510,11 +484,9 @@ def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Path) -> 
                 await write(peers, cluster, extent, bytes(100_000))
             assert cluster.nodes[1].listener.counters.connections == connections
 
-    in_cluster(memory, test, 1)
 
-
-def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         victim, greedy = await connect(cluster), await connect(cluster)
         for stream in (victim, greedy):
             await stream.send_all(hello(cluster))
@@ -531,11 +503,9 @@ def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         for stream in (victim, greedy):
             await stream.aclose()
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("who", ["nobody", "mount"])
-def test_what_a_connection_took_is_free_when_it_has_ended(
+async def test_what_a_connection_took_is_free_when_it_has_ended(
     memory: Path, certificates: dict[str, Credentials], who: str
 ) -> None:
     """Not when the garbage collector comes by, which does not see how large it is."""
@@ -558,7 +528,9 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
             issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects()
         )
 
-    async def test(cluster: Place) -> None:
+    async with in_cluster(
+        memory, 1, credentials=certificates["node"], mount=certificates["mount"]
+    ) as cluster:
         listener = cluster.nodes[1].listener
         await until(lambda: not listener.host.door.strangers)
         gc.collect()
@@ -573,11 +545,9 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
         finally:
             gc.enable()
 
-    in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
 
-
-def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         stream = await connect(cluster)
         await stream.send_all(hello(cluster, version=messages.VERSION - 1))
         refused = decode_welcome(await receive_frame(stream))
@@ -585,5 +555,3 @@ def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
         assert refused.for_good
         assert "have the same version of irdmafs on both hosts" in refused.text
         await stream.aclose()
-
-    in_cluster(memory, test, 1)

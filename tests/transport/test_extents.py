@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,28 +50,22 @@ def credentials() -> Iterator[dict[str, Credentials]]:
         }
 
 
-def in_cluster(
-    memory: Path,
-    test: Callable[[Place], Awaitable[None]],
-    count: int = 3,
-    mount: Credentials | None = None,
-    **options: Any,
-) -> None:
-    async def main() -> None:
-        options.setdefault("timeout_s", TIMEOUT_S)
-        async with AsyncExitStack() as stack:
-            nodes = {
-                node: await stack.enter_async_context(
-                    serving(f"{memory}/{node}", node, f"{memory}/addresses", **options)
-                )
-                for node in range(1, count + 1)
-            }
-            if mount is not None:
-                options["credentials"] = mount
-            async with mounted(memory, **options) as peers:
-                await test(Place(memory, peers, nodes))
-
-    trio.run(main)
+@asynccontextmanager
+async def in_cluster(
+    memory: Path, count: int = 3, mount: Credentials | None = None, **options: Any
+) -> AsyncIterator[Place]:
+    options.setdefault("timeout_s", TIMEOUT_S)
+    async with AsyncExitStack() as stack:
+        nodes = {
+            node: await stack.enter_async_context(
+                serving(f"{memory}/{node}", node, f"{memory}/addresses", **options)
+            )
+            for node in range(1, count + 1)
+        }
+        if mount is not None:
+            options["credentials"] = mount
+        async with mounted(memory, **options) as peers:
+            yield Place(memory, peers, nodes)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -80,24 +74,23 @@ def in_cluster(
 @pytest.mark.long
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("length", [0, 1, 100_000, 4 * MiB, 33 * MiB + 5])
-def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
+async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     memory: Path, credentials: dict[str, Credentials], length: int, secured: str
 ) -> None:
-    async def test(cluster: Place) -> None:
-        await write_and_read(cluster, length)
-
     options: dict[str, Any] = {}
     if secured != "plain":
         options = {"credentials": credentials["node"], "mount": credentials["mount"]}
-    in_cluster(memory, test, encrypt_data=secured == "encrypted", **options)
+    async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
+        await write_and_read(cluster, length)
 
 
-def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
-    in_cluster(memory, read_a_part, 1)
+async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
+        await read_a_part(cluster)
 
 
-def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
         target = cluster.file("target")
         with pytest.raises(OSError) as caught:
@@ -105,22 +98,18 @@ def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
         assert caught.value.errno == errno.EINVAL
         os.close(target)
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
+    async with in_cluster(memory) as cluster:
         await cluster.peers.ping(1)
         before = cluster.peers.counters.round_trips
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, (2, 3)), b"small")
         assert cluster.peers.counters.round_trips == before + 1
         assert cluster.have(Extent(1, 0), b"small") == [1, 2, 3]
 
-    in_cluster(memory, test)
 
-
-def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         source = cluster.file("source", random_bytes(17 * MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 17 * MiB))
@@ -130,8 +119,6 @@ def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
         await device.read(Extent(2, 0), 0, FileRange(source, 0, 17 * MiB))
         assert cluster.peers.counters.round_trips == before + 2
         os.close(source)
-
-    in_cluster(memory, test, 1)
 
 
 class Turns(trio.abc.Instrument):
@@ -143,11 +130,10 @@ class Turns(trio.abc.Instrument):
         self.count += 1
 
 
-def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> None:
+async def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> None:
     """Of both ends', which are in this process."""
     asked = 50
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         turns = Turns()
         trio.lowlevel.add_instrument(turns)
@@ -157,13 +143,10 @@ def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> Non
         # The node hears it; the mount hears the answer, and whoever asked goes on.
         assert turns.count <= 3 * asked + 10
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> None:
+async def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> None:
     asked = 60
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         turns = Turns()
         trio.lowlevel.add_instrument(turns)
@@ -173,11 +156,9 @@ def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> 
         trio.lowlevel.remove_instrument(turns)
         assert asked // 8 <= turns.count <= asked
 
-    in_cluster(memory, test, 1)
 
-
-def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         device = cluster.peers.device(1)
         for number in range(40):
             await device.put(Extent(number, 0), Target(1, 1, ()), b"%d" % number * number)
@@ -188,24 +169,19 @@ def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
             data = b"%d" % number * number
             assert got[number] == (data if number < 40 and len(data) <= 60 else None)
 
-    in_cluster(memory, test, 1)
 
-
-def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         device = cluster.peers.device(1)
         data = [random_bytes(MiB - number) for number in range(20)]
         for number, each in enumerate(data):
             await device.put(Extent(number, 0), Target(1, 1, ()), each)
         assert await device.get([Extent(number, 0) for number in range(20)], MiB) == data
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None:
+async def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None:
     data = random_bytes(5 * MiB)
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory) as cluster:
         Path(f"{memory}/1/incoming/7").write_bytes(data)
         inode = os.stat(f"{memory}/1/incoming/7").st_ino
         for _ in "once", "and again, as if the answer had been lost":
@@ -213,11 +189,9 @@ def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None
             assert cluster.have(Extent(7, 0), data) == [1, 2, 3]
         assert os.stat(cluster.service(1).path(Extent(7, 0))).st_ino == inode
 
-    in_cluster(memory, test)
 
-
-def test_the_other_messages_reach_the_service(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_the_other_messages_reach_the_service(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         await cluster.peers.device(1).abort(99)
         assert await cluster.peers.suspect(1, 5, 2)
@@ -229,13 +203,10 @@ def test_the_other_messages_reach_the_service(memory: Path) -> None:
         ) as admin:
             assert await admin.status(1) == {"node": "1", "extents": 0}
 
-    in_cluster(memory, test, 1)
 
-
-def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:
+async def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:
     data = random_bytes(40 * MiB)
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory) as cluster:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
@@ -246,16 +217,14 @@ def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None
         assert (cluster.service(1).created, cluster.service(2).created) == (1, 1)
         os.close(source)
 
-    in_cluster(memory, test)
-
 
 @pytest.mark.long
-def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
+async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chooser = random.Random(seed)
+    async with in_cluster(memory, timeout_s=20.0) as cluster:
 
-    async def test(cluster: Place) -> None:
         async def one(number: int) -> None:
             length = chooser.randrange(12 * MiB)
             data = random.Random(number).randbytes(length)
@@ -276,18 +245,16 @@ def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
             for number in range(30):
                 nursery.start_soon(one, number)
 
-    in_cluster(memory, test, timeout_s=20.0)
-
 
 # -- what a node says no to ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusing", [1, 2, 3])
 @pytest.mark.parametrize("length", [100, 24 * MiB])
-def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
+async def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
     memory: Path, refusing: int, length: int
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory) as cluster:
         cluster.service(refusing).newest_config = 5
         source = cluster.file("source", random_bytes(length))
         device = cluster.peers.device(1)
@@ -301,12 +268,10 @@ def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
         assert not cluster.service(refusing).sealed
         await until(lambda: not any(node.service.leftovers for node in cluster.nodes.values()))
 
-    in_cluster(memory, test)
-
 
 @pytest.mark.parametrize("full", [1, 2])
-def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int) -> None:
+    async with in_cluster(memory) as cluster:
         cluster.service(full).limit_bytes = 50
         source = cluster.file("source", random_bytes(24 * MiB))
         for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
@@ -319,24 +284,19 @@ def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int)
         await until(lambda: not cluster.service(full).leftovers)
         assert not cluster.service(full).sealed
 
-    in_cluster(memory, test)
 
-
-def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         target = cluster.file("target")
         with pytest.raises(FileNotFoundError):
             await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
         assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [None]
         os.close(target)
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -> None:
+async def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -> None:
     data = random_bytes(8 * MiB)
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         cluster.service(1).may_seal = trio.Event()
@@ -350,8 +310,6 @@ def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1]
         os.close(source)
-
-    in_cluster(memory, test, 1)
 
 
 # -- nodes that fail -----------------------------------------------------------------------------
@@ -475,13 +433,12 @@ async def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers
 
 
 @pytest.mark.parametrize("chain", [(), (2,)])
-def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
+async def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
     memory: Path, chain: tuple[int, ...]
 ) -> None:
     length = 8 * MiB
     last = 1 + len(chain)
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, last, timeout_s=NEVER_S) as cluster:
         cluster.service(last).may_seal = trio.Event()
         source = full_file(memory / "source", length)
 
@@ -497,8 +454,6 @@ def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
             (memory / "addresses" / f"{last:x}").unlink()
             (cluster.nodes[1].peers if chain else cluster.peers).node_changed(last)
         os.close(source)
-
-    in_cluster(memory, test, last, timeout_s=NEVER_S)
 
 
 async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
@@ -575,17 +530,15 @@ async def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> Non
             await peers.ping(77)
 
 
-def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         (memory / "addresses" / "8").write_text((memory / "addresses" / "1").read_text())
         with pytest.raises(Unreachable, match="this is store node 1, not 8"):
             await cluster.peers.ping(8)
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
+    async with in_cluster(memory, timeout_s=1.0) as cluster:
         cluster.service(3).may_seal = trio.Event()
         source = cluster.file("source", random_bytes(9 * MiB))
         async with trio.open_nursery() as nursery:
@@ -602,8 +555,6 @@ def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
             cluster.service(3).may_seal.set()
         assert len(cluster.service(3).sealed) == 2
         os.close(source)
-
-    in_cluster(memory, test, timeout_s=1.0)
 
 
 # -- callers that fail ---------------------------------------------------------------------------
@@ -647,8 +598,8 @@ async def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(
         assert threading.active_count() <= threads + STREAMS + 1
 
 
-def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) -> None:
+    async with in_cluster(memory, 2) as cluster:
         source = cluster.file("source", random_bytes(20 * MiB))
         with pytest.raises(OSError) as caught:
             await cluster.peers.device(1).write(
@@ -659,11 +610,11 @@ def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) 
         await until(lambda: not cluster.service(1).leftovers and not cluster.service(2).leftovers)
         assert not cluster.service(1).sealed and not cluster.service(2).sealed
 
-    in_cluster(memory, test, 2)
 
-
-def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    async with in_cluster(memory, 1) as cluster:
         source = cluster.file("source", random_bytes(20 * MiB))
         await cluster.peers.device(1).write(
             Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
@@ -682,10 +633,6 @@ def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> Non
             subprocess.run(["umount", memory / "small"], check=True)
         os.close(source)
 
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    in_cluster(memory, test, 1)
-
 
 # -- files with holes ----------------------------------------------------------------------------
 
@@ -701,14 +648,16 @@ def file_with_holes(cluster: Place, size: int, data: dict[int, bytes]) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("segments", [0, 1, 40])
-def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
+async def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
     memory: Path, credentials: dict[str, Credentials], segments: int, secured: str
 ) -> None:
     size = 512 * MiB + 5
     data = {number * 12 * MiB + 4096: random_bytes(70_000) for number in range(segments)}
     extent = Extent(5, 7)
-
-    async def test(cluster: Place) -> None:
+    options: dict[str, Any] = {}
+    if secured != "plain":
+        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
+    async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
         source = file_with_holes(cluster, size, data)
         # Once more to those that have it, too.
         for chain in ((2, 3), (2,), ()):
@@ -733,14 +682,9 @@ def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
             os.close(target)
         os.close(source)
 
-    options: dict[str, Any] = {}
-    if secured != "plain":
-        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
-    in_cluster(memory, test, encrypt_data=secured == "encrypted", **options)
 
-
-def test_room_is_asked_for_the_data_of_a_file_and_not_for_its_length(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_room_is_asked_for_the_data_of_a_file_and_not_for_its_length(memory: Path) -> None:
+    async with in_cluster(memory, 2) as cluster:
         cluster.nodes[2].service.limit_bytes = 10 * MiB
         source = file_with_holes(cluster, 512 * MiB, {MiB: random_bytes(4 * MiB)})
         device = cluster.peers.device(1)
@@ -750,5 +694,3 @@ def test_room_is_asked_for_the_data_of_a_file_and_not_for_its_length(memory: Pat
             await device.write(Extent(2, 0), Target(1, 1, (2,)), FileRange(source, 0, 512 * MiB))
         assert caught.value.errno in (errno.ENOSPC, errno.ENOTCONN)
         os.close(source)
-
-    in_cluster(memory, test, 2)

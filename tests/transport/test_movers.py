@@ -5,13 +5,12 @@ The one that is added here, tests/ferry, moves extents through files in a direct
 
 import errno
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from ferry.messages import MESSAGES, Bring, Fetch
 from ferry.mover import Ferry
 from ferry.way import BYTES_MIN, FerryWay
@@ -33,13 +32,10 @@ SESSION, KEY = 7, b"k" * 32
 FASTER, AS_FAST = 1, 0
 
 
-def at_the_pier(
-    memory: Path,
-    test: Callable[[Place], Awaitable[None]],
-    without: Sequence[int] = (),
-    first: bool = True,
-    **options: Any,
-) -> None:
+@asynccontextmanager
+async def at_the_pier(
+    memory: Path, without: Sequence[int] = (), first: bool = True, **options: Any
+) -> AsyncIterator[Place]:
     """Nodes 1 to 3 and a mount, all of them with the ferry but the nodes `without`. It is the first of the
     movers, or the last."""
     pier = memory / "pier"
@@ -51,24 +47,21 @@ def at_the_pier(
         # The line of movers.py.
         return (Ferry(pier), *all_movers()) if first else (*all_movers(), Ferry(pier))
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            nodes = {
-                node: await stack.enter_async_context(
-                    serving(
-                        f"{memory}/{node}", node, f"{memory}/addresses",
-                        movers=movers(node), timeout_s=TIMEOUT_S,
-                    )
+    async with AsyncExitStack() as stack:
+        nodes = {
+            node: await stack.enter_async_context(
+                serving(
+                    f"{memory}/{node}", node, f"{memory}/addresses",
+                    movers=movers(node), timeout_s=TIMEOUT_S,
                 )
-                for node in (1, 2, 3)
-            }  # fmt: skip
-            peers = await stack.enter_async_context(
-                mounted(memory, movers=movers(0), timeout_s=TIMEOUT_S, **options)
             )
-            await test(Place(memory, peers, nodes))
-        assert not pier.exists() or not list(pier.iterdir())
-
-    trio.run(main)
+            for node in (1, 2, 3)
+        }  # fmt: skip
+        peers = await stack.enter_async_context(
+            mounted(memory, movers=movers(0), timeout_s=TIMEOUT_S, **options)
+        )
+        yield Place(memory, peers, nodes)
+    assert not pier.exists() or not list(pier.iterdir())
 
 
 async def written(place: Place, extent: Extent, data: bytes, *chain: int) -> None:
@@ -89,10 +82,9 @@ async def read(place: Place, node: int, extent: Extent, start: int, length: int)
         os.close(target)
 
 
-def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(memory: Path) -> None:
+async def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(memory: Path) -> None:
     data = random_bytes(3 * MiB + 5)
-
-    async def test(place: Place) -> None:
+    async with at_the_pier(memory) as place:
         await written(place, Extent(1, 0), data, 2, 3)
         assert place.have(Extent(1, 0), data) == [1, 2, 3]
         for node in place.nodes:
@@ -101,13 +93,10 @@ def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(memory: P
         for node in (1, 2):
             assert place.nodes[node].peers.counters.moved_bytes == {"ferry": len(data)}
 
-    at_the_pier(memory, test)
 
-
-def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) -> None:
+async def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) -> None:
     data = random_bytes(MiB)
-
-    async def test(place: Place) -> None:
+    async with at_the_pier(memory, without=[2]) as place:
         await written(place, Extent(1, 0), data, 2, 3)
         assert place.have(Extent(1, 0), data) == [1, 2, 3]
         assert await read(place, 2, Extent(1, 0), 0, MiB) == data
@@ -115,51 +104,42 @@ def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) -> Non
         assert place.nodes[1].peers.counters.moved_bytes == {"tcp": MiB}
         assert place.peers.counters.fallbacks == 0
 
-    at_the_pier(memory, test, without=[2])
 
-
-def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
-    async def test(place: Place) -> None:
+async def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
+    async with at_the_pier(memory) as place:
         for content, length in enumerate((BYTES_MIN - 1, BYTES_MIN), 1):
             await written(place, Extent(content, 0), bytes(length))
         await place.peers.device(1).put(Extent(3, 0), Target(1, 1, ()), bytes(BYTES_MIN))
         assert place.peers.counters.moved_bytes == {"tcp": BYTES_MIN - 1, "ferry": BYTES_MIN}
         assert place.peers.counters.message_bytes == BYTES_MIN
 
-    at_the_pier(memory, test)
-
 
 @pytest.mark.parametrize("mbit_s", [FASTER, AS_FAST, None], ids=["faster", "as fast", "unreached"])
-def test_the_faster_mover_does_it_and_the_first_one_of_two_that_are_as_fast(
+async def test_the_faster_mover_does_it_and_the_first_one_of_two_that_are_as_fast(
     memory: Path, monkeypatch: pytest.MonkeyPatch, mbit_s: int | None
 ) -> None:
     async def reach(way: FerryWay) -> int | None:
         return mbit_s
 
-    async def test(place: Place) -> None:
+    monkeypatch.setattr(FerryWay, "reach", reach)
+    async with at_the_pier(memory, first=False) as place:
         await written(place, Extent(1, 0), bytes(MiB))
         name = "ferry" if mbit_s == FASTER else "tcp"
         assert place.peers.counters.moved_bytes == {name: MiB}
 
-    monkeypatch.setattr(FerryWay, "reach", reach)
-    at_the_pier(memory, test, first=False)
 
-
-def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path) -> None:
+async def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path) -> None:
     data = random_bytes(MiB)
-
-    async def test(place: Place) -> None:
+    async with at_the_pier(memory) as place:
         (memory / "pier").rmdir()
         await written(place, Extent(1, 0), data, 2)
         assert place.have(Extent(1, 0), data) == [1, 2]
         assert place.peers.counters.moved_bytes == {"tcp": MiB}
         assert place.peers.counters.fallbacks == 1
 
-    at_the_pier(memory, test)
 
-
-def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: Path) -> None:
-    async def test(place: Place) -> None:
+async def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: Path) -> None:
+    async with at_the_pier(memory) as place:
         with pytest.raises(FileNotFoundError):
             await read(place, 1, Extent(9, 0), 0, MiB)
         place.service(1).limit_bytes = BYTES_MIN
@@ -169,12 +149,10 @@ def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: P
         assert place.peers.counters.fallbacks == 0
         assert not place.service(1).leftovers
 
-    at_the_pier(memory, test)
-
 
 @pytest.mark.parametrize("key", [KEY, bytes(32)], ids=["its own", "another's"])
-def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, key: bytes) -> None:
-    async def test(place: Place) -> None:
+async def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, key: bytes) -> None:
+    async with at_the_pier(memory, session=lambda: SESSION, session_key=key) as place:
         place.service(1).owners = {SESSION: KEY}
         extent = Extent(SESSION << 24 | 1, 0)
         if key == KEY:
@@ -183,8 +161,6 @@ def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, key: b
             with pytest.raises(PermissionError):
                 await written(place, extent, bytes(MiB))
         assert place.have(extent, bytes(MiB)) == ([1] if key == KEY else [])
-
-    at_the_pier(memory, test, session=lambda: SESSION, session_key=key)
 
 
 def test_each_role_has_the_rights_that_the_mover_says() -> None:

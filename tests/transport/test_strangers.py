@@ -208,7 +208,7 @@ async def unchanged(cluster: Place, before: Usage) -> None:
 
 @pytest.mark.parametrize("port", ["control", "tcp"])
 @pytest.mark.parametrize("secured", [False, True])
-def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
+async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     memory: Path,
     certificates: dict[str, Credentials],
     caplog: pytest.LogCaptureFixture,
@@ -219,8 +219,10 @@ def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     print(f"seed {seed}")
     chooser = random.Random(seed)
     tries = 150
-
-    async def test(cluster: Place) -> None:
+    options: dict[str, Any] = {}
+    if secured:
+        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
+    async with in_cluster(memory, 1, **options) as cluster:
         await cluster.peers.ping(1)
         before = Usage()
         for _ in range(tries):
@@ -238,30 +240,25 @@ def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
         assert tries / 2 < len(lines(caplog)) <= tries
         assert cluster.nodes[1].listener.counters.rejected_peers == len(lines(caplog))
 
-    options: dict[str, Any] = {}
-    if secured:
-        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
-    in_cluster(memory, test, 1, **options)
 
-
-def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
+async def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         stream = await connect(cluster)
         await stream.send_all((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
         assert await is_closed(stream)
         await stream.aclose()
         assert "a frame of 4097 bytes, 4096 are allowed" in lines(caplog)[0]
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("port", ["control", "tcp"])
-def test_slow_strangers_do_not_keep_members_out(
+async def test_slow_strangers_do_not_keep_members_out(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
-    async def test(cluster: Place) -> None:
+    # Nobody waits until they are cut off.
+    monkeypatch.setattr(door, "HANDSHAKE_S", 60.0)
+    async with in_cluster(memory, 1, timeout_s=10.0) as cluster:
         strangers = []
         for _ in range(door.STRANGERS_MAX + 50):
             stream = await connect(cluster, port)
@@ -279,16 +276,13 @@ def test_slow_strangers_do_not_keep_members_out(
         for stream in strangers:
             await stream.aclose()
 
-    # Nobody waits until they are cut off.
-    monkeypatch.setattr(door, "HANDSHAKE_S", 60.0)
-    in_cluster(memory, test, 1, timeout_s=10.0)
-
 
 @pytest.mark.parametrize("port", ["control", "tcp"])
-def test_who_does_not_say_who_it_is_is_cut_off(
+async def test_who_does_not_say_who_it_is_is_cut_off(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
-    async def test(cluster: Place) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
+    async with in_cluster(memory, 1) as cluster:
         strangers = []
         for _ in range(door.STRANGERS_MAX):
             stream = await connect(cluster, port)
@@ -298,15 +292,12 @@ def test_who_does_not_say_who_it_is_is_cut_off(
             assert await is_closed(stream)
             await stream.aclose()
 
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("changes", [{"version": 99}, {"role": "king"}, {"wanted": 2}])
-def test_who_does_not_fit_is_told_why(
+async def test_who_does_not_fit_is_told_why(
     memory: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         stream = await connect(cluster)
         await stream.send_all(hello(cluster, **changes))
         refused = decode_welcome(await receive_frame(stream))
@@ -315,20 +306,20 @@ def test_who_does_not_fit_is_told_why(
         assert await is_closed(stream)
         await stream.aclose()
 
-    in_cluster(memory, test, 1)
-
 
 # -- impostors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["foreign", "nobody"])
-def test_only_members_of_the_cluster_are_served(
+async def test_only_members_of_the_cluster_are_served(
     memory: Path,
     certificates: dict[str, Credentials],
     caplog: pytest.LogCaptureFixture,
     who: str,
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(
+        memory, 1, credentials=certificates["node"], mount=certificates["mount"]
+    ) as cluster:
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates.get(who)) as peers:
             with pytest.raises(Unreachable):
                 await peers.device(1).get([Extent(1, 0)], 10)
@@ -336,11 +327,9 @@ def test_only_members_of_the_cluster_are_served(
         assert "127.0.0.1" in lines(caplog)[0]
         await cluster.peers.ping(1)
 
-    in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
-
 
 @pytest.mark.parametrize("who", ["foreign", "nobody", "plain node"])
-def test_those_who_will_never_be_let_in_are_told_so(
+async def test_those_who_will_never_be_let_in_are_told_so(
     memory: Path,
     certificates: dict[str, Credentials],
     caplog: pytest.LogCaptureFixture,
@@ -350,8 +339,10 @@ def test_those_who_will_never_be_let_in_are_told_so(
     node, theirs = certificates["node"], certificates.get(who)
     if who == "plain node":
         theirs = certificates["mount"]
-
-    async def test(cluster: Place) -> None:
+    options: dict[str, Any] = {}
+    if who != "plain node":
+        options = {"credentials": node, "mount": certificates["mount"]}
+    async with in_cluster(memory, 1, **options):
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=theirs) as peers:
             for _ in range(2):
                 with pytest.raises(Distrusted) as refused:
@@ -377,29 +368,25 @@ def test_those_who_will_never_be_let_in_are_told_so(
             assert "the peer speaks no TLS" in line
             assert "it speaks TLS, and this node has no credentials" in ours
 
-    options: dict[str, Any] = {}
-    if who != "plain node":
-        options = {"credentials": node, "mount": certificates["mount"]}
-    in_cluster(memory, test, 1, **options)
 
-
-def test_a_mount_cannot_pose_as_a_node(memory: Path, certificates: dict[str, Credentials]) -> None:
-    async def test(cluster: Place) -> None:
-        # Its certificate is not for accepting connections.
-        with pytest.raises(Unreachable, match="certificate"):
-            await cluster.peers.ping(1)
-
+async def test_a_mount_cannot_pose_as_a_node(
+    memory: Path, certificates: dict[str, Credentials]
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates["mount"].cert, certificates["mount"].key)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Credentials, "server_context", lambda self: context)
-        in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
+        node, mount = certificates["node"], certificates["mount"]
+        async with in_cluster(memory, 1, credentials=node, mount=mount) as cluster:
+            # Its certificate is not for accepting connections.
+            with pytest.raises(Unreachable, match="certificate"):
+                await cluster.peers.ping(1)
 
 
-def test_a_ticket_is_good_for_one_connection(
+async def test_a_ticket_is_good_for_one_connection(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         first = await with_ticket(cluster)
         preamble = first.preamble()
         await first.send(preamble)
@@ -411,14 +398,14 @@ def test_a_ticket_is_good_for_one_connection(
         await first.aclose()
         await second.aclose()
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize("what", ["expired", "guessed", "seen"])
-def test_an_invalid_ticket_opens_nothing(
+async def test_an_invalid_ticket_opens_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async def test(cluster: Place) -> None:
+    if what == "expired":
+        monkeypatch.setattr(tickets, "TICKET_S", -1.0)
+    async with in_cluster(memory, 1) as cluster:
         connection = await with_ticket(cluster)
         preamble = connection.preamble()
         if what == "guessed":
@@ -432,15 +419,13 @@ def test_an_invalid_ticket_opens_nothing(
         assert why in lines(caplog)[0]
         await connection.aclose()
 
-    if what == "expired":
-        monkeypatch.setattr(tickets, "TICKET_S", -1.0)
-    in_cluster(memory, test, 1)
 
-
-def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
+async def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(
+        memory, 1, credentials=certificates["node"], mount=certificates["mount"], encrypt_data=True
+    ) as cluster:
         source = cluster.file("source", b"secret")
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"]) as peers:
             with pytest.raises(Unreachable):
@@ -448,15 +433,6 @@ def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
         assert "not encrypted" in lines(caplog)[0]
         await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
         os.close(source)
-
-    in_cluster(
-        memory,
-        test,
-        1,
-        credentials=certificates["node"],
-        mount=certificates["mount"],
-        encrypt_data=True,
-    )
 
 
 # -- members that talk nonsense ------------------------------------------------------------------
@@ -481,7 +457,7 @@ def mutated(chooser: random.Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
+async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed = random.randrange(1 << 32)
@@ -505,8 +481,7 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         verbs.Release(1),
         verbs.Detach(3),
     ]
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         before = Usage()
         for _ in range(300):
@@ -523,11 +498,9 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         await unchanged(cluster, before)
         assert len(lines(caplog)) <= 300
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.long
-def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
+async def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed = random.randrange(1 << 32)
@@ -539,8 +512,7 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
         ).messages[0]
         for op in wire.Op
     ]
-
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         cluster.service(1).limit_bytes = MiB
         before = Usage()
@@ -566,11 +538,9 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
         await until(lambda: not cluster.service(1).leftovers)
         await unchanged(cluster, before)
 
-    in_cluster(memory, test, 1)
 
-
-def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
         header = wire.Header(
@@ -584,24 +554,22 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
         await stream.aclose()
         await unchanged(cluster, before)
 
-    in_cluster(memory, test, 1)
 
-
-def test_a_frame_of_gigabytes_is_refused_before_it_is_read(
+async def test_a_frame_of_gigabytes_is_refused_before_it_is_read(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         stream = await introduced(cluster)
         await stream.send_all(((1 << 32) - 1).to_bytes(4, "big"))
         assert await is_closed(stream)
         await stream.aclose()
         assert "a frame of 4294967295 bytes" in lines(caplog)[0]
 
-    in_cluster(memory, test, 1)
 
-
-def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(cluster: Place) -> None:
+async def test_streams_that_overlap_store_nothing(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with in_cluster(memory, 1) as cluster:
         opened = []
         for _ in range(2):
             stream = await data_connection(cluster)
@@ -617,8 +585,6 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
         await until(lambda: not cluster.service(1).leftovers)
         assert not cluster.service(1).sealed
 
-    in_cluster(memory, test, 1)
-
 
 @pytest.mark.parametrize(
     "ranges",
@@ -631,10 +597,10 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
         ((0, 1000), (1500, 101)),
     ],
 )
-def test_a_table_of_ranges_that_makes_no_sense_costs_the_connection(
+async def test_a_table_of_ranges_that_makes_no_sense_costs_the_connection(
     memory: Path, caplog: pytest.LogCaptureFixture, ranges: tuple[tuple[int, int], ...]
 ) -> None:
-    async def test(cluster: Place) -> None:
+    async with in_cluster(memory, 1) as cluster:
         stream = await data_connection(cluster)
         # The header alone is right: 1,100 bytes of 2,000.
         header = wire.Header(
@@ -657,11 +623,9 @@ def test_a_table_of_ranges_that_makes_no_sense_costs_the_connection(
         assert "the ranges of a stream" in lines(caplog)[0]
         assert not cluster.service(1).created
 
-    in_cluster(memory, test, 1)
 
-
-def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: Path) -> None:
+    async with in_cluster(memory) as cluster:
         stream = await data_connection(cluster)
         header = wire.Header(
             wire.Op.WRITE,
@@ -680,11 +644,9 @@ def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: P
         await until(lambda: not any(service.leftovers for service in services))
         assert not any(service.sealed for service in services)
 
-    in_cluster(memory, test)
 
-
-def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
-    async def test(cluster: Place) -> None:
+async def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
+    async with in_cluster(memory, 1, timeout_s=0.5) as cluster:
         data = bytes(MiB)
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
         stream = await introduced(cluster)
@@ -694,5 +656,3 @@ def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
             await stream.send_all(frame(asked))
         await until(lambda: cluster.nodes[1].listener.counters.connections == 1)
         await stream.aclose()
-
-    in_cluster(memory, test, 1, timeout_s=0.5)

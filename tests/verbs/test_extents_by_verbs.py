@@ -4,8 +4,8 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,54 +68,52 @@ class Cluster(Place):
         return adapter.regions
 
 
-def in_cluster(
+@asynccontextmanager
+async def in_cluster(
     memory: Path,
     address: str,
-    test: Callable[[Cluster], Awaitable[None]],
     count: int = 2,
     choice: Choice = Choice(),  # noqa: B008
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rdma = stack.enter_context(Rdma(choice._replace(device=device_of(address))))
-            nodes = {
-                node: await stack.enter_async_context(
-                    serving(
-                        f"{memory}/{node}", node, f"{memory}/addresses", address,
-                        timeout_s=TIMEOUT_S, rdma=rdma,
-                    )
+) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        rdma = stack.enter_context(Rdma(choice._replace(device=device_of(address))))
+        nodes = {
+            node: await stack.enter_async_context(
+                serving(
+                    f"{memory}/{node}", node, f"{memory}/addresses", address,
+                    timeout_s=TIMEOUT_S, rdma=rdma,
                 )
-                for node in range(1, count + 1)
-            }  # fmt: skip
-            peers = await stack.enter_async_context(mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma))
-            await test(Cluster(memory, peers, nodes, rdma))
-
-    trio.run(main)
+            )
+            for node in range(1, count + 1)
+        }  # fmt: skip
+        peers = await stack.enter_async_context(mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma))
+        yield Cluster(memory, peers, nodes, rdma)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 64 * MiB, 33 * MiB + 5])
-def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
+async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     memory: Path, address: str, length: int
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address, choice=Choice(threshold_bytes=1)) as cluster:
         await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
         assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
         assert cluster.nodes[1].peers.counters.moved_bytes["verbs"] == length
         assert cluster.peers.counters.fallbacks == 0
 
-    in_cluster(memory, address, test, choice=Choice(threshold_bytes=1))
+
+async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(
+    memory: Path, address: str
+) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
+        await read_a_part(cluster)
 
 
-def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path, address: str) -> None:
-    in_cluster(memory, address, read_a_part, 1)
-
-
-def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         source = cluster.file("source", bytes(64 * KiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB - 1))
@@ -124,15 +122,12 @@ def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
         assert cluster.peers.counters.moved_bytes["verbs"] == 64 * KiB
         os.close(source)
 
-    in_cluster(memory, address, test, 1)
 
-
-def test_a_transfer_takes_one_round_trip_on_the_control_connection(
+async def test_a_transfer_takes_one_round_trip_on_the_control_connection(
     memory: Path, address: str
 ) -> None:
     """The node knows itself when all has arrived, and what is not needed any more it is told later."""
-
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address) as cluster:
         source = cluster.file("source", bytes(MiB))
         device, counters = cluster.peers.device(1), cluster.peers.counters
         for number in range(1, 4):
@@ -146,13 +141,11 @@ def test_a_transfer_takes_one_round_trip_on_the_control_connection(
             assert counters.round_trips == before + 2
         os.close(source)
 
-    in_cluster(memory, address, test)
 
-
-def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
+async def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
     length = 3 * MiB + 77
+    async with in_cluster(memory, address) as cluster:
 
-    async def test(cluster: Cluster) -> None:
         async def there_and_back(number: int) -> None:
             data = random.Random(number).randbytes(length)
             source, target = cluster.file(f"s{number}", data), cluster.file(f"t{number}")
@@ -169,13 +162,12 @@ def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
                 nursery.start_soon(there_and_back, number)
         assert cluster.peers.counters.fallbacks == 0
 
-    in_cluster(memory, address, test)
 
-
-def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path, address: str) -> None:
+async def test_what_is_handed_on_is_registered_as_what_comes_in_is(
+    memory: Path, address: str
+) -> None:
     """A version may come in by one adapter and be handed on by another, and the next one the other way."""
-
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         source = cluster.file("source", bytes(MiB))
         readable = os.open(cluster.memory / "source", os.O_RDONLY)
         options: dict[str, Any] = {"rdma": cluster.rdma, "stages": False}
@@ -190,14 +182,12 @@ def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path, addre
         os.close(readable)
         os.close(source)
 
-    in_cluster(memory, address, test, 1)
-
 
 # -- what a node refuses -------------------------------------------------------------------------
 
 
-def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         device = cluster.peers.device(1)
         source = cluster.file("source", bytes(MiB))
         with pytest.raises(FileNotFoundError):
@@ -218,15 +208,12 @@ def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> No
         assert cluster.peers.counters.fallbacks == 0
         os.close(source)
 
-    in_cluster(memory, address, test, 1)
 
-
-def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
+async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
     memory: Path, address: str
 ) -> None:
     data = random_bytes(5 * MiB)
-
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address) as cluster:
         cluster.service(2).limit_bytes = MiB
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
@@ -242,11 +229,11 @@ def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
         assert cluster.nodes[1].listener.counters.received_bytes == before
         os.close(source)
 
-    in_cluster(memory, address, test)
 
-
-def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(
+    memory: Path, address: str
+) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         service = cluster.service(1)
         service.may_seal = trio.Event()
         source = cluster.file("source", bytes(2 * MiB))
@@ -266,16 +253,14 @@ def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, addre
         await cluster.peers.ping(1)
         service.may_seal.set()
         os.close(source)
-
-    in_cluster(memory, address, test, 1)
     assert not list((memory / "1" / "incoming").iterdir())
 
 
 # -- registrations -------------------------------------------------------------------------------
 
 
-def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         source = cluster.file("source", bytes(MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
@@ -285,11 +270,9 @@ def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: s
         assert cluster.regions.counters.pinned_bytes == pinned_bytes - MiB
         os.close(source)
 
-    in_cluster(memory, address, test, 1)
 
-
-def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) -> None:
+    async with in_cluster(memory, address, 1, Choice(limit_bytes=4 * MiB)) as cluster:
         device = cluster.peers.device(1)
         for number in range(6):
             source = cluster.file(f"source{number}", bytes(MiB))
@@ -299,13 +282,10 @@ def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) ->
         assert cluster.regions.counters.evictions >= 4
         assert cluster.peers.counters.fallbacks == 0
 
-    in_cluster(memory, address, test, 1, Choice(limit_bytes=4 * MiB))
 
-
-def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> None:
+async def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> None:
     data = random_bytes(4 * MiB)
-
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address, choice=Choice(limit_bytes=MiB)) as cluster:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
@@ -317,8 +297,6 @@ def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> 
         assert cluster.peers.counters.moved_bytes["verbs"] == 0
         os.close(source)
         os.close(target)
-
-    in_cluster(memory, address, test, choice=Choice(limit_bytes=MiB))
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
@@ -351,13 +329,12 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
 # -- when things break ---------------------------------------------------------------------------
 
 
-def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
+async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
-
-    async def test(cluster: Cluster) -> None:
+    async with in_cluster(memory, address) as cluster:
         source, target = cluster.file("source", data), cluster.file("target")
         device = cluster.peers.device(1)
         # All have their queue pairs.
@@ -379,8 +356,6 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
         assert cluster.peers.counters.moved_bytes["verbs"] == before + len(data)
         os.close(source)
         os.close(target)
-
-    in_cluster(memory, address, test)
     for node in (1, 2):
         assert not list((memory / str(node) / "incoming").iterdir())
 
@@ -462,8 +437,8 @@ def killed_while_posting(monkeypatch: pytest.MonkeyPatch, node: NodeProcess) -> 
     monkeypatch.setattr(QueuePair, "_post", killing)
 
 
-def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: str) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: str) -> None:
+    async with in_cluster(memory, address, 1) as cluster:
         service = cluster.service(1)
         source = cluster.file("source", bytes(8 * MiB))
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
@@ -478,8 +453,6 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
             assert service.leftovers
         await until(lambda: not service.leftovers)
         os.close(source)
-
-    in_cluster(memory, address, test, 1)
 
 
 # -- a whole cluster -----------------------------------------------------------------------------
@@ -542,20 +515,18 @@ class Ends:
         self.there = there
 
 
-def with_ends(address: str, memory: Path, test: Callable[[Ends], Awaitable[None]]) -> None:
-    async def main() -> None:
-        with Rdma(Choice()) as rdma:
-            adapter, gid_index = rdma.open(rdma.rails(address)[0].route)
-            here, there = adapter.queue_pair(gid_index), adapter.queue_pair(gid_index, True)
-            there.connect(here.end(), TIMEOUT_S)
-            here.connect(there.end(), TIMEOUT_S)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(here.run)
-                nursery.start_soon(there.run)
-                await test(Ends(adapter, here, there))
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
+@asynccontextmanager
+async def with_ends(address: str) -> AsyncIterator[Ends]:
+    with Rdma(Choice()) as rdma:
+        adapter, gid_index = rdma.open(rdma.rails(address)[0].route)
+        here, there = adapter.queue_pair(gid_index), adapter.queue_pair(gid_index, True)
+        there.connect(here.end(), TIMEOUT_S)
+        here.connect(there.end(), TIMEOUT_S)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(here.run)
+            nursery.start_soon(there.run)
+            yield Ends(adapter, here, there)
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
@@ -569,10 +540,10 @@ def two_files(memory: Path) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("misuse", ["beyond", "closed", "wrong way", "another's"])
-def test_a_key_is_of_no_use_but_for_what_it_was_given(
+async def test_a_key_is_of_no_use_but_for_what_it_was_given(
     memory: Path, address: str, two_files: tuple[int, int], misuse: str
 ) -> None:
-    async def test(ends: Ends) -> None:
+    async with with_ends(address) as ends:
         adapter, owner = ends.adapter, ends.there
         async with (
             adapter.regions.using(two_files[0], 0, MiB, True) as mine,
@@ -604,13 +575,11 @@ def test_a_key_is_of_no_use_but_for_what_it_was_given(
                 owner.close()
                 peer.close()
 
-    with_ends(address, memory, test)
 
-
-def test_a_transfer_that_is_cancelled_touches_memory_no_more(
+async def test_a_transfer_that_is_cancelled_touches_memory_no_more(
     memory: Path, address: str, two_files: tuple[int, int]
 ) -> None:
-    async def test(ends: Ends) -> None:
+    async with with_ends(address) as ends:
         adapter = ends.adapter
         async with (
             adapter.regions.using(two_files[0], 0, MiB, True) as mine,
@@ -626,18 +595,14 @@ def test_a_transfer_that_is_cancelled_touches_memory_no_more(
             await ends.here.write([piece])
             window.close()
 
-    with_ends(address, memory, test)
 
-
-def test_everything_that_waits_is_told_why_a_queue_pair_failed(
+async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
     memory: Path, address: str, two_files: tuple[int, int]
 ) -> None:
-    async def test(ends: Ends) -> None:
+    async with with_ends(address) as ends:
         adapter = ends.adapter
         async with adapter.regions.using(two_files[0], 0, MiB, True) as mine:
             piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):
                     await ends.here.write([piece] * 200)
-
-    with_ends(address, memory, test)

@@ -3,9 +3,9 @@ what is registered anew, and what must not be."""
 
 import os
 import random
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -180,41 +180,39 @@ class Nodes:
         return [files.figures().reused_files for files in self.files]
 
 
-def with_nodes(memory: Path, address: str, test: Any) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            device = devices.choose(devices.find(), address).device
-            rdma = stack.enter_context(Rdma(Choice(device=device)))
-            served: list[Node] = []
-            gone: set[int] = set()
-            for node in (1, 2):
-                service = FilesService(memory / str(node), node, rdma)
-                stack.enter_context(service.files)
-                served.append(await stack.enter_async_context(
-                    serving(
-                        f"{memory}/{node}", node, f"{memory}/addresses", address,
-                        service=service, timeout_s=TIMEOUT_S, rdma=rdma,
-                        is_gone=lambda peer: peer.session in gone,
-                    )
-                ))  # fmt: skip
-            mounts = [
-                await stack.enter_async_context(
-                    mounted(memory, timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION)
+@asynccontextmanager
+async def with_nodes(memory: Path, address: str) -> AsyncIterator[Nodes]:
+    async with AsyncExitStack() as stack:
+        device = devices.choose(devices.find(), address).device
+        rdma = stack.enter_context(Rdma(Choice(device=device)))
+        served: list[Node] = []
+        gone: set[int] = set()
+        for node in (1, 2):
+            service = FilesService(memory / str(node), node, rdma)
+            stack.enter_context(service.files)
+            served.append(await stack.enter_async_context(
+                serving(
+                    f"{memory}/{node}", node, f"{memory}/addresses", address,
+                    service=service, timeout_s=TIMEOUT_S, rdma=rdma,
+                    is_gone=lambda peer: peer.session in gone,
                 )
-                for each in (rdma, None)
-            ]
-            nodes = Nodes(memory, served, rdma, mounts, gone)
-            await test(nodes)
-            os.close(nodes.source)
-            os.close(nodes.target)
+            ))  # fmt: skip
+        mounts = [
+            await stack.enter_async_context(
+                mounted(memory, timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION)
+            )
+            for each in (rdma, None)
+        ]
+        nodes = Nodes(memory, served, rdma, mounts, gone)
+        yield nodes
+        os.close(nodes.source)
+        os.close(nodes.target)
 
-    trio.run(main)
 
-
-def test_in_steady_state_nodes_make_no_file_and_register_nothing(
+async def test_in_steady_state_nodes_make_no_file_and_register_nothing(
     memory: Path, address: str
 ) -> None:
-    async def test(nodes: Nodes) -> None:
+    async with with_nodes(memory, address) as nodes:
         registrations = 0
         for number in range(20):
             data = await nodes.write(number)
@@ -227,14 +225,12 @@ def test_in_steady_state_nodes_make_no_file_and_register_nothing(
         assert [files.figures().created_files for files in nodes.files] == [2, 2]
         assert nodes.reused == [18, 18]
 
-    with_nodes(memory, address, test)
-
 
 @pytest.mark.parametrize("moved", ["read", "written"])
-def test_what_a_node_has_sent_over_tcp_is_not_used_again(
+async def test_what_a_node_has_sent_over_tcp_is_not_used_again(
     memory: Path, address: str, moved: str
 ) -> None:
-    async def test(nodes: Nodes) -> None:
+    async with with_nodes(memory, address) as nodes:
         data = await nodes.write(1, nodes.tcp if moved == "written" else None)
         if moved == "read":
             assert await nodes.read(1, 1, nodes.tcp) == data
@@ -242,8 +238,6 @@ def test_what_a_node_has_sent_over_tcp_is_not_used_again(
         await nodes.write(2)
         # The last of the chain has sent it to nobody.
         assert nodes.reused == [0, 1]
-
-    with_nodes(memory, address, test)
 
 
 async def path_to_first(nodes: Nodes) -> VerbsPath:
@@ -267,10 +261,10 @@ async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
     return os.pread(nodes.target, MiB, 0)
 
 
-def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
+async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
     memory: Path, address: str
 ) -> None:
-    async def test(nodes: Nodes) -> None:
+    async with with_nodes(memory, address) as nodes:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
@@ -284,15 +278,12 @@ def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
         await nodes.write(3)
         assert nodes.reused == [1, 2]
 
-    with_nodes(memory, address, test)
 
-
-def test_what_a_peer_was_given_ends_with_its_session(
+async def test_what_a_peer_was_given_ends_with_its_session(
     memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes_module, "RETRY_S", 0.1)
-
-    async def test(nodes: Nodes) -> None:
+    async with with_nodes(memory, address) as nodes:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
@@ -314,5 +305,3 @@ def test_what_a_peer_was_given_ends_with_its_session(
         await path_to_first_again(nodes)
         assert await nodes.read(1) == data
         assert nodes.verbs.counters.moved_bytes["verbs"] == moved + MiB
-
-    with_nodes(memory, address, test)

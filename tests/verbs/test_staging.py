@@ -4,7 +4,8 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,40 +74,34 @@ class Worker:
         return data[5:]
 
 
-def with_worker(
-    memory: Path, test: Callable[[Worker], Awaitable[None]], choice: Choice = SMALL
-) -> None:
+@asynccontextmanager
+async def with_worker(memory: Path, choice: Choice = SMALL) -> AsyncIterator[Worker]:
     """`choice` is the worker's."""
     address = need_address()
-
-    async def main() -> None:
-        device = devices.choose(devices.find(), address).device
-        of_node, of_worker = Choice(device=device), choice._replace(device=device)
-        with Rdma(of_node) as node_rdma, Rdma(of_worker) as rdma:
-            async with (
-                serving(
-                    f"{memory}/1", 1, f"{memory}/addresses", address,
-                    timeout_s=TIMEOUT_S, rdma=node_rdma,
-                ),
-                mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers,
-            ):  # fmt: skip
-                worker = Worker(memory, peers, rdma)
-                await test(worker)
-                for adapter in rdma.adapters:
-                    assert adapter.staging.free_slots == adapter.staging.slots
-
-    trio.run(main)
+    device = devices.choose(devices.find(), address).device
+    of_node, of_worker = Choice(device=device), choice._replace(device=device)
+    with Rdma(of_node) as node_rdma, Rdma(of_worker) as rdma:
+        async with (
+            serving(
+                f"{memory}/1", 1, f"{memory}/addresses", address,
+                timeout_s=TIMEOUT_S, rdma=node_rdma,
+            ),
+            mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers,
+        ):  # fmt: skip
+            worker = Worker(memory, peers, rdma)
+            yield worker
+            for adapter in rdma.adapters:
+                assert adapter.staging.free_slots == adapter.staging.slots
 
 
 @pytest.mark.parametrize("processors", [1, 2])
 @pytest.mark.parametrize("length", [1, 256 * KiB + 1, 5 * MiB + 77])
-def test_bytes_arrive_as_they_were_and_no_file_is_registered(
+async def test_bytes_arrive_as_they_were_and_no_file_is_registered(
     memory: Path, monkeypatch: pytest.MonkeyPatch, length: int, processors: int
 ) -> None:
     data = random_bytes(length)
     monkeypatch.setattr(staging_module, "_processors", lambda: processors)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory) as worker:
         for number in range(1, 4):
             await worker.write(number, data)
             assert await worker.read(number, length) == data
@@ -114,8 +109,6 @@ def test_bytes_arrive_as_they_were_and_no_file_is_registered(
         assert worker.adapter.staging.staged_bytes == 6 * length
         assert worker.peers.counters.moved_bytes["verbs"] == 6 * length
         assert worker.peers.counters.message_bytes == 0
-
-    with_worker(memory, test)
 
 
 async def read_lent(worker: Worker, fd: int, length: int, memory: Memory = Memory.LENT) -> bytes:
@@ -131,14 +124,13 @@ def lent(size: int) -> int:
 
 
 @pytest.mark.parametrize("block_bytes", [64 * MiB, 256 * KiB])
-def test_memory_that_is_lent_is_registered_once(
+async def test_memory_that_is_lent_is_registered_once(
     memory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     data = random_bytes(MiB)
     monkeypatch.setattr(regions_module, "LENT_BLOCK_BYTES", block_bytes)
     blocks = -(-MiB // block_bytes)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory, SMALL._replace(limit_bytes=8 * MiB)) as worker:
         await worker.write(1, data)
         regions, staging = worker.adapter.regions, worker.adapter.staging
         before, staged_bytes = regions.counters.registrations, staging.staged_bytes
@@ -165,13 +157,12 @@ def test_memory_that_is_lent_is_registered_once(
         assert await read_lent(worker, fd, MiB) == data
         os.close(fd)
 
-    with_worker(memory, test, SMALL._replace(limit_bytes=8 * MiB))
 
-
-def test_memory_that_cannot_be_registered_is_filled_through_memory_that_is(memory: Path) -> None:
+async def test_memory_that_cannot_be_registered_is_filled_through_memory_that_is(
+    memory: Path,
+) -> None:
     data = random_bytes(MiB)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory) as worker:
         await worker.write(1, data)
         staged_bytes = worker.adapter.staging.staged_bytes
         fd = lent(3 * MiB)  # more than may be registered
@@ -180,14 +171,11 @@ def test_memory_that_cannot_be_registered_is_filled_through_memory_that_is(memor
         assert worker.peers.counters.fallbacks == 0
         os.close(fd)
 
-    with_worker(memory, test)
 
-
-def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
+async def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
     """Whatever is in the way: its memory is no file, where bytes could be put."""
     data = random_bytes(MiB)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory) as worker:
         await worker.write(1, data)
         fd = lent(MiB)
         async with mounted(memory, timeout_s=TIMEOUT_S) as without:
@@ -199,13 +187,10 @@ def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
         assert not worker.peers.counters.fallbacks
         os.close(fd)
 
-    with_worker(memory, test)
 
-
-def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> None:
+async def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> None:
     data = random_bytes(MiB)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory, Choice(limit_bytes=4 * MiB)) as worker:
         await worker.write(1, data)
         staged_bytes = worker.adapter.staging.staged_bytes
         fd = worker.file(bytes(MiB))
@@ -217,11 +202,10 @@ def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> Non
         assert await worker.read(2, MiB) == data
         os.close(fd)
 
-    with_worker(memory, test, Choice(limit_bytes=4 * MiB))
 
+async def test_many_transfers_share_few_slots(memory: Path) -> None:
+    async with with_worker(memory) as worker:
 
-def test_many_transfers_share_few_slots(memory: Path) -> None:
-    async def test(worker: Worker) -> None:
         async def there_and_back(number: int) -> None:
             data = random.Random(number).randbytes(2 * MiB + number)
             await worker.write(number, data)
@@ -233,10 +217,8 @@ def test_many_transfers_share_few_slots(memory: Path) -> None:
         assert worker.adapter.staging.slots == 4
         assert worker.peers.counters.fallbacks == 0
 
-    with_worker(memory, test)
 
-
-def test_a_transfer_that_stalls_leaves_slots_to_others(
+async def test_a_transfer_that_stalls_leaves_slots_to_others(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -246,7 +228,7 @@ def test_a_transfer_that_stalls_leaves_slots_to_others(
         assert len(view) < MiB or go_on.wait(60)
         copy(fd, view, offset)
 
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory, Choice()) as worker:
         data = random_bytes(10 * MiB)
         monkeypatch.setattr(staging_module, "_processors", lambda: 2)
         monkeypatch.setattr(staging_module, "_read_file", stalled_copy)
@@ -259,11 +241,9 @@ def test_a_transfer_that_stalls_leaves_slots_to_others(
         assert await worker.read(1, len(data)) == data
         assert await worker.read(2, 64 * KiB) == data[: 64 * KiB]
 
-    with_worker(memory, test, Choice())
-
 
 @pytest.mark.parametrize("length", [256 * KiB, 9 * MiB + 77])
-def test_what_is_written_is_hashed_as_it_passes(
+async def test_what_is_written_is_hashed_as_it_passes(
     memory: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     data = random_bytes(length)
@@ -271,7 +251,7 @@ def test_what_is_written_is_hashed_as_it_passes(
     def read_again(*arguments: Any) -> None:
         pytest.fail("the file is read a second time")
 
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory, Choice()) as worker:
         fd = worker.file(data)
         found = Stripe(fd, 0, length)
         await worker.device.write(Extent(1, 0), NOWHERE, FileRange(fd, 0, length), found.landed)
@@ -281,23 +261,18 @@ def test_what_is_written_is_hashed_as_it_passes(
         assert worker.peers.shows_bytes(1)
         os.close(fd)
 
-    with_worker(memory, test, Choice())
 
-
-def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:
+async def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:
     data = random_bytes(MiB)
-
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory, Choice(limit_bytes=MiB)) as worker:
         await worker.write(1, data)
         assert await worker.read(1, MiB) == data
         assert worker.peers.counters.fallbacks == 2
         assert worker.peers.counters.moved_bytes["verbs"] == 0
 
-    with_worker(memory, test, Choice(limit_bytes=MiB))
 
-
-def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
-    async def test(worker: Worker) -> None:
+async def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
+    async with with_worker(memory) as worker:
         await worker.write(1, bytes(MiB))
         fd = worker.file(bytes(MiB))
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
@@ -311,11 +286,9 @@ def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
         os.close(read_only)
         os.close(fd)
 
-    with_worker(memory, test)
-
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_slot_is_used_again_only_when_its_copy_has_ended(
+async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
     memory: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """Although the transfer is cancelled meanwhile."""
@@ -328,7 +301,7 @@ def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         assert go_on.wait(60)
         copy(*arguments)
 
-    async def test(worker: Worker) -> None:
+    async with with_worker(memory) as worker:
         data = random_bytes(MiB)
         await worker.write(1, data)
         staging = worker.adapter.staging
@@ -350,8 +323,6 @@ def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         assert staging.free_slots == staging.slots
         monkeypatch.undo()
         assert await worker.read(1, MiB) == data
-
-    with_worker(memory, test)
 
 
 def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python() -> None:
