@@ -341,12 +341,7 @@ class Publisher:
             self._store.retire(extent)  # the copy was published under another number
         relied_on = not copies and self._hand_over(content, inode)
         content.be_published(inode, stamp_of(status), by_copy=copies, relied_on=relied_on)
-        if content.state is State.REPLACING:
-            self._supersede_before(inode)
-        else:
-            # Even if others have joined it meanwhile: the version's extent is this content's, and opens for
-            # reading must not begin another one with it.
-            self._table.make_current(content)
+        self._make_current(content, inode, by_copy=copies)
         await self._announce(inode, content, naming=naming)
 
     async def _store_version(self, content: Content, version: NewVersion) -> Inode:
@@ -404,11 +399,19 @@ class Publisher:
             return False  # another host has published since, and the store node here has freed the file
         return self._store.sends
 
-    def _supersede_before(self, inode: Inode) -> None:
-        before = self._table.current.get(inode.ino)
-        # An open may have begun the content of this version already.
-        if before is not None and before.base.version != inode.version:
-            self._table.supersede(before)
+    def _make_current(self, content: Content, inode: Inode, *, by_copy: bool) -> None:
+        """Have opens get the version that was published, of which one content has the extent: that of an
+        open which came before its publisher was told of it, else the published one."""
+        current = self._table.current.get(inode.ino)
+        is_begun = current is not None and current.base.version == inode.version
+        if by_copy and is_begun and current is not content:
+            if content.state is not State.REPLACING:
+                self._table.supersede(content)  # its descriptors go on with it
+        elif content.state is State.REPLACING:
+            if current is not None:
+                self._table.supersede(current)
+        else:
+            self._table.make_current(content)  # even if others have joined it meanwhile
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
         """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for

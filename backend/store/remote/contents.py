@@ -153,8 +153,11 @@ class Contents(ExtentStore):
         return number
 
     def put_back(self, number: ContentId, extent: ContentId) -> bool:
-        """Undo `take_out`. Return False if the content has come here again meanwhile, or lies elsewhere."""
-        if extent in self._kept or extent in self._places or number in self._places:
+        """Undo `take_out`. Return False if the content has come here again meanwhile, is a working copy
+        that is being published, or lies elsewhere."""
+        if extent in self._kept or extent in self._publishing:
+            return False
+        if extent in self._places or number in self._places:
             return False
         os.rename(super().path(number), super().path(extent))
         self.keep(extent, self.stat(extent).st_blocks * 512)
