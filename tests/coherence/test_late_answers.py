@@ -80,5 +80,7 @@ def test_a_copy_that_is_published_is_not_taken_from_later_opens(cluster: Cluster
         reader = os.open(path, os.O_RDONLY)
     os.close(other)
     for _ in range(2):
-        path.with_name("another").write_bytes(b"")  # the release of `other` is carried out before this
+        path.with_name("another").write_bytes(
+            b""
+        )  # the release of `other` is carried out before this
     expect_shared_by_readers(path, reader, b"third")
