@@ -105,11 +105,12 @@ def test_accuracy_is_reached_in_spite_of_a_slow_worker(place: Path) -> None:
 
 
 WAITING = """
+import os
 import time
 import _common
 
 def work(number):
-    print("at work", flush=True)
+    os.write(1, b"at work\\n")
     time.sleep(1000)
 
 if __name__ == "__main__":
@@ -129,11 +130,13 @@ def test_example_that_is_ended_leaves_no_mount_and_no_process(tmp_path: Path, nu
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as example:
         assert example.stdout is not None
-        place = Path(example.stdout.readline().strip())
-        for _ in range(2):
-            assert example.stdout.readline() == "at work\n"
-        assert os.path.ismount(place)
-        example.send_signal(number)
+        try:
+            place = Path(example.stdout.readline().strip())
+            for _ in range(2):
+                assert example.stdout.readline() == "at work\n"
+            assert os.path.ismount(place)
+        finally:
+            example.send_signal(number)
         # All have closed their end of the pipe.
         example.communicate(timeout=60)
     assert example.returncode in (128 + number, -number)
