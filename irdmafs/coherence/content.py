@@ -73,15 +73,15 @@ class Content:
 
     `dirty`: a request to the daemon changed it since it was published. `seen` is the stamp at its last
     publication, or when it was first opened in place; None if it was never published. `begun` is the stamp
-    when it began to be written; `since` the newer one of both. `moved`: its stamp and the time of its last
-    change when its file got another number, as the file's own time of change moves then as if it were
-    written. `mapped`: a program could map it for writing. `whole`: every writer began with an empty file,
-    so a writer that is killed publishes nothing.
+    when it began to be written. `moved`: its stamp and the time of its last change when its file got
+    another number, as the file's own time of change moves then as if it were written. `mapped`: a program
+    could map it for writing. `whole`: every writer began with an empty file, so a writer that is killed
+    publishes nothing.
     """
 
     __slots__ = (
         "awaited", "base", "begun", "dirty", "extent", "fd", "holds", "ino", "leaves", "leaving", "lock",
-        "mapped", "moved", "opens", "preparing", "seen", "since", "state", "whole", "writers",
+        "mapped", "moved", "opens", "preparing", "seen", "state", "whole", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, replaces: bool = False) -> None:
@@ -95,7 +95,6 @@ class Content:
         self.leaves = self.dirty = self.mapped = self.whole = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
-        self.since: Stamp | None = None
         self.moved: tuple[Stamp, int] | None = None
         self.lock: trio.Lock | None = None
         if replaces:
@@ -110,6 +109,11 @@ class Content:
     def own(self) -> bool:
         """Return whether no version names its extent, which is freed with this object."""
         return self.extent not in (NO_CONTENT, self.base.extent)
+
+    @property
+    def since(self) -> Stamp | None:
+        """Return the stamp of its extent when it was last published, or begun."""
+        return self.seen if self.seen is not None else self.begun
 
     @property
     def is_changing(self) -> bool:
@@ -140,7 +144,7 @@ class Content:
     def begin_empty(self, stamp: Stamp, *, has_version: bool, whole: bool = False) -> None:
         """Begin to be written, in an extent of its own that is empty. `has_version`: so is the file's
         version."""
-        self.begun = self.since = stamp
+        self.begun = stamp
         if self.state is State.REPLACING:
             return
         self.seen, self.whole = stamp if has_version else None, whole
@@ -151,7 +155,7 @@ class Content:
 
     def begin_in_place(self, stamp: Stamp) -> None:
         """Begin to be written where the version's bytes are."""
-        self.seen = self.begun = self.since = stamp
+        self.seen = self.begun = stamp
         self._become(State.OVERTAKEN if self.state.ended else State.IN_PLACE)
 
     def go_on_in_place(self, stamp: Stamp, changed_ns: int) -> None:
@@ -166,7 +170,6 @@ class Content:
 
     def retime(self, stamp: Stamp) -> None:
         """Note that a program has set the times of a content that nobody wrote."""
-        self.since = stamp
         if self.seen is not None:
             self.seen = stamp
         else:
@@ -175,8 +178,7 @@ class Content:
     def be_published(self, inode: Inode, stamp: Stamp, *, by_copy: bool, relied_on: bool) -> None:
         """Note that a version holds the bytes that the content had at `stamp`: it is the content's very
         file or, `by_copy`, a copy. `relied_on`: the file must not be written any more."""
-        self.base, self.dirty = inode, False
-        self.seen = self.since = stamp
+        self.base, self.seen, self.dirty = inode, stamp, False
         if by_copy and self.state is State.REPLACING:
             return  # readers see whole versions only
         self.whole = False
@@ -190,14 +192,12 @@ class Content:
 
     def be_set_aside(self, stamp: Stamp) -> None:
         """Note that another file has what was written until `stamp`."""
-        self.seen = self.since = stamp
-        self.dirty = False
+        self.seen, self.dirty = stamp, False
 
     def show_newest(self, inode: Inode, stamp: Stamp) -> None:
         """Note that the bytes of a newer version were copied into its extent."""
         assert self.state.writable, self
-        self.base, self.dirty = inode, False
-        self.seen = self.since = stamp
+        self.base, self.seen, self.dirty = inode, stamp, False
 
     def be_left(self) -> None:
         """Stay on this host as it is, although its last writer has gone and it is no version."""

@@ -400,8 +400,8 @@ class Publisher:
         return self._store.sends
 
     def _make_current(self, content: Content, inode: Inode, *, by_copy: bool) -> None:
-        """Have opens get the version that was published, of which one content has the extent: that of an
-        open which came before its publisher was told of it, else the published one."""
+        """Choose the content that opens of a version share; only one may have the version's extent. It is
+        `content`, unless a copy was published, and an open has begun a content with that copy already."""
         current = self._table.current.get(inode.ino)
         is_begun = current is not None and current.base.version == inode.version
         if by_copy and is_begun and current is not content:

@@ -155,12 +155,10 @@ class _LeavingWriters:
         if handle is not None and handle.writing:
             self._of.setdefault(fh, trio.Event())
 
-    def stays(self, fh: int) -> None:
-        """Note that a handle has another descriptor."""
+    def settle(self, fh: int) -> None:
+        """Note that a handle was released, or has another descriptor."""
         if fh in self._of:
             self._of.pop(fh).set()
-
-    released = stays
 
     async def wait(self, ino: int) -> None:
         """Return when those of a file are released, or it is clear that they have another descriptor."""
@@ -169,7 +167,7 @@ class _LeavingWriters:
             if handle is not None and handle.node.ino == ino:
                 with trio.move_on_after(_RELEASE_S):
                     await event.wait()
-                self.stays(fh)
+                self.settle(fh)
 
 
 def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any, Any, Any]]]:
@@ -197,7 +195,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         return await opens.open(inode, flags, ctx)
 
     async def write(fh: int, offset: int, data: bytes) -> int:
-        leaving.stays(fh)
+        leaving.settle(fh)
         return await files.write(fh, offset, data)
 
     async def flush(fh: int) -> None:
@@ -208,7 +206,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
 
     async def release(fh: int) -> None:
         await files.release(fh)
-        leaving.released(fh)
+        leaving.settle(fh)
 
     async def list_names(fh: int, start_id: int, token: Any) -> None:
         def add(name: bytes, entry: Attributes, next_id: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the portable session makes up for: the kernel keeps releases waiting behind reads."""
+"""The portable session knows that a writer has gone, although the release waits behind reads."""
 
 import os
 import subprocess

@@ -215,7 +215,7 @@ async def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
             expected.append((revision, {name, inode}))
         await replica.wait_applied(expected[-1][0])
         assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
-        # What no consumer follows moves the hub on, too.
+        # A change that no consumer follows moves the hub on, too.
         revision = await engine.transact((), [Put(b"q", b"again")])
         await replica.barrier()
         assert replica.applied >= revision

@@ -232,7 +232,7 @@ async def test_a_file_made_without_a_name_gets_one_on_all_hosts(keys: EtcdKeys) 
             name = b"%d" % number
             file = here.orphan(FILE | 0o600, 1, 2)
             await here.set_attributes(file.ino, mode=0o644)
-            # What is published while the name is on its way is not lost.
+            # A version that is published while the name is on its way is not lost.
             await all_at_once(
                 here.link(file.ino, ROOT_INO, name),
                 here.publish(NewVersion(file.ino, ContentId(9), 10, 8, 11)),
