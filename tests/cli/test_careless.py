@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import need_etcd, shared_etcd
+from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs, one_line
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -458,7 +459,7 @@ def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Pa
 
 def test_umount_names_a_namespace_that_has_the_mount_still(mounted: OneNodeMount) -> None:
     pid = mounted.status()["pid"]
-    command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 99")
+    command = in_new_mount_namespace("sh", "-c", "echo; exec sleep 99", keep=mounted.path)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         other.stdout.readline()

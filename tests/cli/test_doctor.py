@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import site
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs
 
 from irdmafs.backend.model.sizes import human_bytes
@@ -72,7 +72,7 @@ def test_passthrough_is_really_negotiated() -> None:
 @needs_fuse
 def test_machine_without_fuse_fails_with_the_remedy() -> None:
     hide = 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec "$@"'
-    launcher = [shutil.which("unshare") or "unshare", "-m", "sh", "-c", hide, "sh"]
+    launcher = in_new_mount_namespace("sh", "-c", hide, "sh")
     done = subprocess.run(
         [*launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"],
         capture_output=True,

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from harness import forks
 from harness.cluster_mount import OneNodeMount
+from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import IRDMAFS, run_checked
 from test_careless import config_of, mounted, shared
 
@@ -50,7 +51,7 @@ class InstalledHost:
         self.store.mkdir()
 
     def __enter__(self) -> Self:
-        command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat")
+        command = in_new_mount_namespace("sh", "-c", "echo; exec cat")
         self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
         self._holder.stdout.readline()

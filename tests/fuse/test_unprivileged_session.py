@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import Mount
 from harness.patterns import pattern, version_of
 from harness.processes import Process
@@ -46,7 +47,7 @@ mknod -m 666 "$device" c 10 229 && mount --bind "$device" /dev/fuse && rm "$devi
 def test_all_of_these_where_the_device_is_closed_to_other_users() -> None:
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", IN_NAMESPACE, "sh", *tests],
+        in_new_mount_namespace("sh", "-c", IN_NAMESPACE, "sh", *tests),
         capture_output=True,
         text=True,
         timeout=100,
