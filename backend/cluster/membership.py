@@ -19,6 +19,7 @@ from ..kv.faults import Faults
 from ..model.placement import Candidate, Placement, Targets, policy_of
 from ..model.policy import POLICIES_MAX, is_understood, policy_of_rule
 from ..model.records import (
+    FOLLOWED,
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     GroupConfig,
@@ -56,7 +57,7 @@ _NO_TARGETS = Targets("", (), 0, b"")
 
 def followed_key(directory: int, lease: int) -> bytes:
     """Return the key that is present while the mount with this lease follows the directory."""
-    return key_of(b"f", lease, directory)
+    return key_of(FOLLOWED, lease, directory)
 
 
 def seen_key(lease: int) -> bytes:

@@ -9,6 +9,7 @@ import errno
 import heapq
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import count
 from typing import Protocol
 
@@ -81,6 +82,9 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
+        # Everything is to be read anew; who asked for it waits for the event.
+        self._reloaded: trio.Event | None = None
+        self._watching = trio.CancelScope()
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
         # Barriers in the order of their calls; an answer serves all calls that were made before its
@@ -136,6 +140,16 @@ class Replica:
             raise OSError(answer.errno, answer.strerror) from answer
         await self.wait_applied(answer)
 
+    async def reload(self) -> None:
+        """Have all consumers loaded anew: one of them knows less than it did. Raises
+        trio.ClosedResourceError."""
+        self._check_open()
+        if self._reloaded is None:
+            self._reloaded = trio.Event()
+            self._watching.cancel()
+        await self._reloaded.wait()
+        self._check_open()
+
     def _check_open(self) -> None:
         if self._ended:
             raise trio.ClosedResourceError("the engine is closed")
@@ -161,9 +175,15 @@ class Replica:
             while True:
                 before = self.applied
                 try:
-                    async for change in self._engine.watch(_START, _END, before):
-                        self._apply(change.revision, change.events)
-                    return
+                    with (
+                        trio.CancelScope() as self._watching,
+                        closing(self._engine.watch(_START, _END, before)) as watch,
+                    ):
+                        if self._reloaded is not None:
+                            self._watching.cancel()
+                        async for change in watch:
+                            self._apply(change.revision, change.events)
+                        return
                 except Compacted as error:
                     log.warning("%s: reading everything anew", error)
                 except WentBack as error:
@@ -171,13 +191,18 @@ class Replica:
                         continue
                 except OSError as error:
                     log.warning("the watch broke, reading everything anew: %s", error)
-                if self.applied > before:
+                if self.applied > before or self._reloaded is not None:
                     pauses.begin_anew()
                 await self._load_again(pauses)
+                if self._reloaded is not None:
+                    self._reloaded.set()
+                    self._reloaded = None
         except trio.ClosedResourceError:
             pass
         finally:
             self._ended = True
+            if self._reloaded is not None:
+                self._reloaded.set()
             for _, _, event in self._waiting:
                 event.set()
             self._waiting.clear()

@@ -55,6 +55,7 @@ NEXT_INO_KEY = b"u"
 EPOCH_KEY = b"E"
 REPORT = b"R"
 CLAIM, WISH = b"D", b"W"
+FOLLOWED = b"f"
 
 
 def key_of(kind: bytes, *numbers: int) -> bytes:

@@ -25,6 +25,7 @@ class Commit:
     within: Collection[int] = ()  # directories that must exist
     fixed: Sequence[Inode] = ()  # inodes that must not have changed
     local = False  # a change of local orphans, which is not stored
+    may_wait = False  # it can be answered before it is stored (see deferred)
     stores = False  # it stores new files that no other mount sees yet
     # False: a crash may lose it until a durable transaction follows. A shared engine stores it at once.
     durable = True

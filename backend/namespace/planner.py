@@ -112,6 +112,7 @@ class Planner:
         commit.times = ((parent, now),)
         commit.fixed = (directory,)  # its group and ACL may be handed down
         commit.durable = durable
+        commit.may_wait = True
         if self._quotas.in_use:
             commit.charge = self._quotas.admit(inode.ino, self._quotas.above(parent), 0)
         return commit
@@ -133,6 +134,7 @@ class Planner:
         commit, shown = Commit(), taken.copy()
         shown.maker = 0
         commit.inode, commit.inodes = shown, (shown,)
+        commit.may_wait = True
         return commit
 
     def new_inode(
@@ -298,7 +300,7 @@ class Planner:
         commit, now = Commit(), now_ns()
         commit.names = ((parent, name, 0),)
         commit.times = ((parent, now),)
-        commit.urgent = True
+        commit.urgent = commit.may_wait = True
         self._unname(commit, found, now)
         return commit
 
@@ -355,6 +357,7 @@ class Planner:
         commit = Commit()
         commit.inode, commit.inodes = inode, (inode,)
         commit.local = inode.nlink == 0
+        commit.may_wait = True
         if sets_mtime and inode.is_dir:
             commit.times = ((ino, None),)
         return commit
@@ -363,6 +366,7 @@ class Planner:
         """Set when inodes were last read."""
         commit = Commit()
         commit.inodes = []
+        commit.may_wait = True
         for ino, atime_ns in atimes.items():
             found = self._tree.inodes.get(ino)
             if found is not None and found.nlink and found.atime_ns < atime_ns:

@@ -7,7 +7,8 @@ tree which may be out of date, is confirmed: the tree is brought up to date and 
 anew.
 
 In a directory of which the mount has the claim (Claims), new files that no other mount sees are kept in the
-tree, and stored with the commit that lets others see them."""
+tree, and stored with the commit that lets others see them. Other changes there may be deferred (Deferred).
+"""
 
 import errno
 import random
@@ -20,6 +21,7 @@ import trio
 from ..kv import Compare, Conflict, Empty, Exists, Put
 from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
+from .deferred import Deferred
 from .inode import ROOT_INO, Inode, fail
 from .tree import Tree
 
@@ -51,6 +53,10 @@ class Hub(Protocol):
         """Return when the replica has every change that was acknowledged before this call."""
         ...
 
+    async def reload(self) -> None:
+        """Have the tree loaded anew."""
+        ...
+
 
 class Claims(Protocol):
     """The directories in which one mount alone puts names and nobody changes the directory's record (see
@@ -72,8 +78,24 @@ class Claims(Protocol):
         """Return when no other mount has the claim of the directory."""
         ...
 
-    def made_in(self, directory: int) -> None:
-        """Note that this mount has stored a new file in the directory that no other mount sees yet."""
+    def is_exclusive(self, directory: int) -> bool:
+        """Return whether this mount may defer changes in the directory: no other looks there."""
+        ...
+
+    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
+        """Return those of the directories in which other mounts may have deferred changes."""
+        ...
+
+    def known_revision(self, directory: int) -> int:
+        """Return the revision of any mount's claim of the directory, 0: nobody has it."""
+        ...
+
+    async def look(self, directory: int) -> None:
+        """Return when no other mount has deferred changes in the directory."""
+        ...
+
+    def changed_in(self, directory: int) -> None:
+        """Note that this mount has stored a changed name in the directory, without deferring it."""
         ...
 
 
@@ -81,7 +103,8 @@ class SharedCommitter:
     """Commits changes of a tree that `hub` keeps up to date. The hub has to be started first.
 
     after_commit(directories, revision) is awaited before a mutation returns; `directories` were changed, or
-    hold a changed inode. `read_only`: every change is refused with EROFS.
+    hold a changed inode. `read_only`: every change is refused with EROFS. `deferred` has what is answered
+    and not stored yet; without claims there is nothing.
     """
 
     def __init__(
@@ -99,6 +122,7 @@ class SharedCommitter:
         self._engine = engine
         self._hub = hub
         self._claims = claims
+        self.deferred = Deferred(tree, engine, hub, claims) if claims is not None else None
         # Files that no other mount sees, and that are being stored; and those of which it is not known
         # whether they were.
         self._storing: dict[int, trio.Event] = {}
@@ -120,7 +144,8 @@ class SharedCommitter:
             raise fail(errno.EROFS)
         if self._last_ino - self._next_ino < _SPARE_INOS:
             await self._take_inos()
-        fresh = False
+        deferred = self.deferred
+        fresh = in_order = False
         for attempt in range(_ATTEMPTS_MAX):
             if attempt > 1:
                 pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - 2), _PAUSE_MAX_S)
@@ -142,6 +167,21 @@ class SharedCommitter:
             elif self._stays_here(commit):
                 self._tree.keep(commit)
                 return commit.inode
+            elif deferred is not None and (within := self._deferrable_in(commit)):
+                if not deferred.is_full:
+                    self._add_names(commit)
+                    deferred.add(commit, within)
+                    return commit.inode
+                await deferred.store()
+                continue
+            elif (
+                deferred is not None
+                and not deferred.is_empty
+                and (not in_order or deferred.concerns(commit))
+            ):
+                await deferred.store()
+                in_order = True
+                continue
             elif await self._has_recalled(commit):
                 continue
             elif commit.charge is not None and commit.charge.is_near and not fresh:
@@ -161,9 +201,12 @@ class SharedCommitter:
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
         conditions = compares(commit, revisions)
         if self._claims is not None:
+            made_in = _makes_names_in(commit)
+            conditions += [(claim_key(one), self._claims.revision(one)) for one in made_in]
             conditions += [
-                (claim_key(directory), self._claims.revision(directory))
-                for directory in _makes_names_in(commit)
+                (claim_key(one), self._claims.known_revision(one))
+                for one in _has_files_in(commit)
+                if one not in made_in
             ]
         with tree.keeping(commit):
             try:
@@ -173,8 +216,9 @@ class SharedCommitter:
                     raise
                 return False
             unseen = commit.new is not None and commit.new.maker
-            if unseen and self._claims is not None:
-                self._claims.made_in(commit.names[0][0])
+            if commit.may_wait and self._claims is not None:
+                for directory in _has_files_in(commit):
+                    self._claims.changed_in(directory)
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
         for inode in commit.inodes:
@@ -224,15 +268,31 @@ class SharedCommitter:
         return False
 
     async def _has_recalled(self, commit: Commit) -> bool:
-        """Wait until no other mount has the claim of a directory in which a commit makes names, and return
-        whether there was one."""
-        if self._claims is None:
+        """Wait until no other mount has the claim of a directory in which a commit makes names, nor an
+        exclusive one where it has files, and return whether there was one."""
+        claims = self._claims
+        if claims is None:
             return False
         self._add_names(commit)
-        others = self._claims.of_others(_makes_names_in(commit))
+        others = claims.of_others(_makes_names_in(commit))
         for directory in others:
-            await self._claims.recall(directory)
-        return bool(others)
+            await claims.recall(directory)
+        exclusive = claims.exclusive_of_others(_has_files_in(commit))
+        for directory in exclusive:
+            await claims.look(directory)
+        return bool(others or exclusive)
+
+    def _deferrable_in(self, commit: Commit) -> frozenset[int]:
+        """Return the directories that a commit concerns, if it may be deferred there, else none."""
+        claims, deferred = self._claims, self.deferred
+        if claims is None or deferred is None or not (commit.may_wait and deferred.is_running):
+            return frozenset()
+        if self._tree.quotas.in_use or any(
+            inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone)
+        ):
+            return frozenset()
+        directories = _has_files_in(commit)
+        return directories if all(map(claims.is_exclusive, directories)) else frozenset()
 
     def _stays_here(self, commit: Commit) -> bool:
         """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""
@@ -278,8 +338,10 @@ class SharedCommitter:
             tree.keep(former)
 
     async def store(self, directory: int) -> None:
-        """Store the files in a directory that this mount keeps to itself; no other mount sees them yet.
-        Raises OSError."""
+        """Store what is deferred, and the files in a directory that this mount keeps to itself; no other
+        mount sees them yet. Raises OSError."""
+        assert self.deferred is not None, "a mount with claims defers changes"
+        await self.deferred.store()
         while kept := [
             inode.ino
             for inode in self._tree.inodes.unrecorded()
@@ -309,7 +371,9 @@ class SharedCommitter:
         await self._hub.barrier()
 
     async def flush(self) -> None:
-        """Do nothing: every transaction survives a crash when it is acknowledged."""
+        """Store what is deferred. Raises OSError EIO once if some of it is lost."""
+        if self.deferred is not None:
+            await self.deferred.flush()
 
     # -- inode numbers ---------------------------------------------------------------------------
 
@@ -355,6 +419,18 @@ def _makes_names_in(commit: Commit) -> set[int]:
         if inode.is_dir and inode is not commit.new
     )
     return found
+
+
+def _has_files_in(commit: Commit) -> frozenset[int]:
+    """Return the directories of the names and files that a commit changes. Of a file with several names
+    nothing is deferred, so its directories do not matter."""
+    found = {parent for parent, _, _ in commit.names}
+    found.update(
+        inode.parent
+        for inode in (*commit.inodes, *commit.gone)
+        if inode.name and not (inode.is_dir or inode.more)
+    )
+    return frozenset(found)
 
 
 def _key_of(compare: Compare) -> bytes:

@@ -54,6 +54,11 @@ class Freshness(Protocol):
         the directory."""
         ...
 
+    def is_deferred_elsewhere(self, directory: int) -> bool:
+        """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
+        it told."""
+        ...
+
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often

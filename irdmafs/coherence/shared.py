@@ -57,6 +57,8 @@ class Shared(Coherence):
         if self._cache.looks.changes_unnoticed(node):
             return
         if inode.is_dir:
+            if self._freshness.is_deferred_elsewhere(inode.ino):
+                return
             valid_s = self._freshness.believable_s(inode.ino, used=False)
         else:
             # A file with names in several directories is believed if all of them are.
@@ -135,9 +137,14 @@ class Shared(Coherence):
         led = self._led(parent, name, pid)
         if led is not None:
             return led
+        if self._freshness.is_deferred_elsewhere(parent):
+            return None
         inode = self.namespace.lookup(parent, name)
         if inode is not None:
-            if inode.is_dir and not self._may_tell(parent, inode, pid):
+            if inode.is_dir and (
+                self._freshness.is_deferred_elsewhere(inode.ino)
+                or not self._may_tell(parent, inode, pid)
+            ):
                 return None  # find_fresh waits
             self._trails.note(pid, parent, name, inode)
         return inode
@@ -147,6 +154,8 @@ class Shared(Coherence):
             await self.freshen(parent)
         inode = self.namespace.lookup(parent.ino, name)
         if inode is not None and inode.is_dir:
+            if self._freshness.is_deferred_elsewhere(inode.ino):
+                await self.freshen(inode)  # the time of the directory
             inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
         if retry is not None:

@@ -93,6 +93,7 @@ async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, Clust
         config.mountpoint,
         __version__,
         timeout_s=config.cluster.mount.timeout,
+        defers=not (config.options.sync or config.options.dirsync),
     ) as remote:
         with trio.move_on_after(_CHECK_NODES_S):
             await remote.peers.check(islice(remote.members.nodes, _CHECKED_NODES_MAX))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..backend.namespace import fail
 from ..coherence.nodes import Handle
+from ..inline import detach
 from .calls import Attributes, Caller
 from .superblock import Part
 
@@ -108,4 +109,5 @@ class Directories(Part):
 
     async def sync(self) -> None:
         """Make all changes of names that were answered survive a crash."""
+        await detach()
         await self._namespace.flush()

@@ -119,6 +119,9 @@ class OpenFiles(Part):
             await self._publish(handle, handle.pid, self._cache.publisher.fsync(handle))
         else:
             await self._cache.publisher.fsync(handle)
+        if self._store.sends:
+            await detach()
+            await self._namespace.flush()
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         handle = self._handle(fh, writing=True)

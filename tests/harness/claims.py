@@ -25,3 +25,16 @@ def claim(mount: ClusterMount, directory: Path) -> None:
         return bool(counters(mount)["transactions"] == before)
 
     eventually(costs_nothing, "the directory is claimed")
+
+
+def claim_exclusively(mount: ClusterMount, directory: Path) -> None:
+    """Have the mount defer its changes in a directory."""
+
+    def is_deferred() -> bool:
+        before = counters(mount)["deferred_changes"]
+        path = directory / ".claim"
+        path.touch()
+        path.unlink()
+        return bool(counters(mount)["deferred_changes"] == before + 2)
+
+    eventually(is_deferred, "changes in the directory are deferred")

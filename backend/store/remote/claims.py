@@ -1,4 +1,4 @@
-"""Claims of directories: with one a mount makes new files without asking etcd, nor telling anybody.
+"""Claims of directories: with one a mount changes names without asking etcd, and tells others later.
 
 Only its own mount sees a new file until it has a version (namespace/lookup). So until then its name matters
 to nobody but hosts that put names into the same directory. The mount that has the *claim* of the directory,
@@ -7,9 +7,15 @@ version, in one transaction. A mount that puts a name into a directory, changes 
 compares in that transaction that no other mount has the claim. If one has, it puts a *wish* beside it; the
 holder stores what it keeps to itself, and gives the claim up.
 
-A mount takes the claim of a directory in which it makes several files. A holder whose session has ended has
-no claim any more. One that lives and does not answer is waited for as long as a lease lasts; then its claim
-is deleted, and it is not waited for again. It finds its files' names free, or taken, when it stores them.
+An *exclusive* claim lets its holder defer other changes, too (namespace/deferred). So a mount that looks
+into the directory, or changes a file in it, follows it first (leases) and waits until the claim is not
+exclusive any more. A holder defers nothing in a directory that others follow, makes its claim an ordinary
+one, and leaves it so for a while, for longer each time.
+
+A mount takes the claim of a directory in which it makes or removes several files. A holder whose session
+has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts;
+then its claim is deleted, and it is not waited for again. It finds its files' names free, or taken, when it
+stores them, and what it deferred is lost.
 """
 
 import errno
@@ -27,20 +33,25 @@ from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
 from ...kv import Compare, Conflict, Delete, Event, Exists, KeyValue, Put
 from ...kv.faults import Faults
-from ...model.records import CLAIM, WISH, claim_key, wish_key
+from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace.inode import inode_key
+from .leases import Leases
 from .rests import Rests
 
 __all__ = ["ClaimEntries", "Claims"]
 
 log = logging.getLogger(__name__)
 
-# The claim of a directory is taken when so many new files were made in it within this time.
-_FILES = 2
+# The claim of a directory is taken when so many changes were made in it within this time.
+_CHANGES = 2
 _WITHIN_S = 2.0
 # It is given up when so long no file was made there.
 _IDLE_S = 10.0
 _CLAIMS_MAX = 256
+# An exclusive claim is not taken for so long after somebody looked, and then for twice as long each time.
+_SHARED_S = 1.0
+# Follows a lease in the value of an exclusive claim.
+_EXCLUSIVE = b"x"
 _TICK_S = 1.0
 # A transaction has 127 operations; who put more wishes deletes them.
 _WISHES_AT_ONCE = 100
@@ -49,12 +60,14 @@ _WISHES_AT_ONCE = 100
 class _Claim(NamedTuple):
     lease: int
     revision: int
+    exclusive: bool
 
 
 class ClaimEntries:
-    """A consumer of the replica hub: the claims of all mounts, and who waits for them to be given up."""
+    """A consumer of the replica hub: the claims of all mounts, and who waits for them to be given up. It
+    comes after `Members`, which has the followers of directories."""
 
-    prefixes: tuple[bytes, ...] = (CLAIM, WISH)
+    prefixes: tuple[bytes, ...] = (CLAIM, WISH, FOLLOWED)
 
     def __init__(self, faults: Faults | None = None) -> None:
         self._faults = faults or Faults()
@@ -76,6 +89,8 @@ class ClaimEntries:
         self.changed.unpark_all()
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        if key.startswith(FOLLOWED):
+            return
         directory = int.from_bytes(key[1:9], "big")
         self.touched.add(directory)
         if key.startswith(WISH):
@@ -86,14 +101,15 @@ class ClaimEntries:
         elif value is None:
             self.claims.pop(directory, None)
         else:
-            if len(value) != 8:
+            if len(value) < 8 or value[8:] not in (b"", _EXCLUSIVE):
                 self._faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
-            self.claims[directory] = _Claim(int.from_bytes(value[:8], "big"), revision)
+            lease = int.from_bytes(value[:8], "big")
+            self.claims[directory] = _Claim(lease, revision, exclusive=value[8:] == _EXCLUSIVE)
 
 
 class Claims:
     """The claims of one mount, and its dealings with those of others (see namespace/shared). They may be
-    used when `run` runs."""
+    used when `run` runs. `defers`: it may take exclusive ones."""
 
     def __init__(
         self,
@@ -102,24 +118,35 @@ class Claims:
         members: Members,
         session: Session,
         entries: ClaimEntries,
+        leases: Leases,
         nursery: trio.Nursery,
         timeout_s: float,
+        *,
+        defers: bool,
+        read_only: bool,
     ) -> None:
         self._engine = engine
         self._replica = replica
         self._members = members
         self._session = session
         self._entries = entries
+        self._leases = leases
         self._nursery = nursery
         self._timeout_s = timeout_s
-        # By directory: when files were made there without its claim, and when the claim was used last.
-        self._made: dict[int, list[float]] = {}
+        self._defers = defers
+        self._read_only = read_only
+        # By directory: when something was changed there without being deferred, and when the claim was used
+        # last.
+        self._changed: dict[int, list[float]] = {}
         self._used: dict[int, float] = {}
         # Directories whose claims other mounts wanted.
         self._rests = Rests()
+        # Directories of which this mount had an exclusive claim when others looked.
+        self._looks = Rests(_SHARED_S)
         # Directories whose claims are just being taken, or given up.
         self._taking: set[int] = set()
         self._ending: set[int] = set()
+        self._sharing: set[int] = set()
         # Sessions whose mounts did not answer a wish.
         self._late: set[int] = set()
         self._may_claim = True
@@ -136,35 +163,48 @@ class Claims:
         claim = self._entries.claims.get(directory)
         return claim.revision if claim is not None and claim.lease == self._session.lease else 0
 
-    def made_in(self, directory: int) -> None:
+    def is_exclusive(self, directory: int) -> bool:
+        claim = self._entries.claims.get(directory)
+        return (
+            claim is not None
+            and claim.exclusive
+            and directory not in self._sharing
+            and self.is_ours(directory)
+            and not self._leases.is_followed_by_others(directory)
+        )
+
+    def changed_in(self, directory: int) -> None:
         now = time.monotonic()
-        made = self._made.setdefault(directory, [])
-        made.append(now)
-        del made[:-_FILES]
+        changed = self._changed.setdefault(directory, [])
+        changed.append(now)
+        del changed[:-_CHANGES]
         if (
-            len(made) == _FILES
-            and now - made[0] <= _WITHIN_S
-            and directory not in self._rests
+            len(changed) == _CHANGES
+            and now - changed[0] <= _WITHIN_S
             and self._may_claim
             and directory not in self._taking
-            and directory not in self._entries.claims
             and directory not in self._entries.wishes
-            and len(self._used) + len(self._taking) < _CLAIMS_MAX
+            and self._is_worth_taking(directory)
         ):
             self._taking.add(directory)
             self._nursery.start_soon(self._take, directory)
 
+    def _is_worth_taking(self, directory: int) -> bool:
+        claim = self._entries.claims.get(directory)
+        if claim is None:
+            is_free = len(self._used) + len(self._taking) < _CLAIMS_MAX
+            return is_free and directory not in self._rests
+        may_change = self.is_ours(directory) and directory not in self._sharing
+        return may_change and not claim.exclusive and self._may_be_exclusive(directory)
+
+    def _may_be_exclusive(self, directory: int) -> bool:
+        is_alone = not self._leases.is_followed_by_others(directory)
+        return self._defers and is_alone and directory not in self._looks
+
     async def _take(self, directory: int) -> None:
-        lease = self._session.lease
-        conditions: list[Compare] = [
-            (claim_key(directory), 0),
-            Exists(inode_key(directory)),
-            self._session.compare(),
-        ]
-        put = Put(claim_key(directory), lease.to_bytes(8, "big"), lease)
+        exclusive = self._may_be_exclusive(directory)
         try:
-            revision = await self._engine.transact(conditions, [put])
-            await self._replica.wait_applied(revision)
+            await self._put(directory, exclusive=exclusive)
             self._used[directory] = time.monotonic()
         except Conflict as conflict:
             log.debug("directory %d is not claimed: %s", directory, conflict)
@@ -179,9 +219,25 @@ class Claims:
         finally:
             self._taking.discard(directory)
 
-    def count(self) -> int:
-        """Return of how many directories this mount has the claim."""
-        return sum(map(bool, map(self.revision, self._entries.claims)))
+    async def _put(self, directory: int, *, exclusive: bool) -> None:
+        """Take the claim of a directory, or change this mount's. Raises Conflict, OSError."""
+        lease = self._session.lease
+        conditions: list[Compare] = [
+            (claim_key(directory), self.revision(directory)),
+            Exists(inode_key(directory)),
+            self._session.compare(),
+        ]
+        value = lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
+        revision = await self._engine.transact(
+            conditions, [Put(claim_key(directory), value, lease)]
+        )
+        await self._replica.wait_applied(revision)
+
+    def count(self, *, exclusive: bool = False) -> int:
+        """Return of how many directories this mount has the claim, or an exclusive one."""
+        lease = self._session.lease
+        claims = self._entries.claims.values()
+        return sum(one.lease == lease and one.exclusive >= exclusive for one in claims)
 
     # -- claims of others --------------------------------------------------------------------------
 
@@ -189,16 +245,47 @@ class Claims:
         claims = self._entries.claims
         return [one for one in directories if one in claims and not self.revision(one)]
 
+    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
+        claims = self._entries.claims
+        return [one for one in self.of_others(directories) if claims[one].exclusive]
+
+    def known_revision(self, directory: int) -> int:
+        claim = self._entries.claims.get(directory)
+        return claim.revision if claim is not None else 0
+
     async def recall(self, directory: int) -> None:
         """Return when no other mount has the claim of the directory. Raises OSError."""
-        while self.of_others([directory]):
+        await self._wait_for_holder(directory, self.of_others, self._wish)
+        lease = self._session.lease
+        if lease in self._entries.wishes.get(directory, ()):
+            await self._change([], wish_key(directory, lease))
+
+    async def look(self, directory: int) -> None:
+        """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
+        await self._wait_for_holder(directory, self.exclusive_of_others, self._follow)
+
+    async def _wait_for_holder(
+        self,
+        directory: int,
+        among: Callable[[list[int]], list[int]],
+        ask: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """Have the holder of a claim asked, by a key that ends with this session, until the directory is
+        not `among` those any more."""
+        while among([directory]):
             claim = self._entries.claims[directory]
-            lease = await self._lease()
+            await self._session.wait_valid(self._timeout_s)
             if self._members.session_of(claim.lease) is None or claim.lease in self._late:
+                if self._read_only:
+                    return
                 await self._change([(claim_key(directory), claim.revision)], claim_key(directory))
                 continue
-            if lease not in self._entries.wishes.get(directory, ()):
-                await self._wish(directory, lease)
+            try:
+                await ask(directory)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # LeaseEnded
+                    raise
+                continue
             with trio.move_on_after(self._members.lease_ttl_s) as waiting:
                 while self._entries.claims.get(directory) == claim:
                     await self._entries.changed.park()
@@ -208,24 +295,18 @@ class Claims:
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
                     claim.lease, directory,
                 )  # fmt: skip
+
+    async def _wish(self, directory: int) -> None:
         lease = self._session.lease
-        if lease in self._entries.wishes.get(directory, ()):
-            await self._change([], wish_key(directory, lease))
-
-    async def _lease(self) -> int:
-        await self._session.wait_valid(self._timeout_s)
-        return self._session.lease
-
-    async def _wish(self, directory: int, lease: int) -> None:
-        try:
+        if lease not in self._entries.wishes.get(directory, ()):
             revision = await self._engine.transact(
                 (), [Put(wish_key(directory, lease), b"", lease)]
             )
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # LeaseEnded
-                raise
-        else:
             await self._replica.wait_applied(revision)
+
+    async def _follow(self, directory: int) -> None:
+        if not self._leases.follows(directory):
+            await self._leases.follow(directory)
 
     async def _change(self, conditions: Sequence[tuple[bytes, int]], *deleted: bytes) -> None:
         """Delete keys if the conditions hold, and return when the replica shows how things are."""
@@ -238,9 +319,13 @@ class Claims:
 
     # -- giving up ---------------------------------------------------------------------------------
 
-    async def run(self, store: Callable[[int], Awaitable[None]]) -> None:
-        """Give up the claims that others want, and idle ones. `store(directory)` stores what this mount
-        keeps to itself in a directory."""
+    async def run(
+        self,
+        store: Callable[[int], Awaitable[None]],
+        store_deferred: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Give up the claims that others want, and idle ones; share those of directories that others
+        follow. `store(directory)` stores what this mount keeps to itself in a directory."""
         while True:
             with trio.move_on_after(_TICK_S):
                 await self._entries.changed.park()
@@ -259,6 +344,14 @@ class Claims:
                 if wanted or now - used > _IDLE_S:
                     self._ending.add(directory)
                     self._nursery.start_soon(self._give_up, store, directory)
+                elif (
+                    self._entries.claims[directory].exclusive
+                    and directory not in self._sharing
+                    and self._leases.is_followed_by_others(directory)
+                ):
+                    self._sharing.add(directory)
+                    self._looks.begin(directory)
+                    self._nursery.start_soon(self._share, store_deferred, directory)
                 if wanted:
                     self._rests.begin(directory)
             self._tidy(now)
@@ -278,6 +371,18 @@ class Claims:
         finally:
             self._ending.discard(directory)
 
+    async def _share(self, store_deferred: Callable[[], Awaitable[None]], directory: int) -> None:
+        """Store what is deferred, and make an exclusive claim an ordinary one."""
+        try:
+            await store_deferred()
+            await self._put(directory, exclusive=False)
+        except Conflict as conflict:
+            log.debug("the claim of directory %d has gone: %s", directory, conflict)
+        except OSError as error:
+            log.info("the claim of directory %d is not shared: %s", directory, error)
+        finally:
+            self._sharing.discard(directory)
+
     async def _attempt(self, store: Callable[[int], Awaitable[None]], directory: int) -> bool:
         try:
             await store(directory)
@@ -289,7 +394,8 @@ class Claims:
     def _tidy(self, now: float) -> None:
         """Forget what has become meaningless."""
         self._rests.tidy()
-        for directory, made in [*self._made.items()]:
-            if now - made[-1] > _WITHIN_S:
-                del self._made[directory]
+        self._looks.tidy()
+        for directory, changed in [*self._changed.items()]:
+            if now - changed[-1] > _WITHIN_S:
+                del self._changed[directory]
         self._late = {lease for lease in self._late if self._members.session_of(lease) is not None}

@@ -34,7 +34,8 @@ _ABANDONED_AFTER_S = 60.0
 
 class Coordination:
     """The state that a mount shares with others through etcd. Nothing is known before `read`, and nothing
-    may be changed before `join`. `events` is the mount's end. Tasks run in `nursery`."""
+    may be changed before `join`. Tasks run in `nursery`. `defers`: changes of names may be answered before
+    they are stored."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class Coordination:
         record: MountRecord,
         nursery: trio.Nursery,
         timeout_s: float,
+        *,
+        defers: bool,
     ) -> None:
         self._name = config.cluster.name
         self._nursery = nursery
@@ -81,8 +84,9 @@ class Coordination:
         )  # fmt: skip
         self.leases = Leases(engine, self.replica, tree, self.members, self.session, nursery)
         self.claims = Claims(
-            engine, self.replica, self.members, self.session, claims, nursery, timeout_s
-        )
+            engine, self.replica, self.members, self.session, claims, self.leases, nursery, timeout_s,
+            defers=defers, read_only=self.role == "reader",
+        )  # fmt: skip
         self.changes.inode_listeners.append(self.leases.inode_changed)
         self.changes.name_listeners.append(self.leases.name_changed)
         self.changes.transaction_listeners.append(self.leases.transaction)
@@ -90,6 +94,9 @@ class Coordination:
             tree, engine, self.replica, claims=self.claims,
             after_commit=self.leases.wait_for_followers, read_only=self.role == "reader",
         )  # fmt: skip
+        deferred = self._committer.deferred
+        assert deferred is not None, "it has claims"
+        self.deferred = deferred
         self.namespace = Namespace(tree, self._committer)
 
     @property
@@ -110,8 +117,17 @@ class Coordination:
         self._nursery.start_soon(self._remove_abandoned)
         self._nursery.start_soon(self.renewal.run)
         self._nursery.start_soon(self.leases.run)
-        self._nursery.start_soon(self.claims.run, self._committer.store)
+        self._nursery.start_soon(self.deferred.run)
+        self._nursery.start_soon(self.claims.run, self._committer.store, self.deferred.store)
         self._nursery.start_soon(self.locks.run)
+
+    async def leave(self) -> None:
+        """Store what is deferred, and end the session. Raises OSError."""
+        try:
+            await self.namespace.flush()
+        except OSError as error:
+            log.error("changes of names are lost: %s", error)
+        await self.session.release()
 
     async def _remove_abandoned(self) -> None:
         """Remove names that nobody sees once, when the sessions that ended just now have begun anew."""

@@ -56,6 +56,10 @@ class ClusterFigures:
     transactions: int = count("Transactions of etcd")
     followed_directories: int = gauge("Directories that are read without asking etcd")
     claimed_directories: int = gauge("Directories in which files are made without asking etcd")
+    exclusive_directories: int = gauge(
+        "Directories in which changes are answered before etcd has them"
+    )
+    deferred_changes: int = count("Changes that were answered before etcd had them")
     lease_transactions: int = count("Transactions of etcd about directories that are followed")
     acknowledgements: int = count("Times that etcd was told how far this mount is")
     locked: int = gauge("Files that this host has locks on for the cluster")

@@ -38,7 +38,15 @@ class Freshness:
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
         directories = self._directories_of(inode)
-        return bool(directories) and all(map(self._leases.covers, directories))
+        return (
+            bool(directories)
+            and all(map(self._leases.covers, directories))
+            and not self._claims.exclusive_of_others(directories)
+        )
+
+    def is_deferred_elsewhere(self, directory: int) -> bool:
+        """Return whether another mount may have changed the directory, and has told nobody (see api)."""
+        return bool(self._claims.exclusive_of_others((directory,)))
 
     def is_missing(self, directory: int, name: bytes) -> bool:
         """Return whether there is no such name, as is known without asking (see api)."""
@@ -51,6 +59,8 @@ class Freshness:
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds the knowledge of a directory may be believed (see api)."""
+        if self._claims.exclusive_of_others((directory,)):
+            return 0.0
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:
             self._leases.asked(directory)
@@ -66,7 +76,10 @@ class Freshness:
             await self._barrier_and_content(inode)
         else:
             await self._replica.barrier()
-        for directory in self._directories_of(inode):
+        directories = self._directories_of(inode)
+        for directory in self._claims.exclusive_of_others(directories):
+            await self._claims.look(directory)
+        for directory in directories:
             self._leases.asked(directory)
 
     async def _barrier_and_content(self, inode: Inode) -> None:

@@ -174,6 +174,14 @@ class Leases:
                 return 0
             directory = inode.parent
 
+    def follows(self, directory: int) -> bool:
+        """Return whether this mount follows the directory, or one above it."""
+        return bool(self._held_above(directory))
+
+    def is_followed_by_others(self, directory: int) -> bool:
+        """Return whether other mounts follow the directory, or one above it."""
+        return bool(self._members.followers_of(self._path(directory)) - {self._session.lease})
+
     def _use(self, directory: int) -> None:
         interest = self._interest.get(directory)
         if interest is not None:

@@ -15,16 +15,17 @@ class _Rest(NamedTuple):
 
 
 class Rests:
-    """The directories that rest now: each for a while, and for twice as long each time that its rest begins
-    again soon."""
+    """The directories that rest now: each for `first_s`, and for twice as long each time that its rest
+    begins again soon."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = _REST_S) -> None:
+        self._first_s = first_s
         self._rests: dict[int, _Rest] = {}
 
     def begin(self, directory: int) -> None:
         """Let a directory rest from now on."""
         before = self._rests.get(directory)
-        length_s = min(2 * before.length_s, _REST_MAX_S) if before is not None else _REST_S
+        length_s = min(2 * before.length_s, _REST_MAX_S) if before is not None else self._first_s
         self._rests[directory] = _Rest(time.monotonic() + length_s, length_s)
 
     def __contains__(self, directory: int) -> bool:

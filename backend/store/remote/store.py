@@ -49,8 +49,10 @@ async def remote_store(
     version: str,
     *,
     timeout_s: float = 60.0,
+    defers: bool = True,
 ) -> AsyncIterator["RemoteStore"]:
     """Take part in a cluster as one mount. `directory` holds what is kept on this host; it starts empty.
+    `defers`: changes of names may be answered before they are stored (namespace/deferred).
 
     Raises StoreInUse if another process has it, ConfigError if there is no such cluster, OSError if etcd
     cannot be reached.
@@ -72,7 +74,9 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                coordination = Coordination(config, settings, engine, record, nursery, timeout_s)
+                coordination = Coordination(
+                    config, settings, engine, record, nursery, timeout_s, defers=defers
+                )
                 session = coordination.session
                 contents = Contents(
                     f"{directory}/extents", ContentNumbers(lambda: session.number).new,
@@ -92,7 +96,7 @@ async def remote_store(
                         # Releasing the session frees everything that depends on it at once, if etcd can be
                         # told.
                         with trio.move_on_after(_RELEASE_S, shield=True):
-                            await session.release()
+                            await coordination.leave()
                         nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from None
@@ -233,6 +237,8 @@ class RemoteStore:
             transactions=coordination.engine.transactions,
             followed_directories=leases.count(),
             claimed_directories=coordination.claims.count(),
+            exclusive_directories=coordination.claims.count(exclusive=True),
+            deferred_changes=coordination.deferred.changes,
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
             locked=self.locks.count(),

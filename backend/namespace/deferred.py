@@ -1,0 +1,237 @@
+"""Changes that are answered at once and stored a moment later, many in one transaction.
+
+In a directory of which the mount has an exclusive claim nobody else looks or changes anything
+(store/remote/claims.py). So some changes there are answered as soon as the tree has them: a name of a file
+without a version, a removed name, attributes. Whoever looks into the directory first has what was deferred
+stored. So does fsync, of any file or directory, and each change that is not deferred. Changes are stored in
+their order: if this mount dies, those that are lost are the last ones.
+
+A transaction of deferred changes compares nothing but the claims. Until the watch yields it the tree is
+ahead of the events, and passes over those that would take it back.
+"""
+
+import errno
+import logging
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from ..kv import Conflict, Delete, Event, Put
+from ..model.records import claim_key
+from ..pauses import Pauses
+from .commit import Commit, operations
+from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..etcd.engine import EtcdEngine
+    from .shared import Claims, Hub
+
+__all__ = ["Deferred"]
+
+log = logging.getLogger(__name__)
+
+# A transaction has 127 operations, and compares the claims of some directories.
+_OPERATIONS_MAX = 120
+_DIRECTORIES_MAX = 20
+# The first of several changes waits so long for others.
+_GATHER_S = 0.1
+# So many changes are deferred at a time; who makes more of them waits.
+_DEFERRED_MAX = 1000
+_RETRY_FIRST_S = 0.1
+_RETRY_MAX_S = 5.0
+_TOLD_MAX = 10
+
+
+class _Change(NamedTuple):
+    """`claims` has the directories that it concerns, with the revisions of their claims when it was
+    deferred."""
+
+    number: int
+    operations: Sequence[Put | Delete]
+    claims: dict[int, int]
+
+
+class Deferred:
+    """The deferred changes of a tree. Nothing is deferred until `run` runs."""
+
+    def __init__(self, tree: Tree, engine: "EtcdEngine", hub: "Hub", claims: "Claims") -> None:
+        self._tree = tree
+        self._engine = engine
+        self._hub = hub
+        self._claims = claims
+        self._changes: deque[_Change] = deque()
+        self._number = 0  # of the newest change
+        # How many changes put or delete a key, of those that are not being stored; and what is being
+        # stored, by key.
+        self._waiting: Counter[bytes] = Counter()
+        self._under_way: dict[bytes, bytes | None] = {}
+        self._storing = trio.Lock()
+        self._first, self._many = trio.Event(), trio.Event()
+        # What is to be told of lost changes, and the keys of their records until the tree is right again.
+        self._lost: OSError | None = None
+        self._lost_keys: set[bytes] = set()
+        self.is_running = False
+        tree.is_ahead_of = self._is_ahead_of
+
+    @property
+    def changes(self) -> int:
+        """Return how many changes have been deferred."""
+        return self._number
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._changes and not self._under_way
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._changes) >= _DEFERRED_MAX
+
+    def add(self, commit: Commit, directories: Iterable[int]) -> None:
+        """Apply a commit that concerns files in these directories alone, and defer it. Raises OSError."""
+        self._tree.keep(commit)
+        self._number += 1
+        claims = {directory: self._claims.revision(directory) for directory in directories}
+        change = _Change(self._number, operations(commit), claims)
+        self._changes.append(change)
+        self._waiting.update(operation.key for operation in change.operations)
+        self._first.set()
+        if len(self._waiting) >= _OPERATIONS_MAX:
+            self._many.set()
+
+    def concerns(self, commit: Commit) -> bool:
+        """Return whether a commit changes what deferred changes change, too."""
+        return bool(self._waiting) and any(
+            operation.key in self._waiting for operation in operations(commit)
+        )
+
+    def _is_ahead_of(self, event: Event) -> bool:
+        """Return whether the tree has a later state of a record than an event."""
+        key = event.key
+        if key in self._waiting:
+            return True
+        if key not in self._under_way:
+            return False
+        return self._under_way[key] != event.value or self._is_kept(event)
+
+    def _is_kept(self, event: Event) -> bool:
+        """Return whether a removed name leads to a new file by now that this mount keeps to itself."""
+        if event.value is not None or not event.key.startswith(b"d"):
+            return False
+        parent, name = int.from_bytes(event.key[1:9], "big"), event.key[9:]
+        return bool(self._tree.ino_behind(parent, name))
+
+    async def run(self) -> None:
+        """Store what is deferred, soon after it was."""
+        self.is_running = True
+        pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
+        while True:
+            await self._first.wait()
+            with trio.move_on_after(_GATHER_S):
+                await self._many.wait()
+            self._first, self._many = trio.Event(), trio.Event()
+            try:
+                await self.store()
+                pauses.begin_anew()
+            except OSError as error:
+                log.warning("%d changes are not stored yet: %s", len(self._changes), error)
+                self._first.set()
+                await pauses.wait()
+            if self._lost_keys:
+                await self._take_back()
+
+    async def store(self) -> None:
+        """Return when nothing is deferred any more of what was before this call. Raises OSError ETIMEDOUT:
+        then it is still deferred."""
+        newest = self._number
+        if self.is_empty:
+            return
+        async with self._storing:
+            while self._changes and self._changes[0].number <= newest:
+                await self._store_some()
+
+    async def flush(self) -> None:
+        """Store everything that was deferred before this call. Raises OSError EIO once if some of it, or of
+        what was deferred earlier, is lost."""
+        await self.store()
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+
+    async def _store_some(self) -> None:
+        """Store the first changes, or give up those whose claims are lost."""
+        lost = [change for change in self._changes if not self._is_held(change)]
+        if lost:
+            self._lose(lost)
+            return
+        some: list[_Change] = []
+        merged: dict[bytes, Put | Delete] = {}
+        claims: dict[int, int] = {}
+        for change in self._changes:
+            keys = {operation.key for operation in change.operations}
+            if some and (
+                len(merged.keys() | keys) > _OPERATIONS_MAX
+                or len(claims.keys() | change.claims.keys()) > _DIRECTORIES_MAX
+            ):
+                break
+            some.append(change)
+            merged.update((operation.key, operation) for operation in change.operations)
+            claims.update(change.claims)
+        self._begin(some, merged.values())
+        try:
+            compares = [(claim_key(directory), revision) for directory, revision in claims.items()]
+            revision = await self._engine.transact(compares, [*merged.values()])
+            await self._hub.wait_applied(revision)
+        except Conflict:
+            self._put_back(some)
+            await self._hub.barrier()  # the claims are known then
+        except BaseException:
+            # It may have been applied, and can be once more: nobody else changes anything there.
+            self._put_back(some)
+            raise
+        else:
+            self._under_way = {}
+
+    def _begin(self, changes: Sequence[_Change], stored: Collection[Put | Delete]) -> None:
+        for change in changes:
+            self._changes.popleft()
+            self._waiting.subtract(operation.key for operation in change.operations)
+        self._waiting = +self._waiting
+        self._under_way = {
+            operation.key: operation.value if isinstance(operation, Put) else None
+            for operation in stored
+        }
+
+    def _put_back(self, changes: Sequence[_Change]) -> None:
+        self._under_way = {}
+        self._changes.extendleft(reversed(changes))
+        for change in changes:
+            self._waiting.update(operation.key for operation in change.operations)
+
+    # -- changes that cannot be stored ---------------------------------------------------------------
+
+    def _is_held(self, change: _Change) -> bool:
+        claims = change.claims.items()
+        return all(self._claims.revision(directory) == held for directory, held in claims)
+
+    def _lose(self, lost: Sequence[_Change]) -> None:
+        """Give up changes, the claims for which this mount has lost."""
+        numbers = {change.number for change in lost}
+        self._changes = deque(one for one in self._changes if one.number not in numbers)
+        for change in lost:
+            self._waiting.subtract(operation.key for operation in change.operations)
+            self._lost_keys.update(operation.key for operation in change.operations)
+        self._waiting = +self._waiting
+        directories: set[int] = set().union(*(change.claims for change in lost))
+        where = ", ".join(sorted(map(self._tree.describe, directories))[:_TOLD_MAX])
+        text = f"{len(lost)} changes in {where} are lost: this mount was cut off before they were stored"
+        log.error("%s", text)
+        self._lost = OSError(errno.EIO, text)
+        self._first.set()
+
+    async def _take_back(self) -> None:
+        """Have the tree as it is without what was lost."""
+        keys, self._lost_keys = self._lost_keys, set()
+        await self._hub.reload()
+        self._tree.take_back(keys)

@@ -1,0 +1,244 @@
+"""Changes that a mount answers before etcd has them: nobody who looks can tell."""
+
+import errno
+import os
+import random
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness.claims import claim_exclusively
+from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.mountpoint import eventually
+
+FILES = 200
+
+
+def deferred(mount: ClusterMount) -> int:
+    return int(counters(mount)["deferred_changes"])
+
+
+def test_many_changes_cost_one_transaction(hosts: list[ClusterMount], pair: list[Path]) -> None:
+    here, there = pair
+    claim_exclusively(hosts[0], here)
+    before = counters(hosts[0])["transactions"]
+    for number in range(FILES):
+        (here / f"file{number}").touch()
+        os.chmod(here / f"file{number}", 0o600)
+    for number in range(0, FILES, 2):
+        (here / f"file{number}").unlink()
+    os.symlink("target", here / "link")
+    assert counters(hosts[0])["transactions"] - before < FILES / 5
+    assert len(os.listdir(there)) == 1 + FILES // 2
+    assert stat.S_IMODE((there / "file1").stat().st_mode) == 0o600
+    assert os.readlink(there / "link") == "target"
+
+
+def scan(path: Path) -> os.stat_result:
+    found = {entry.name: entry for entry in list(os.scandir(path.parent))}
+    if path.name not in found:
+        raise FileNotFoundError(path)
+    return found[path.name].stat()
+
+
+def open_and_close(path: Path) -> None:
+    os.close(os.open(path, os.O_RDONLY))
+
+
+LOOKS: dict[str, Callable[[Path], object]] = {
+    "stat": os.stat,
+    "list": scan,
+    "open": open_and_close,
+    "append": lambda path: os.close(os.open(path, os.O_WRONLY | os.O_APPEND)),
+    "chmod": lambda path: os.chmod(path, 0o600),
+    "unlink": os.unlink,
+    "rename": lambda path: os.rename(path, path.with_name("renamed")),
+    "link": lambda path: os.link(path, path.with_name("linked")),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("is_made", [True, False], ids=["made", "removed"])
+def test_a_name_that_was_just_made_or_removed_is_known_to_whoever_looks(
+    hosts: list[ClusterMount], pair: list[Path], look: str, *, is_made: bool
+) -> None:
+    here, there = pair
+    if not is_made:
+        (here / "file").touch()
+    claim_exclusively(hosts[0], here)
+    before = deferred(hosts[0])
+    if is_made:
+        (here / "file").touch()
+        LOOKS[look](there / "file")
+    else:
+        (here / "file").unlink()
+        with pytest.raises(FileNotFoundError):
+            LOOKS[look](there / "file")
+    assert deferred(hosts[0]) > before
+
+
+def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    (here / "file").write_bytes(b"content")
+    os.stat(there / "file")
+    claim_exclusively(hosts[0], here)
+    before = deferred(hosts[0])
+    os.chmod(here / "file", 0o611)
+    os.chown(here / "file", 7, 8)
+    os.utime(here / "file", (1, 2))
+    os.setxattr(here / "file", "user.note", b"set")
+    os.utime(here, (3, 4))
+    found = os.stat(there / "file")
+    assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o611, 7, 8)
+    assert (found.st_mtime, found.st_size) == (2, 7)
+    assert os.getxattr(there / "file", "user.note") == b"set"
+    assert os.stat(there).st_mtime == 4
+    assert deferred(hosts[0]) >= before + 4
+
+
+def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    (here / "old").write_bytes(b"old")
+    claim_exclusively(hosts[0], here)
+    (here / "old").unlink()
+    (here / "new").touch()
+    with pytest.raises(FileExistsError):
+        os.open(there / "new", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    os.close(os.open(there / "old", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    assert sorted(os.listdir(here)) == sorted(os.listdir(there)) == ["new", "old"]
+
+
+@pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "with a file"])
+def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
+    hosts: list[ClusterMount], pair: list[Path], *, is_empty: bool
+) -> None:
+    here, there = (folder / "directory" for folder in pair)
+    here.mkdir()
+    claim_exclusively(hosts[0], here)
+    (here / "file").touch()
+    if is_empty:
+        (here / "file").unlink()
+        there.rmdir()
+        assert not here.exists()
+    else:
+        with pytest.raises(OSError) as caught:
+            there.rmdir()
+        assert caught.value.errno == errno.ENOTEMPTY
+
+
+def test_a_file_that_another_host_has_open_is_published_without_its_name(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    (here / "file").write_bytes(b"first")
+    with (there / "file").open("r+b") as file:
+        claim_exclusively(hosts[0], here)
+        (here / "file").unlink()
+        (here / "file").write_bytes(b"another")
+        file.write(b"second")
+    for folder in pair:
+        assert (folder / "file").read_bytes() == b"another"
+
+
+def test_a_name_that_is_removed_and_made_again_and_again_is_there(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here = pair[0]
+    claim_exclusively(hosts[0], here)
+    for number in range(50):
+        (here / "file").write_bytes(b"%d" % number)
+        (here / "file").unlink()
+        (here / "file").touch()
+        if number % 3:
+            (here / "file").unlink()
+    (here / "file").write_bytes(b"last")
+    for folder in pair:
+        assert os.listdir(folder) == ["file"]
+        assert (folder / "file").read_bytes() == b"last"
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        yield cluster
+
+
+def test_a_mount_that_dies_loses_the_last_changes_and_none_before(own_cluster: Cluster) -> None:
+    holder, other = own_cluster.mounts
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    made = random.Random(seed).randrange(100, 400)
+    (holder.path / "directory").mkdir()
+    claim_exclusively(holder, holder.path / "directory")
+    for number in range(made):
+        (holder.path / "directory" / f"{number:04}").touch()
+    holder.kill9()
+    found = sorted(os.listdir(other.path / "directory"))
+    assert found == [f"{number:04}" for number in range(len(found))]
+
+
+@pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])
+def test_what_was_changed_before_it_survives(own_cluster: Cluster, by: str) -> None:
+    holder = own_cluster.mounts[0]
+    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+    here.mkdir()
+    (here / "old").touch()
+    (holder.path / "elsewhere").touch()
+    claim_exclusively(holder, here)
+    for number in range(50):
+        (here / f"{number:02}").touch()
+    (here / "old").unlink()
+    if by == "a version":
+        (holder.path / "elsewhere").write_bytes(b"content")
+    elif by == "umount":
+        holder.terminate()
+    else:
+        fd = os.open(here if by.endswith("directory") else holder.path / "elsewhere", os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    holder.kill9()
+    assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
+
+
+def test_changes_of_a_mount_that_was_cut_off_are_lost_and_that_is_told(
+    own_cluster: Cluster,
+) -> None:
+    holder = own_cluster.mounts[0]
+    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+    here.mkdir()
+    (here / "old").write_bytes(b"content")
+    (here / "changed").write_bytes(b"content")
+    claim_exclusively(holder, here)
+    (here / "old").unlink()
+    (here / "changed").chmod(0o600)
+    (here / "new").touch()
+    holder.pause()
+    assert sorted(os.listdir(there)) == ["changed", "old"]
+    (there / "other").touch()
+    holder.resume()
+    eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
+    eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")
+    assert (here / "old").read_bytes() == b"content"
+    assert stat.S_IMODE((here / "changed").stat().st_mode) == 0o644
+    fd = os.open(here, os.O_RDONLY)
+    with pytest.raises(OSError) as caught:
+        os.fsync(fd)
+    assert caught.value.errno == errno.EIO
+    os.fsync(fd)
+    os.close(fd)
+    claim_exclusively(holder, here)
+    (here / "new").touch()
+    assert (there / "new").exists()
+
+
+def test_nothing_is_deferred_with_dirsync(own_cluster: Cluster) -> None:
+    mount = own_cluster.add_mount("-o", "dirsync")
+    (mount.path / "directory").mkdir()
+    for number in range(20):
+        (mount.path / "directory" / f"{number}").touch()
+    assert not deferred(mount)

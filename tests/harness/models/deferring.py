@@ -1,0 +1,288 @@
+"""Deferred changes in a directory of which a host has an exclusive claim (backend/namespace/deferred.py),
+as a state machine for explorer.explore.
+
+A writer changes the directory, and counts what was answered; a reader looks, and counts what it sees. What
+is atomic here is atomic there: a transaction in etcd, a host taking in one revision. All else happens in
+any order. The writer may think its session over at any time, and only then etcd may end it; the reader may
+stop waiting for the writer, and delete its claim. Then what was deferred is lost, and nothing else.
+
+`Rules` names what the protocol demands; taking one away must lead to a look that misses an answered change,
+or to a lost change that comes back.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from harness.models.explorer import Broken
+
+NOBODY, ORDINARY, EXCLUSIVE = range(3)
+
+
+class Rules(NamedTuple):
+    defers_unfollowed_only: bool = True
+    defers_within_session_only: bool = True
+    defers_what_it_knows_exclusive: bool = True
+    looks_wait_for_holder: bool = True
+    followers_heed_claims: bool = True
+    stores_before_it_shares: bool = True
+    stores_compare_claim: bool = True
+    changes_wait_for_followers: bool = True
+
+
+class Bounds(NamedTuple):
+    """`follows`: how often the reader follows without a look that waits for the writer. `losses`: sessions
+    that end, or claims that the reader deletes."""
+
+    changes: int = 2
+    looks: int = 1
+    claims: int = 2
+    follows: int = 1
+    losses: int = 0
+
+
+class Etcd(NamedTuple):
+    """`claim` is the writer's, and `number` its revision."""
+
+    claim: int = NOBODY
+    number: int = 0
+    followed: bool = False  # by the reader
+    stored: int = 0
+    ended: bool = False
+
+
+class Writer(NamedTuple):
+    """Changes are `deferred` under the claim with the number `under`. `claim`: the one that a transaction
+    compares which was sent. `waits_for`: the state of etcd that a follower has to know before a change is
+    answered, 0: none."""
+
+    applied: int = 0
+    valid: bool = True
+    deferred: int = 0
+    under: int = 0
+    shares: bool = False
+    sent: str = ""
+    claim: int = 0
+    waits_for: int = 0
+
+
+class Reader(NamedTuple):
+    """`phase`: "" it does not look, "asks", or "waits" for what etcd had when it was asked. `must`: how
+    many changes were answered when it began. `follows_from`: the state in which etcd has that it
+    follows."""
+
+    applied: int = 0
+    follows_from: int = 0
+    phase: str = ""
+    until: int = 0
+    must: int = 0
+
+
+class State(NamedTuple):
+    past: tuple[Etcd, ...]
+    writer: Writer
+    reader: Reader
+    answered: int  # of the stored changes
+    left: Bounds
+
+    @property
+    def etcd(self) -> Etcd:
+        return self.past[-1]
+
+    @property
+    def safe(self) -> int:
+        """Changes that were answered and must be seen."""
+        writer, etcd = self.writer, self.etcd
+        is_held = etcd.claim == EXCLUSIVE and etcd.number == writer.under
+        return self.answered + (writer.deferred if is_held else 0)
+
+
+class Model:
+    def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
+        self.bounds = bounds
+        self.rules = rules or Rules()
+
+    def initial(self) -> State:
+        return State((Etcd(),), Writer(), Reader(), 0, self.bounds)
+
+    def canonical(self, state: State) -> State:
+        return state
+
+    def alike(self, state: State) -> Iterable[State]:
+        return [state]
+
+    def reduced(self, state: State) -> State:
+        """Forget what both hosts have seen."""
+        writer, reader = state.writer, state.reader
+        oldest = min(writer.applied, reader.applied)
+        if not oldest:
+            return state
+        return state._replace(
+            past=state.past[oldest:],
+            writer=writer._replace(
+                applied=writer.applied - oldest, waits_for=max(0, writer.waits_for - oldest)
+            ),
+            reader=reader._replace(
+                applied=reader.applied - oldest,
+                until=max(0, reader.until - oldest),
+                follows_from=max(0, reader.follows_from - oldest),
+            ),
+        )
+
+    def check(self, state: State) -> None:
+        """Looks are checked when they end."""
+
+    # -- what may happen -------------------------------------------------------------------------
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        newest = len(state.past) - 1
+        writer, reader, left = state.writer, state.reader, state.left
+        if writer.applied < newest:
+            yield (
+                "the writer takes in a revision",
+                self._writer(state, applied=writer.applied + 1),
+            )
+        if reader.applied < newest:
+            yield (
+                "the reader takes in a revision",
+                self._reader(state, applied=reader.applied + 1),
+            )
+        if writer.sent:
+            yield f"etcd answers {writer.sent}", self._answered(state)
+        elif writer.waits_for:
+            follows = self.rules.changes_wait_for_followers and state.etcd.followed
+            if not follows or reader.applied >= writer.waits_for:
+                waited = self._writer(state, waits_for=0)
+                yield "the change is answered", waited._replace(answered=state.answered + 1)
+        else:
+            yield from self._writer_steps(state)
+        yield from self._reader_steps(state)
+        if left.losses and writer.valid:
+            lost = self._writer(state, valid=False)
+            yield (
+                "the writer thinks its session over",
+                lost._replace(left=left._replace(losses=left.losses - 1)),
+            )
+        if not writer.valid and not state.etcd.ended:
+            yield "etcd ends the writer's session", self._claim_gone(state, ended=True)
+        if left.losses and state.etcd.claim == EXCLUSIVE and reader.phase == "waits":
+            state = state._replace(left=left._replace(losses=left.losses - 1))
+            yield "the reader deletes the claim", self._claim_gone(state)
+
+    def _writer_steps(self, state: State) -> Iterator[tuple[str, State]]:
+        rules, writer, left = self.rules, state.writer, state.left
+        known = state.past[writer.applied]
+        mine = known if rules.defers_what_it_knows_exclusive else state.etcd
+        defers = mine.claim == EXCLUSIVE and not writer.shares
+        if writer.deferred and writer.under != mine.number:
+            defers = False
+        if rules.defers_unfollowed_only:
+            defers = defers and not known.followed
+        if rules.defers_within_session_only:
+            defers = defers and writer.valid
+        if left.changes:
+            fewer = state._replace(left=left._replace(changes=left.changes - 1))
+            if defers:
+                if state.etcd.ended:
+                    raise Broken("a change is deferred when the session is over")
+                deferred = self._writer(fewer, deferred=writer.deferred + 1, under=mine.number)
+                yield "a change is deferred", deferred
+            elif not writer.deferred:
+                yield "a change is sent", self._sent(fewer, "the change")
+        if writer.deferred:
+            yield "the deferred changes are sent", self._sent(state, "the deferred changes")
+        may_claim = known.claim != EXCLUSIVE and not known.followed and writer.valid
+        if may_claim and left.claims:
+            fewer = state._replace(left=left._replace(claims=left.claims - 1))
+            yield "a claim is sent", self._sent(fewer, "the claim")
+        if known.claim == EXCLUSIVE and known.followed:
+            if not writer.shares:
+                yield "the writer notices a follower", self._writer(state, shares=True)
+            elif not (writer.deferred and rules.stores_before_it_shares):
+                yield "the writer shares its claim", self._sent(state, "that the claim is shared")
+
+    def _reader_steps(self, state: State) -> Iterator[tuple[str, State]]:
+        reader, left = state.reader, state.left
+        known = state.past[reader.applied]
+        hidden = known.claim == EXCLUSIVE
+        if not reader.phase:
+            if left.looks:
+                fewer = state._replace(left=left._replace(looks=left.looks - 1))
+                yield "the reader looks", self._reader(fewer, phase="asks", must=state.safe)
+            if state.etcd.followed:
+                ended = self._reader(state, follows_from=0)
+                yield "the reader does not follow any more", self._changed(ended, followed=False)
+            elif left.follows:
+                fewer = state._replace(left=left._replace(follows=left.follows - 1))
+                yield "the reader follows the directory", self._following(fewer)
+            return
+        if reader.phase == "asks":
+            covers = state.etcd.followed and reader.applied >= reader.follows_from
+            if covers and not (hidden and self.rules.followers_heed_claims):
+                yield "the reader looks as a follower", self._seen(state)
+            else:
+                newest = len(state.past) - 1
+                yield "etcd is asked", self._reader(state, phase="waits", until=newest)
+        elif reader.applied >= reader.until:
+            if not hidden or not self.rules.looks_wait_for_holder:
+                yield "the look is answered", self._seen(state)
+            elif not state.etcd.followed:
+                yield "the reader follows the directory", self._following(state)
+
+    def _following(self, state: State) -> State:
+        state = self._changed(state, followed=True)
+        return self._reader(state, follows_from=len(state.past) - 1)
+
+    def _seen(self, state: State) -> State:
+        reader = state.reader
+        seen = state.past[reader.applied].stored
+        if seen < reader.must:
+            raise Broken(f"{reader.must} changes were answered, and the look shows {seen}")
+        return self._reader(state, phase="", until=0, must=0)
+
+    def _sent(self, state: State, what: str) -> State:
+        known = state.past[state.writer.applied]
+        compared = state.writer.under if what == "the deferred changes" else known.number
+        return self._writer(state, sent=what, claim=compared)
+
+    def _answered(self, state: State) -> State:
+        """Return the state after a transaction was applied, or refused, and the writer has heard of it."""
+        writer, etcd = state.writer, state.etcd
+        what, holds = writer.sent, etcd.number == writer.claim
+        state = self._writer(state, sent="", claim=0)
+        if what == "the deferred changes":
+            if not holds:
+                if self.rules.stores_compare_claim:
+                    return self._writer(state, deferred=0)
+                raise Broken("lost changes come back when others have looked")
+            state = self._changed(state, stored=etcd.stored + writer.deferred)
+            state = state._replace(answered=state.answered + writer.deferred)
+            return self._writer(state, deferred=0)
+        if not holds:
+            # The change is decided anew.
+            left = state.left
+            more = left._replace(changes=left.changes + (what == "the change"))
+            return self._writer(state, shares=False)._replace(left=more)
+        if what == "the change":
+            state = self._changed(state, stored=etcd.stored + 1)
+            return self._writer(state, waits_for=len(state.past) - 1)
+        if what == "the claim":
+            return state if etcd.ended else self._claimed(state, EXCLUSIVE)
+        return self._writer(self._claimed(state, ORDINARY), shares=False)
+
+    def _claimed(self, state: State, claim: int) -> State:
+        return self._changed(state, claim=claim, number=state.etcd.number + 1)
+
+    def _claim_gone(self, state: State, **changes: Any) -> State:
+        """Return the state in which what is deferred is lost: nobody has to see it any more."""
+        number = state.etcd.number + 1
+        state = self._changed(state, claim=NOBODY, number=number, **changes)
+        return self._reader(state, must=min(state.reader.must, state.safe))
+
+    def _changed(self, state: State, **changes: Any) -> State:
+        return state._replace(past=(*state.past, state.etcd._replace(**changes)))
+
+    def _writer(self, state: State, **changes: Any) -> State:
+        return state._replace(writer=state.writer._replace(**changes))
+
+    def _reader(self, state: State, **changes: Any) -> State:
+        return state._replace(reader=state.reader._replace(**changes))
