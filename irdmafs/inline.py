@@ -29,11 +29,13 @@ class Detached(Exception):
 
 
 @coroutine
-def detach(*, any_signal: bool = False) -> Generator[object, None, None]:
+def detach(*, any_signal: bool = False) -> Generator[object, None, bool]:
     """Leave the synchronous caller; await this before the first await that may wait. `any_signal`: any
-    signal that the caller gets may end the wait."""
-    if _inline:
-        yield _DETACH_UNTIL_ANY_SIGNAL if any_signal else _DETACH
+    signal that the caller gets may end the wait. Return whether that took time, in which others ran."""
+    if not _inline:
+        return False
+    yield _DETACH_UNTIL_ANY_SIGNAL if any_signal else _DETACH
+    return True
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:

@@ -72,7 +72,7 @@ class Deferred:
         # What is to be told of lost changes, and the keys of their records until the tree is right again.
         self._lost: OSError | None = None
         self._lost_keys: set[bytes] = set()
-        self.is_running = False
+        self._is_running = False
         tree.is_ahead_of = self._is_ahead_of
 
     @property
@@ -85,8 +85,8 @@ class Deferred:
         return not self._changes and not self._under_way
 
     @property
-    def is_full(self) -> bool:
-        return len(self._changes) >= _DEFERRED_MAX
+    def has_room(self) -> bool:
+        return self._is_running and len(self._changes) < _DEFERRED_MAX
 
     def add(self, commit: Commit, directories: Iterable[int]) -> None:
         """Apply a commit that concerns files in these directories alone, and defer it. Raises OSError."""
@@ -124,7 +124,7 @@ class Deferred:
 
     async def run(self) -> None:
         """Store what is deferred, soon after it was."""
-        self.is_running = True
+        self._is_running = True
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         while True:
             await self._first.wait()

@@ -12,6 +12,7 @@ from itertools import chain
 
 import trio
 
+from ...inline import detach
 from ..kv import Compare
 from ..model.clock import now_ns
 from ..model.records import Layout
@@ -266,6 +267,7 @@ class Namespace:
 
     async def _wait_while_linking(self, ino: int) -> None:
         while ino in self._linking:
+            await detach()
             await self._linking[ino].wait()
 
     async def flush(self) -> None:

@@ -12,12 +12,14 @@ tree, and stored with the commit that lets others see them. Other changes there 
 
 import errno
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from ...inline import detach
 from ..kv import Compare, Conflict, Empty, Exists, Put
 from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
@@ -36,6 +38,7 @@ _SPARE_INOS = 1024
 # A mutation that is decided anew so often conflicts every time; the pause before each grows to the longest
 # after 6 attempts, so these take about 3 s.
 _ATTEMPTS_MAX = 40
+_PAUSES_FROM = 3
 _PAUSE_FIRST_S = 0.002
 _PAUSE_MAX_S = 0.1
 # A transaction of new files compares two records for each, and etcd accepts 128 compares.
@@ -127,6 +130,8 @@ class SharedCommitter:
         # whether they were.
         self._storing: dict[int, trio.Event] = {}
         self._unsure: set[int] = set()
+        # The keys of records of inodes and names that are being changed by transactions.
+        self._under_way: Counter[bytes] = Counter()
         self._after_commit = after_commit
         self._next_ino = ROOT_INO + 1
         self._last_ino = 0
@@ -143,12 +148,12 @@ class SharedCommitter:
         if self.read_only:
             raise fail(errno.EROFS)
         if self._last_ino - self._next_ino < _SPARE_INOS:
+            await detach()
             await self._take_inos()
-        deferred = self.deferred
         fresh = in_order = False
         for attempt in range(_ATTEMPTS_MAX):
-            if attempt > 1:
-                pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - 2), _PAUSE_MAX_S)
+            if attempt >= _PAUSES_FROM:
+                pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - _PAUSES_FROM), _PAUSE_MAX_S)
                 await trio.sleep(random.uniform(0, pause_s))
             try:
                 commit = plan()
@@ -167,19 +172,11 @@ class SharedCommitter:
             elif self._stays_here(commit):
                 self._tree.keep(commit)
                 return commit.inode
-            elif deferred is not None and (within := self._deferrable_in(commit)):
-                if not deferred.is_full:
-                    self._add_names(commit)
-                    deferred.add(commit, within)
-                    return commit.inode
-                await deferred.store()
-                continue
-            elif (
-                deferred is not None
-                and not deferred.is_empty
-                and (not in_order or deferred.concerns(commit))
-            ):
-                await deferred.store()
+            elif self._defers(commit):
+                return commit.inode
+            elif await detach():
+                continue  # what it depends on may have changed
+            elif await self._has_stored_deferred(commit, in_order=in_order):
                 in_order = True
                 continue
             elif await self._has_recalled(commit):
@@ -188,6 +185,7 @@ class SharedCommitter:
                 pass
             elif await self._succeeds(commit, guards):
                 return commit.inode
+            await detach()
             await self._hub.barrier()
             fresh = True
         raise fail(errno.EBUSY, "others change the same names or inodes all the time")
@@ -236,8 +234,11 @@ class SharedCommitter:
         it that only this mount knows."""
         storing = trio.Event()
         self._storing.update(dict.fromkeys(kept, storing))
+        changes = operations(commit)
+        keys = [one.key for one in changes if not one.key.startswith(b"t")]
+        self._under_way.update(keys)
         try:
-            revision = await self._engine.transact(conditions, operations(commit))
+            revision = await self._engine.transact(conditions, changes)
             await self._hub.wait_applied(revision)
         except Conflict:
             raise
@@ -248,6 +249,8 @@ class SharedCommitter:
             for ino in kept:
                 self._storing.pop(ino, None)
             storing.set()
+            self._under_way.subtract(keys)
+            self._under_way = +self._under_way
         if kept:
             self._forget_former_names(commit)
         return revision
@@ -258,9 +261,11 @@ class SharedCommitter:
         """Wait until no file of a commit is just being stored, and return whether there was one."""
         for inode in (*commit.inodes, *commit.gone):
             if inode.ino in self._storing:
+                await detach()
                 await self._storing[inode.ino].wait()
                 return True
             if inode.ino in self._unsure:
+                await detach()
                 await self._engine.settle()
                 await self._hub.barrier()
                 self._unsure.discard(inode.ino)
@@ -282,17 +287,35 @@ class SharedCommitter:
             await claims.look(directory)
         return bool(others or exclusive)
 
-    def _deferrable_in(self, commit: Commit) -> frozenset[int]:
-        """Return the directories that a commit concerns, if it may be deferred there, else none."""
+    # -- changes that are answered before they are stored ------------------------------------------
+
+    def _defers(self, commit: Commit) -> bool:
+        """Apply a commit and defer it, if that may be done, and return whether it was."""
         claims, deferred = self._claims, self.deferred
-        if claims is None or deferred is None or not (commit.may_wait and deferred.is_running):
-            return frozenset()
-        if self._tree.quotas.in_use or any(
-            inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone)
+        if claims is None or deferred is None or not (commit.may_wait and deferred.has_room):
+            return False
+        if (
+            self._tree.quotas.in_use
+            or any(inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone))
+            or any(inode.maker for inode in commit.inodes)
+            or (self._under_way and any(one.key in self._under_way for one in operations(commit)))
         ):
-            return frozenset()
+            return False
         directories = _has_files_in(commit)
-        return directories if all(map(claims.is_exclusive, directories)) else frozenset()
+        if not all(map(claims.is_exclusive, directories)):
+            return False
+        self._add_names(commit)
+        deferred.add(commit, directories)
+        return True
+
+    async def _has_stored_deferred(self, commit: Commit, *, in_order: bool) -> bool:
+        """Store what is deferred if a commit has to come after it, and return whether there was something.
+        `in_order`: what was deferred before this mutation is stored."""
+        deferred = self.deferred
+        if deferred is None or deferred.is_empty or (in_order and not deferred.concerns(commit)):
+            return False
+        await deferred.store()
+        return True
 
     def _stays_here(self, commit: Commit) -> bool:
         """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""

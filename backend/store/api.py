@@ -28,6 +28,10 @@ class StoreListener(Protocol):
         """Note that all changes since the last call were one transaction; `ours`: by this mount."""
         ...
 
+    def not_followed(self, directory: int) -> None:
+        """Note that nothing below a directory, nor its path, may be believed without asking any more."""
+        ...
+
     def content_gone(self, extent: ContentId) -> None:
         """Note that the file of a content left this host. It may come again, as another file."""
         ...

@@ -71,6 +71,12 @@ class Beliefs:
             if not node.is_bound:
                 self._kernel.drop_backing(node)
 
+    def not_followed(self, directory: int) -> None:
+        """Have the kernel forget all names, and the attributes of what lies below a directory."""
+        _, inodes = self._below(directory)
+        names = bool(self._said.names or self._said_before.names)
+        self._forget(names=names, inodes=list(filter(self._take_attributes, inodes)))
+
     # -- what the kernel is told in answers --------------------------------------------------------
 
     def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:

@@ -177,7 +177,6 @@ class Publisher:
     async def show_name(self, ino: int) -> None:
         """Let other hosts see the name of a new file that is empty, or is about to be locked."""
         if self._inodes[ino].maker:
-            await detach()
             for name in self._store.namespace.names_of(ino):
                 await self._store.namespace.show(*name)
 

@@ -234,7 +234,6 @@ class Requests:
 
         async def hold(operation: Coroutine[Any, Any, Any], directories: list[int]) -> Result:
             with locks.hold(*directories):
-                await detach()
                 return await operation
 
         return carry_out

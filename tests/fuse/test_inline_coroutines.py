@@ -310,7 +310,7 @@ steps = st.recursive(
 Trace = list[object]
 
 
-async def program(what: Any, trace: Trace, before_waiting: Callable[[], Awaitable[None]]) -> int:
+async def program(what: Any, trace: Trace, before_waiting: Callable[[], Awaitable[object]]) -> int:
     for number, step in enumerate(what):
         match step:
             case "value":

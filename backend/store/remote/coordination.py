@@ -82,7 +82,10 @@ class Coordination:
         self.locks = SharedLocks(
             engine, self.replica, self.session, self.members, entries, nursery, timeout_s,
         )  # fmt: skip
-        self.leases = Leases(engine, self.replica, tree, self.members, self.session, nursery)
+        self.leases = Leases(
+            engine, self.replica, tree, self.members, self.session, nursery,
+            self.changes.mount_listeners,
+        )  # fmt: skip
         self.claims = Claims(
             engine, self.replica, self.members, self.session, claims, self.leases, nursery, timeout_s,
             defers=defers, read_only=self.role == "reader",

@@ -4,6 +4,7 @@ import errno
 import logging
 from typing import Any
 
+from ....inline import detach
 from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...kv import Conflict, Put
 from ...model.placement import local_seed, pool_of, seed_of
@@ -122,6 +123,7 @@ class Layouts:
             return
         if self._namespace.read_only:
             raise fail(errno.EROFS)
+        await detach()
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         replica = self._cluster.replica
         while rule and rule not in self._members.policies.values():

@@ -15,7 +15,8 @@ must not return before every follower knows of the move.
 
 import logging
 import time
-from collections.abc import Awaitable, Container
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import trio
 
@@ -26,6 +27,7 @@ from ...etcd.engine import EtcdEngine
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode, Tree
 from ...namespace.attributes import FOLLOW
+from ..api import StoreListener
 from .promise import Followers, Sureness
 from .rests import Rests
 
@@ -34,17 +36,16 @@ log = logging.getLogger(__name__)
 # A directory about which etcd had to be asked so many times within this time is followed.
 _QUESTIONS = 8
 _WITHIN_S = 2.0
-# It is given up after so long without an open, or if there are not this many opens for each change by
-# others. An open that asks etcd is one request to read; a change with followers is a transaction more for
-# each of them, which everybody is told of, and its author waits for it. A few changes never count.
+# It is given up after so long without an open, or as soon as there are not this many opens for each change
+# by others; older ones count less. An open that asks etcd is one request to read; a change with followers
+# is a transaction more for each of them, which everybody is told of, and its author waits for it. A few
+# changes never count.
 _IDLE_S = 10.0
 _OPENS_PER_CHANGE = 4
 _CHANGES_FREE = 8
 _FOLLOWED_MAX = 256
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
-# The kernel counts that time from when it takes the answer in, which may be delayed by this much.
-_GRACE_S = 0.5
 
 
 class _Interest:
@@ -73,6 +74,7 @@ class Leases:
         members: Members,
         session: Session,
         nursery: trio.Nursery,
+        listeners: Sequence[StoreListener],
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -83,8 +85,8 @@ class Leases:
         self._sureness = Sureness()
         self._followers = Followers(members)
         self._followed_under = 0  # the newest lease under which anything was followed
-        # Directories that are given up as soon as the kernel believes nothing about them any more.
-        self._ending: dict[int, float] = {}
+        self._changing = trio.Lock()  # what is followed
+        self._listeners = listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -120,7 +122,7 @@ class Leases:
         left_s = self._left_s() if self._held else 0.0
         if not left_s:
             return 0.0
-        covering = self._held_above(directory, but=self._ending)
+        covering = self._held_above(directory)
         if not covering:
             return 0.0
         if used:
@@ -142,7 +144,7 @@ class Leases:
         if not self._ways or self._ways_lease != lease:
             self._ways, self._ways_lease = set(), lease
             for held, under in self._held.items():
-                if under == lease and held not in self._ending:
+                if under == lease:
                     self._ways.update(self._path(held))
         if directory not in self._ways:
             return 0.0
@@ -162,12 +164,12 @@ class Leases:
             directory = inode.parent if inode is not None else 0
         return path
 
-    def _held_above(self, directory: int, *, but: Container[int] = ()) -> int:
-        """Return the nearest followed directory among the directory and those above it, 0 if there is none;
-        not one of `but`."""
+    def _held_above(self, directory: int) -> int:
+        """Return the nearest followed directory among the directory and those above it, 0 if there is
+        none."""
         held, lease, inodes = self._held, self._session.lease, self._tree.inodes
         while True:
-            if held.get(directory) == lease and directory not in but:
+            if held.get(directory) == lease:
                 return directory
             inode = inodes.get(directory)
             if inode is None or directory == ROOT_INO or not inode.parent:
@@ -192,41 +194,46 @@ class Leases:
         """Follow a directory and everything below it from now on."""
         if for_good:
             self._for_good.add(directory)
-        lease, asked_s = self._session.lease, now_s()
-        revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
-        # Earlier changes have been applied here then, and hosts that commit later know of this follower.
-        await self._replica.wait_applied(revision)
-        if self._followed_under != lease:
-            self._followed_under = lease
-            self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
-        elif not self._sureness.left_s():
-            await self._confirm()
-        if lease == self._session.lease:
-            self._held[directory] = lease
-            self._ways.clear()
-            self._owe(self._replica.applied)  # somebody may be waiting already
+        async with self._changing:
+            lease, asked_s = self._session.lease, now_s()
+            revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
+            # Earlier changes have been applied here then, and hosts that commit later know of this
+            # follower.
+            await self._replica.wait_applied(revision)
+            if self._followed_under != lease:
+                self._followed_under = lease
+                self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
+            elif not self._sureness.left_s():
+                await self._confirm()
+            if lease == self._session.lease:
+                self._held[directory] = lease
+                self._ways.clear()
+                self._owe(self._replica.applied)  # somebody may be waiting already
 
     async def _transact(self, operation: Put | Delete) -> int:
         self.transactions += 1
         return await self._engine.transact((), (operation,))
 
     async def unfollow(self, directory: int) -> None:
-        self._ending.pop(directory, None)
-        self._ways.clear()
-        lease = self._held.pop(directory, None)
-        if lease is None:
-            return
-        try:
-            await self._transact(Delete(followed_key(directory, lease)))
-        except OSError:
-            # The key may still be there, and somebody may be waiting for this mount because of it.
-            self._held[directory], self._ending[directory] = lease, 0.0
-            self._owe(self._replica.applied)
-            raise
+        """Follow a directory no more; the kernel forgets what it believes below it. Raises OSError."""
+        async with self._changing:
+            lease = self._held.pop(directory, None)
+            if lease is None:
+                return
+            self._ways.clear()
+            for listener in self._listeners:
+                listener.not_followed(directory)
+            try:
+                await self._transact(Delete(followed_key(directory, lease)))
+            except OSError:
+                # The key may still be there, and somebody may be waiting for this mount because of it.
+                self._held[directory] = lease
+                self._owe(self._replica.applied)
+                raise
 
     def asked(self, directory: int) -> None:
         """Note that etcd had to be asked about the directory, and follow it if that happens often."""
-        if directory in self._asking or directory in self._ending:
+        if directory in self._asking:
             return
         now = time.monotonic()
         interest = self._interest.get(directory)
@@ -300,10 +307,19 @@ class Leases:
                 interest = self._interest.get(directory)
                 if interest is not None:
                     interest.changes += 1
+                    if directory in self._held and not interest.is_worth_following:
+                        self._rest(directory)
         self._touched.clear()
         self._directory_changed = self._moved = False
         if owed and self._held:
             self._owe(revision)
+
+    def _rest(self, directory: int) -> None:
+        """Give a directory up for a while that others change often."""
+        if directory not in self._for_good:
+            del self._interest[directory]
+            self._rests.begin(directory)
+            self._nursery.start_soon(self._attempt, partial(self.unfollow, directory))
 
     def _owe(self, revision: int) -> None:
         self._owed = revision
@@ -343,7 +359,7 @@ class Leases:
         """Confirm again and again while anything is followed; a task of its own."""
         while True:
             if self._held and self._session.valid():
-                await self._attempt(self._confirm())
+                await self._attempt(self._confirm)
             await trio.sleep(self._members.lease_ttl_s / 4)
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
@@ -392,37 +408,28 @@ class Leases:
         lease = self._session.lease
         for directory in self._for_good:
             if self._held.get(directory) != lease and self._session.valid():
-                await self._attempt(self.follow(directory, for_good=True))
+                await self._attempt(partial(self.follow, directory, for_good=True))
         for directory, held in list(self._held.items()):
             if held != lease:
                 del self._held[directory]
-                self._ending.pop(directory, None)
                 self._ways.clear()
                 continue
             if directory in self._for_good:
                 continue
             interest = self._interest.get(directory)
-            if directory in self._ending:
-                if now >= self._ending[directory]:
-                    await self._attempt(self.unfollow(directory))
-                continue
-            idle = interest is None or now - interest.last_open > _IDLE_S
-            busy = interest is not None and not interest.is_worth_following
-            if idle or busy:
+            if interest is None or now - interest.last_open > _IDLE_S:
                 self._interest.pop(directory, None)
-                if busy:
-                    self._rests.begin(directory)
-                self._ending[directory] = now + _BELIEVED_S + _GRACE_S
-                self._ways.clear()
-            elif interest is not None:
-                interest.opens = interest.changes = 0
+                await self._attempt(partial(self.unfollow, directory))
+            else:
+                interest.opens //= 2
+                interest.changes //= 2
         self._rests.tidy()
         for directory, interest in list(self._interest.items()):
             if directory not in self._held and now - interest.last_open > _IDLE_S:
                 del self._interest[directory]
 
-    async def _attempt(self, doing: Awaitable[None]) -> None:
+    async def _attempt(self, change: Callable[[], Awaitable[None]]) -> None:
         try:
-            await doing
+            await change()
         except OSError as error:
             log.info("directory leases: %s", error)

@@ -6,8 +6,8 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.clusters import Cluster, Daemon, StoreNode
@@ -17,6 +17,8 @@ MEGABIT = 1e6
 # So many at a time; with more than that hardly anything works, and little is tested.
 AT_ONCE = 2
 GAP_S = (0.2, 1.5)
+# What a mount has deferred for longer than this is stored, unless it is cut off.
+DEFERRED_NS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,26 @@ def can_write(
             if not is_cut and host in fault.hosts:
                 return False
     return all(set(members) - away for members in groups)
+
+
+def with_deferred(faults: Sequence[Fault], operations: Iterable[Operation]) -> list[Operation]:
+    """Return the operations, and as failed those that may be lost: removals shortly before a mount was
+    killed or cut off, or while it was (backend/namespace/deferred.py)."""
+
+    def may_be_lost(operation: Operation) -> bool:
+        return any(
+            operation.host in fault.hosts
+            and fault.began < operation.end + DEFERRED_NS
+            and operation.start < fault.ended + DEFERRED_NS
+            for fault in faults
+        )
+
+    return [
+        replace(operation, outcome="failed")
+        if operation.kind == "unlink" and operation.outcome == "ok" and may_be_lost(operation)
+        else operation
+        for operation in operations
+    ]
 
 
 class Stall(NamedTuple):
