@@ -117,7 +117,7 @@ class MountOptions:
         bool, Switch("sync", "async", "passed to the kernel: writes are synchronous")
     ] = False
     dirsync: Annotated[
-        bool, Switch("dirsync", None, "passed to the kernel: changes of names are synchronous")
+        bool, Switch("dirsync", None, "changes of names are stored before they are answered")
     ] = False
     nonempty: Annotated[bool, Switch("nonempty", None, "allow a mountpoint that is not empty")] = (
         False

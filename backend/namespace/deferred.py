@@ -22,11 +22,11 @@ from ..kv import Conflict, Delete, Event, Put
 from ..model.records import claim_key
 from ..pauses import Pauses
 from .commit import Commit, operations
+from .others import Claims, Hub
 from .tree import Tree
 
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
-    from .shared import Claims, Hub
 
 __all__ = ["Deferred"]
 
@@ -56,7 +56,7 @@ class _Change(NamedTuple):
 class Deferred:
     """The deferred changes of a tree. Nothing is deferred until `run` runs."""
 
-    def __init__(self, tree: Tree, engine: "EtcdEngine", hub: "Hub", claims: "Claims") -> None:
+    def __init__(self, tree: Tree, engine: "EtcdEngine", hub: Hub, claims: Claims) -> None:
         self._tree = tree
         self._engine = engine
         self._hub = hub
@@ -234,4 +234,13 @@ class Deferred:
         """Have the tree as it is without what was lost."""
         keys, self._lost_keys = self._lost_keys, set()
         await self._hub.reload()
-        self._tree.take_back(keys)
+        tree, commit = self._tree, Commit()
+        names = [(int.from_bytes(key[1:9], "big"), key[9:]) for key in keys if key[:1] == b"d"]
+        unstored = [name for name in names if not tree.name_revision(*name)]
+        found = [(name, tree.inodes.get(tree.ino_behind(*name))) for name in unstored]
+        made = [(name, inode.copy()) for name, inode in found if inode and not inode.maker]
+        commit.names = [(*name, 0) for name, _ in made]
+        commit.gone = [inode for _, inode in made if not inode.revision]
+        for inode in commit.gone:
+            inode.nlink = 0
+        tree.keep(commit)

@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -25,12 +25,13 @@ from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import ROOT_INO, Inode, fail
+from .others import Claims, Hub
 from .tree import Tree
 
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
-__all__ = ["Claims", "Hub", "SharedCommitter"]
+__all__ = ["SharedCommitter"]
 
 # Inode numbers of a shared engine are taken in blocks; the next one when fewer are left than this.
 _BLOCK_INOS = 4096
@@ -43,63 +44,6 @@ _PAUSE_FIRST_S = 0.002
 _PAUSE_MAX_S = 0.1
 # A transaction of new files compares two records for each, and etcd accepts 128 compares.
 _STORED_AT_ONCE = 50
-
-
-class Hub(Protocol):
-    """The source of changes to a shared engine in this process (see replica)."""
-
-    async def wait_applied(self, revision: int) -> None:
-        """Return when the replica has everything up to a revision."""
-        ...
-
-    async def barrier(self) -> None:
-        """Return when the replica has every change that was acknowledged before this call."""
-        ...
-
-    async def reload(self) -> None:
-        """Have the tree loaded anew."""
-        ...
-
-
-class Claims(Protocol):
-    """The directories in which one mount alone puts names and nobody changes the directory's record (see
-    store/remote/claims)."""
-
-    def is_ours(self, directory: int) -> bool:
-        """Return whether this mount may keep new files in the directory to itself."""
-        ...
-
-    def revision(self, directory: int) -> int:
-        """Return the revision of this mount's claim of the directory, 0: it has none."""
-        ...
-
-    def of_others(self, directories: Iterable[int]) -> list[int]:
-        """Return those of the directories of which other mounts have the claim."""
-        ...
-
-    async def recall(self, directory: int) -> None:
-        """Return when no other mount has the claim of the directory."""
-        ...
-
-    def is_exclusive(self, directory: int) -> bool:
-        """Return whether this mount may defer changes in the directory: no other looks there."""
-        ...
-
-    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        """Return those of the directories in which other mounts may have deferred changes."""
-        ...
-
-    def known_revision(self, directory: int) -> int:
-        """Return the revision of any mount's claim of the directory, 0: nobody has it."""
-        ...
-
-    async def look(self, directory: int) -> None:
-        """Return when no other mount has deferred changes in the directory."""
-        ...
-
-    def changed_in(self, directory: int) -> None:
-        """Note that this mount has stored a changed name in the directory, without deferring it."""
-        ...
 
 
 class SharedCommitter:
@@ -215,8 +159,8 @@ class SharedCommitter:
                 return False
             unseen = commit.new is not None and commit.new.maker
             if commit.may_wait and self._claims is not None:
-                for directory in _has_files_in(commit):
-                    self._claims.changed_in(directory)
+                for parent, _, _ in commit.names:
+                    self._claims.changed_in(parent)
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
         for inode in commit.inodes:

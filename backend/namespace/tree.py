@@ -76,8 +76,7 @@ class Tree(Names):
         self.holders: list[Callable[[int], bool]] = []
         # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
-        # Returns whether an event is older than what the tree has (see deferred).
-        self.is_ahead_of: Callable[[Event], bool] = lambda event: False
+        self.is_ahead_of: Callable[[Event], bool] = lambda event: False  # see deferred
         self._listener = listener
         self._is_loaded = False
         # Inodes that mutations under way make, which their callers need, and those that they remove.
@@ -272,22 +271,6 @@ class Tree(Names):
         numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]
         with self._telling(numbers, [name[:2] for name in commit.names]):
             self.enact(commit, revision=0)
-        if self._listener is not None:
-            self._listener.kept()
-
-    def take_back(self, keys: Iterable[bytes]) -> None:
-        """Forget the names and inodes of records that were never stored, nor are to be."""
-        events = []
-        for key in keys:
-            kind, ino = key[:1], int.from_bytes(key[1:9], "big")
-            name = key[9:]
-            number = self.ino_behind(ino, name) if kind == b"d" else ino
-            inode = self.inodes.get(number)
-            if inode is None or inode.revision or inode.maker or not inode.nlink:
-                continue
-            if kind == b"i" or (kind == b"d" and not self.name_revision(ino, name)):
-                events.append(Event(_OWN_REVISION, key, None))
-        self.apply(_OWN_REVISION, events)
         if self._listener is not None:
             self._listener.kept()
 

@@ -1,0 +1,63 @@
+"""What the committer of a shared engine asks of those who deal with other mounts."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["Claims", "Hub"]
+
+
+class Hub(Protocol):
+    """The source of changes to a shared engine in this process (see replica)."""
+
+    async def wait_applied(self, revision: int) -> None:
+        """Return when the replica has everything up to a revision."""
+        ...
+
+    async def barrier(self) -> None:
+        """Return when the replica has every change that was acknowledged before this call."""
+        ...
+
+    async def reload(self) -> None:
+        """Have the tree loaded anew."""
+        ...
+
+
+class Claims(Protocol):
+    """The directories in which one mount alone puts names and nobody changes the directory's record (see
+    store/remote/claims)."""
+
+    def is_ours(self, directory: int) -> bool:
+        """Return whether this mount may keep new files in the directory to itself."""
+        ...
+
+    def revision(self, directory: int) -> int:
+        """Return the revision of this mount's claim of the directory, 0: it has none."""
+        ...
+
+    def of_others(self, directories: Iterable[int]) -> list[int]:
+        """Return those of the directories of which other mounts have the claim."""
+        ...
+
+    async def recall(self, directory: int) -> None:
+        """Return when no other mount has the claim of the directory."""
+        ...
+
+    def is_exclusive(self, directory: int) -> bool:
+        """Return whether this mount may defer changes in the directory: no other looks there."""
+        ...
+
+    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
+        """Return those of the directories in which other mounts may have deferred changes."""
+        ...
+
+    def known_revision(self, directory: int) -> int:
+        """Return the revision of any mount's claim of the directory, 0: nobody has it."""
+        ...
+
+    async def look(self, directory: int) -> None:
+        """Return when no other mount has deferred changes in the directory."""
+        ...
+
+    def changed_in(self, directory: int) -> None:
+        """Note that this mount has stored a changed name in the directory, without deferring it."""
+        ...
