@@ -221,7 +221,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     (holder.path / "held").mkdir()
     claim(holder, holder.path / "held")
     held = (holder.path / "held").stat().st_ino
-    directories = [mount.path / f"directory{number}" for number in range(4)]
+    directories = [mount.path / f"directory{number}" for number in range(5)]
     for directory in directories:
         directory.mkdir()
     numbers = [directory.stat().st_ino for directory in directories]
@@ -237,6 +237,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
             claims += [
                 Put(claim_key(numbers[2]), bytes(7) + b"1"),
                 Put(claim_key(numbers[3]), b"mine"),
+                Put(claim_key(numbers[4]), lease.to_bytes(8, "big") + b"x", lease),
             ]
             await engine.transact((), [Put(key_of(b"m", lease), encode(record), lease), *claims])
             for first in range(1, 400, 100):  # more than a transaction can delete
@@ -251,6 +252,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     holding.start()
     try:
         eventually(lambda: len(own_cluster.status()["mounts"]) == 3, "the other member is there")
+        assert not os.listdir(directories.pop())  # the claim is an exclusive one
         for directory in directories:
             (directory / "file").write_bytes(b"content")
         eventually(lambda: not claimed(holder), "it is given up")

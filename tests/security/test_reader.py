@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
 from harness.processes import Process
@@ -53,6 +54,16 @@ def test_a_reader_sees_what_was_published_and_what_is_published_later(
         assert (reader.path / "models/step").read_bytes() == b"%d" % number
     os.unlink(writer / "models/step")
     assert not (reader.path / "models/step").exists()
+
+
+def test_a_reader_sees_changes_that_a_writer_defers(made: Cluster, reader: ClusterMount) -> None:
+    writer = made.mounts[0]
+    (writer.path / "alone").mkdir()
+    (writer.path / "alone/old").touch()
+    claim_exclusively(writer, writer.path / "alone")
+    (writer.path / "alone/new").touch(0o600)
+    (writer.path / "alone/old").unlink()
+    assert os.listdir(reader.path / "alone") == ["new"]
 
 
 def test_a_reader_changes_nothing(reader: ClusterMount) -> None:
