@@ -69,8 +69,9 @@ class Deferred:
         self._under_way: dict[bytes, bytes | None] = {}
         self._storing = trio.Lock()
         self._first, self._many = trio.Event(), trio.Event()
-        # What is to be told of lost changes, and the keys of their records until the tree is right again.
-        self._lost: OSError | None = None
+        # What is to be told of lost changes, by directory, and the keys of their records until the tree is
+        # right again.
+        self._lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
         self._is_running = False
         tree.is_ahead_of = self._is_ahead_of
@@ -155,9 +156,13 @@ class Deferred:
         """Store everything that was deferred before this call. Raises OSError EIO once if some of it, or of
         what was deferred earlier, is lost."""
         await self.store()
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
+        self.tell_lost([*self._lost])
+
+    def tell_lost(self, directories: Iterable[int]) -> None:
+        """Raise OSError EIO, once, if changes in one of these directories are lost."""
+        lost = [self._lost.pop(one) for one in directories if one in self._lost]
+        if lost:
+            raise lost[0]
 
     async def _store_some(self) -> None:
         """Store the first changes, or give up those whose claims are lost."""
@@ -227,7 +232,7 @@ class Deferred:
         where = ", ".join(sorted(map(self._tree.describe, directories))[:_TOLD_MAX])
         text = f"{len(lost)} changes in {where} are lost: this mount was cut off before they were stored"
         log.error("%s", text)
-        self._lost = OSError(errno.EIO, text)
+        self._lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
         self._first.set()
 
     async def _take_back(self) -> None:

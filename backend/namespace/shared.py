@@ -105,6 +105,8 @@ class SharedCommitter:
                 if fresh:
                     raise
                 commit = None
+            if commit is not None:
+                self._tell_lost(commit)
             if commit is None:
                 if fresh:
                     return None
@@ -251,6 +253,12 @@ class SharedCommitter:
         self._add_names(commit)
         deferred.add(commit, directories)
         return True
+
+    def _tell_lost(self, commit: Commit) -> None:
+        """Raise OSError EIO, once, for a change of names or attributes in a directory in which earlier ones
+        are lost."""
+        if self.deferred is not None and (commit.may_wait or commit.names):
+            self.deferred.tell_lost(_has_files_in(commit))
 
     async def _has_stored_deferred(self, commit: Commit, *, in_order: bool) -> bool:
         """Store what is deferred if a commit has to come after it, and return whether there was something.
