@@ -131,16 +131,20 @@ class Deferred:
             await self._first.wait()
             with trio.move_on_after(_GATHER_S):
                 await self._many.wait()
-            self._first, self._many = trio.Event(), trio.Event()
             try:
-                await self.store()
+                async with self._storing:
+                    if self._changes:
+                        await self._store_some()
                 pauses.begin_anew()
             except OSError as error:
                 log.warning("%d changes are not stored yet: %s", len(self._changes), error)
-                self._first.set()
                 await pauses.wait()
             if self._lost_keys:
                 await self._take_back()
+            if not self._changes:
+                self._first = trio.Event()
+            if len(self._waiting) < _OPERATIONS_MAX:
+                self._many = trio.Event()
 
     async def store(self) -> None:
         """Return when nothing is deferred any more of what was before this call. Raises OSError ETIMEDOUT:
@@ -157,6 +161,10 @@ class Deferred:
         what was deferred earlier, is lost."""
         await self.store()
         self.tell_lost([*self._lost])
+
+    @property
+    def has_lost(self) -> bool:
+        return bool(self._lost)
 
     def tell_lost(self, directories: Iterable[int]) -> None:
         """Raise OSError EIO, once, if changes in one of these directories are lost."""

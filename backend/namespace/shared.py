@@ -257,8 +257,9 @@ class SharedCommitter:
     def _tell_lost(self, commit: Commit) -> None:
         """Raise OSError EIO, once, for a change of names or attributes in a directory in which earlier ones
         are lost."""
-        if self.deferred is not None and (commit.may_wait or commit.names):
-            self.deferred.tell_lost(_has_files_in(commit))
+        deferred = self.deferred
+        if deferred is not None and deferred.has_lost and (commit.may_wait or commit.names):
+            deferred.tell_lost(_has_files_in(commit))
 
     async def _has_stored_deferred(self, commit: Commit, *, in_order: bool) -> bool:
         """Store what is deferred if a commit has to come after it, and return whether there was something.

@@ -60,7 +60,6 @@ _WISHES_AT_ONCE = 100
 class _Claim(NamedTuple):
     lease: int
     revision: int
-    exclusive: bool
 
 
 class ClaimEntries:
@@ -72,12 +71,14 @@ class ClaimEntries:
     def __init__(self, faults: Faults | None = None) -> None:
         self._faults = faults or Faults()
         self.claims: dict[int, _Claim] = {}
+        self.exclusive: dict[int, int] = {}  # directory -> lease
         self.wishes: dict[int, set[int]] = {}  # directory -> leases
         self.touched: set[int] = set()  # directories about which something changed
         self.changed = trio.lowlevel.ParkingLot()
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         self.claims.clear()
+        self.exclusive.clear()
         self.wishes.clear()
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
@@ -98,13 +99,17 @@ class ClaimEntries:
             wishes.discard(lease) if value is None else wishes.add(lease)
             if not wishes:
                 del self.wishes[directory]
-        elif value is None:
+            return
+        self.exclusive.pop(directory, None)
+        if value is None:
             self.claims.pop(directory, None)
         else:
             if len(value) < 8 or value[8:] not in (b"", _EXCLUSIVE):
                 self._faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
             lease = int.from_bytes(value[:8], "big")
-            self.claims[directory] = _Claim(lease, revision, exclusive=value[8:] == _EXCLUSIVE)
+            self.claims[directory] = _Claim(lease, revision)
+            if value[8:] == _EXCLUSIVE:
+                self.exclusive[directory] = lease
 
 
 class Claims:
@@ -164,10 +169,8 @@ class Claims:
         return claim.revision if claim is not None and claim.lease == self._session.lease else 0
 
     def is_exclusive(self, directory: int) -> bool:
-        claim = self._entries.claims.get(directory)
         return (
-            claim is not None
-            and claim.exclusive
+            self._entries.exclusive.get(directory) == self._session.lease
             and directory not in self._sharing
             and self.is_ours(directory)
             and not self._leases.is_followed_by_others(directory)
@@ -190,12 +193,11 @@ class Claims:
             self._nursery.start_soon(self._take, directory)
 
     def _is_worth_taking(self, directory: int) -> bool:
-        claim = self._entries.claims.get(directory)
-        if claim is None:
+        if directory not in self._entries.claims:
             is_free = len(self._used) + len(self._taking) < _CLAIMS_MAX
             return is_free and directory not in self._rests
-        may_change = self.is_ours(directory) and directory not in self._sharing
-        return may_change and not claim.exclusive and self._may_be_exclusive(directory)
+        is_shared = directory not in self._entries.exclusive and directory not in self._sharing
+        return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
         is_alone = not self._leases.is_followed_by_others(directory)
@@ -235,9 +237,8 @@ class Claims:
 
     def count(self, *, exclusive: bool = False) -> int:
         """Return of how many directories this mount has the claim, or an exclusive one."""
-        lease = self._session.lease
-        claims = self._entries.claims.values()
-        return sum(one.lease == lease and one.exclusive >= exclusive for one in claims)
+        among = self._entries.exclusive if exclusive else self._entries.claims
+        return sum(map(bool, map(self.revision, among)))
 
     # -- claims of others --------------------------------------------------------------------------
 
@@ -246,8 +247,8 @@ class Claims:
         return [one for one in directories if one in claims and not self.revision(one)]
 
     def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        claims = self._entries.claims
-        return [one for one in self.of_others(directories) if claims[one].exclusive]
+        exclusive, lease = self._entries.exclusive, self._session.lease
+        return [one for one in directories if exclusive.get(one, lease) != lease]
 
     def known_revision(self, directory: int) -> int:
         claim = self._entries.claims.get(directory)
@@ -345,7 +346,7 @@ class Claims:
                     self._ending.add(directory)
                     self._nursery.start_soon(self._give_up, store, directory)
                 elif (
-                    self._entries.claims[directory].exclusive
+                    directory in self._entries.exclusive
                     and directory not in self._sharing
                     and self._leases.is_followed_by_others(directory)
                 ):
