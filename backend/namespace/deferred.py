@@ -87,14 +87,18 @@ class Deferred:
 
     @property
     def has_room(self) -> bool:
-        return self._is_running and len(self._changes) < _DEFERRED_MAX
+        is_right = self._is_running and not self._lost_keys
+        return is_right and len(self._changes) < _DEFERRED_MAX
 
-    def add(self, commit: Commit, directories: Iterable[int]) -> None:
-        """Apply a commit that concerns files in these directories alone, and defer it. Raises OSError."""
+    def add(
+        self, commit: Commit, changes: Sequence[Put | Delete], directories: Iterable[int]
+    ) -> None:
+        """Apply a commit, and defer its `changes` of records, which concern files in these directories
+        alone. Raises OSError."""
         self._tree.keep(commit)
         self._number += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
-        change = _Change(self._number, operations(commit), claims)
+        change = _Change(self._number, changes, claims)
         self._changes.append(change)
         self._waiting.update(operation.key for operation in change.operations)
         self._first.set()
@@ -245,7 +249,7 @@ class Deferred:
 
     async def _take_back(self) -> None:
         """Have the tree as it is without what was lost."""
-        keys, self._lost_keys = self._lost_keys, set()
+        keys = frozenset(self._lost_keys)
         await self._hub.reload()
         tree, commit = self._tree, Commit()
         names = [(int.from_bytes(key[1:9], "big"), key[9:]) for key in keys if key[:1] == b"d"]
@@ -257,3 +261,4 @@ class Deferred:
         for inode in commit.gone:
             inode.nlink = 0
         tree.keep(commit)
+        self._lost_keys -= keys

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Empty, Exists, Put
+from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
 from ..model.records import NEXT_INO_KEY, claim_key
 from .commit import Commit, compares, operations
 from .deferred import Deferred
@@ -44,6 +44,8 @@ _PAUSE_FIRST_S = 0.002
 _PAUSE_MAX_S = 0.1
 # A transaction of new files compares two records for each, and etcd accepts 128 compares.
 _STORED_AT_ONCE = 50
+# Larger records are not deferred. etcd accepts 1.5 MiB in a transaction.
+_DEFERRED_BYTES_MAX = 8192
 
 
 class SharedCommitter:
@@ -244,14 +246,16 @@ class SharedCommitter:
             self._tree.quotas.in_use
             or any(inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone))
             or any(inode.maker for inode in commit.inodes)
-            or (self._under_way and any(one.key in self._under_way for one in operations(commit)))
         ):
             return False
         directories = _has_files_in(commit)
         if not all(map(claims.is_exclusive, directories)):
             return False
         self._add_names(commit)
-        deferred.add(commit, directories)
+        changes = operations(commit)
+        if any(one.key in self._under_way for one in changes) or any(map(_is_large, changes)):
+            return False
+        deferred.add(commit, changes, directories)
         return True
 
     def _tell_lost(self, commit: Commit) -> None:
@@ -407,6 +411,11 @@ def _has_files_in(commit: Commit) -> frozenset[int]:
         if inode.name and not (inode.is_dir or inode.more)
     )
     return frozenset(found)
+
+
+def _is_large(change: Put | Delete) -> bool:
+    """Return whether etcd might not take a transaction of such records."""
+    return isinstance(change, Put) and len(change.value) > _DEFERRED_BYTES_MAX
 
 
 def _key_of(compare: Compare) -> bytes:

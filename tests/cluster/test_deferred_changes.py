@@ -99,6 +99,17 @@ def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
     assert deferred(hosts[0]) >= before + 4
 
 
+def test_large_attributes_do_not_come_together(hosts: list[ClusterMount], pair: list[Path]) -> None:
+    here, there = pair
+    for number in range(40):
+        (here / f"{number}").touch()
+    claim_exclusively(hosts[0], here)
+    for number in range(40):
+        os.setxattr(here / f"{number}", "user.note", bytes(1000 + number * 1500))
+    for number in range(40):
+        assert len(os.getxattr(there / f"{number}", "user.note")) == 1000 + number * 1500
+
+
 def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
     hosts: list[ClusterMount], pair: list[Path]
 ) -> None:
