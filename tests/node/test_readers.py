@@ -83,7 +83,8 @@ DENIED: dict[str, tuple[Method[Any], Message]] = {
     "hashes": (HASH_KV, pb.HashKVRequest()),
     "members": (MEMBERS, pb.MemberListRequest()),
     "a password": (AUTHENTICATE, pb.AuthenticateRequest(name="root", password="-")),
-    "a delete": (DELETE, pb.DeleteRangeRequest(key=OWN)),
+    "a delete of another's key": (DELETE, pb.DeleteRangeRequest(key=THEIRS)),
+    "a delete of a range": (DELETE, pb.DeleteRangeRequest(key=OWN, range_end=PREFIX + b"q")),
     "a lease of another": (GRANT, pb.LeaseGrantRequest(ID=FOREIGN, TTL=5)),
     "a lease of nobody": (GRANT, pb.LeaseGrantRequest(ID=7, TTL=5)),
     "a lease without a number": (GRANT, pb.LeaseGrantRequest(TTL=5)),
@@ -258,6 +259,23 @@ async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
             await greedy.ask(TXN, success(put()))
             for one, lease in ((greedy, LEASE), (other, FOREIGN)):
                 await one.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+
+
+async def test_a_reader_deletes_its_own_keys_also_when_etcd_is_full(server: EtcdServer) -> None:
+    async with answering(server) as (node, engine):
+        reader = Asking(node)
+        await reader.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
+        await reader.ask(TXN, success(put()))
+        full = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
+        await engine.admin.room._calls.call(ALARM, full)
+        try:
+            assert (await reader.said(TXN, success(put()))).outcome == EtcdOutcome.REFUSED
+            await reader.ask(DELETE, pb.DeleteRangeRequest(key=OWN))
+        finally:
+            full.action = pb.AlarmRequest.DEACTIVATE
+            await engine.admin.room._calls.call(ALARM, full)
+        assert not await engine.range(b"p", b"q")
+        await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
 
 
 async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> None:
