@@ -46,10 +46,12 @@ def human_bytes(count: object) -> str:
         return "-"
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
+        text = f"{size:.{0 if unit == 'B' or size >= 99.95 else 1}f}"
+        # What is rounded up to 1024 is 1.0 of the next unit.
+        if float(text) < 1024:
             break
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+    return f"{text} {unit}"
 
 
 def memory_limit() -> int:

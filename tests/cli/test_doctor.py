@@ -129,7 +129,7 @@ def test_unprivileged_user_is_told_what_privilege_would_give() -> None:
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"),
-     (3 << 50, "3072 TiB"), (None, "-")],
+     (102_399, "100 KiB"), ((1 << 30) - 1, "1.0 GiB"), (3 << 50, "3072 TiB"), (None, "-")],
 )  # fmt: skip
 def test_bytes_are_written_for_people(count: int | None, text: str) -> None:
     assert human_bytes(count) == text
