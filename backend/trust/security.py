@@ -33,7 +33,6 @@ __all__ = [
     "check_time",
     "check_user",
     "describe_tls_error",
-    "expiry_of",
     "identity_in",
     "is_final",
     "is_for_nodes_only",
@@ -236,11 +235,6 @@ def is_for_nodes_only(path: str) -> bool:
         extension.critical and extension.oid.dotted_string == READER_OID
         for extension in load_certificate(path).extensions
     )
-
-
-def expiry_of(path: str) -> int:
-    """Return when a certificate in a file expires, in seconds since 1970. Raises CredentialsError."""
-    return int(load_certificate(path).not_valid_after_utc.timestamp())
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:

@@ -65,7 +65,6 @@ def mountpoint(tmp_path: Path) -> str:
 def test_no_options_are_the_safe_ones() -> None:
     options = parse_mount_options([])
     assert options == MountOptions()
-    assert options.default_permissions
     assert not (options.dev or options.suid or options.allow_other)
 
 
