@@ -3,7 +3,7 @@
 import os
 import re
 
-__all__ = ["human_bytes", "memory_limit", "parse_duration", "parse_size"]
+__all__ = ["human_bytes", "meminfo", "memory_limit", "parse_duration", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
@@ -52,6 +52,13 @@ def human_bytes(count: object) -> str:
             break
         size /= 1024
     return f"{text} {unit}"
+
+
+def meminfo(name: str) -> int:
+    """Return a figure of proc_meminfo(5) in bytes, 0 where there is none."""
+    with open("/proc/meminfo") as lines:
+        found = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+        return int(next(found, 0)) << 10
 
 
 def memory_limit() -> int:

@@ -274,21 +274,18 @@ def can_mount() -> bool:
 
 def mount_filesystem(source: str, target: str, fstype: str, flags: int, data: str) -> None:
     """Call mount(2). Raises OSError."""
-    result = _libc.mount(
-        os.fsencode(source),
-        os.fsencode(target),
-        fstype.encode(),
-        ctypes.c_ulong(flags),
-        os.fsencode(data),
-    )
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
+    texts = map(os.fsencode, (source, target, fstype))
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), os.fsencode(data)), target)
 
 
 def unmount_filesystem(target: str, flags: int = 0) -> None:
     """Call umount2(2), without following a symlink. Raises OSError."""
-    if _libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW) != 0:
+    _check(_libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW), target)
+
+
+def _check(result: int, target: str) -> None:
+    """Raise OSError if a call of the C library failed."""
+    if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), target)
 
