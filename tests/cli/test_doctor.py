@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import irdmafs
+from harness.mountpoint import irdmafs, needs_fuse
 
 from irdmafs.backend.model.sizes import human_bytes
 from irdmafs.cli import status
@@ -18,11 +18,6 @@ from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting
 
 NOBODY = 65534
-
-needs_fuse = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
 
 
 def test_examination_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

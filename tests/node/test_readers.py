@@ -186,6 +186,8 @@ def test_what_is_not_known_here_is_not_forwarded() -> None:
     everything = pb.RangeRequest(key=PREFIX, range_end=PREFIX + b"z", limit=1 << 40)
     found = checked(RANGE.path, everything.SerializeToString(), PREFIX, OWNER)
     assert found.message.limit == PAGE_KEYS
+    own = pb.DeleteRangeRequest(key=OWN)
+    assert checked(DELETE.path, own.SerializeToString(), PREFIX, OWNER).message == own
 
 
 # -- with a real etcd ------------------------------------------------------------------------------
@@ -259,23 +261,6 @@ async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
             await greedy.ask(TXN, success(put()))
             for one, lease in ((greedy, LEASE), (other, FOREIGN)):
                 await one.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
-
-
-async def test_a_reader_deletes_its_own_keys_also_when_etcd_is_full(server: EtcdServer) -> None:
-    async with answering(server) as (node, engine):
-        reader = Asking(node)
-        await reader.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
-        await reader.ask(TXN, success(put()))
-        full = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
-        await engine.admin.room._calls.call(ALARM, full)
-        try:
-            assert (await reader.said(TXN, success(put()))).outcome == EtcdOutcome.REFUSED
-            await reader.ask(DELETE, pb.DeleteRangeRequest(key=OWN))
-        finally:
-            full.action = pb.AlarmRequest.DEACTIVATE
-            await engine.admin.room._calls.call(ALARM, full)
-        assert not await engine.range(b"p", b"q")
-        await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
 
 
 async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> None:

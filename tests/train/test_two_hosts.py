@@ -112,11 +112,11 @@ def default_signals() -> None:
 def test_what_another_host_has_just_replaced_is_looked_up_again(
     hosts_of_run: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel looks a name up twice and says ESTALE, as every other time that a path is opened here."""
+    """The kernel looks a name up twice and says ESTALE, as here every other time that a path is opened."""
     stale: set[str] = set()
     open_really = os.open
 
-    def opened(path: str | os.PathLike[str], flags: int, *args: int, **more: int) -> int:
+    def opened(path: str, flags: int, *args: int, **more: int) -> int:
         if not flags & os.O_CREAT and str(path) not in stale:
             stale.add(str(path))
             raise OSError(errno.ESTALE, "Stale file handle", path)
@@ -128,8 +128,7 @@ def test_what_another_host_has_just_replaced_is_looked_up_again(
         for step in (1, 2):
             worker.push(ones())
             assert worker.pull(timeout_s=PATIENCE_S)["norm"].tolist() == [step] * 3
-    found = Store(hosts_of_run.here)["model.safetensors/norm"]
-    assert found.tolist() == [2] * 3
+    assert Store(hosts_of_run.here)["model.safetensors/norm"].tolist() == [2] * 3
 
 
 def test_what_is_gone_each_time_that_it_is_looked_up_is_not_there(
