@@ -293,10 +293,14 @@ def move(path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        # The kernel has it elsewhere, and cannot move its entry while it holds the lock of a rename.
-        os.stat(path)
-        os.path.lexists(target)
-        os.rename(path, target)
+        _files.look_up(_look_and_rename, path, target)
+
+
+def _look_and_rename(path: Path, target: Path) -> None:
+    """Have the kernel see where both names lead now: it cannot while it holds the locks of a rename."""
+    os.stat(path)
+    os.path.lexists(target)
+    os.rename(path, target)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -357,7 +361,7 @@ def discard(train: TrainDirectory, path: Path) -> None:
 def _directories_in(path: Path) -> list[Path]:
     """Return the directories in a directory; none if it is a file, or gone."""
     try:
-        with os.scandir(path) as entries:
+        with _files.look_up(os.scandir, path) as entries:
             return [path / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -122,7 +122,7 @@ def _walk(path: Path) -> Folder:
     """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
     directory that has very many: whoever made them would have others look at them for ever."""
     files, linked, folders = {}, [], {}
-    with os.scandir(path) as entries:
+    with look_up(os.scandir, path) as entries:
         there = list(entries)
     for entry in there:
         below = path / entry.name
