@@ -17,6 +17,7 @@ import pytest
 import trio
 import trustme
 from harness.etcd_server import EtcdServer, free_port, new_prefix
+from harness.seeds import seeded
 
 from irdmafs.backend.etcd import client
 from irdmafs.backend.etcd import etcd_pb2 as pb
@@ -300,9 +301,7 @@ class TestUncertainTransaction:
     async def test_of_random_kinds_are_all_applied_once_and_in_order(
         self, etcd: EtcdServer
     ) -> None:
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        chance = random.Random(seed)
+        chance = seeded()
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             first = engine.revision
             acknowledged: list[tuple[int, bytes, bytes | None]] = []
@@ -389,9 +388,7 @@ async def collect(engine: EtcdEngine, into: list[Change]) -> None:
 
 
 def test_transactions_and_watches_survive_failures_of_members() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
 
     async def main(server: EtcdServer) -> None:
         writers = Writers()
@@ -513,9 +510,7 @@ class TestCompaction:
 
 
 async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: EtcdServer) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
     async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
         watched: list[Change] = []
         async with trio.open_nursery() as nursery:
@@ -614,9 +609,7 @@ class TestRefusal:
 
     async def test_of_a_peer_that_sends_nonsense(self) -> None:
         """Random frames, some of them nearly right: an error of ours, and nothing else."""
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        chance = random.Random(seed)
+        chance = seeded()
 
         def nonsense() -> bytes:
             payload = chance.randbytes(chance.choice([0, 1, 4, 5, 8, 20, 200]))
