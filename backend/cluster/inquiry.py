@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import msgspec
 import trio
@@ -107,15 +107,10 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
     if not damaged:
         return
     names: dict[int, tuple[int, bytes]] = {}
-    start = b"d"
-    while True:
-        page = await engine.page(start, b"e", _SCAN_KEYS)
+    async for page in _pages(engine, b"d", b"e"):
         for record in page:
             ino = int.from_bytes(record.value, "big")
             names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
-        if len(page) < _SCAN_KEYS:
-            break
-        start = page[-1].key + b"\0"
     for ino in damaged:
         parts: list[bytes] = []
         at = ino
@@ -127,26 +122,26 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
 
 
 async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
-    """Return the bytes of one replica of each group, by reading every inode (1000 at a time)."""
+    """Return the bytes of one replica of each group, by reading every inode."""
     held: Counter[int] = Counter()
-    start = b"i"
-    while True:
-        page = await engine.page(start, b"j", _SCAN_KEYS)
+    async for page in _pages(engine, b"i", b"j"):
         held.update(bytes_of_groups(_layouts(page), buckets))
-        if len(page) < _SCAN_KEYS:
-            return dict(held)
+    return dict(held)
+
+
+async def _pages(engine: EtcdEngine, start: bytes, end: bytes) -> AsyncIterator[list[KeyValue]]:
+    """Yield the records of a range, which may be too many to be held at once."""
+    while page := await engine.page(start, end, _SCAN_KEYS):
+        yield page
         start = page[-1].key + b"\0"
 
 
 def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
     for record in page:
         try:
-            inode = Inode.decode(_number(record), record.value, record.mod_revision)
+            ino = int.from_bytes(record.key[1:], "big")
+            inode = Inode.decode(ino, record.value, record.mod_revision)
         except msgspec.DecodeError:
             continue  # nodes and mounts tell of it
         if inode.extent:
             yield inode.layout, inode.size
-
-
-def _number(record: KeyValue) -> int:
-    return int.from_bytes(record.key[1:], "big")

@@ -8,7 +8,7 @@ Listeners are called from inside that loop: they must not block and not raise.
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 import trio
@@ -31,7 +31,6 @@ from ..model.records import (
     encode,
     key_of,
     policy_key,
-    targets_key,
 )
 from ..model.values import ConfigError
 from .config import ClusterConfig
@@ -149,6 +148,7 @@ class Members:
         self._followers: dict[int, set[int]] = {}  # directory ino -> leases
         self._seen: dict[int, int] = {}  # lease -> revision
         self._placement: Placement | None = None
+        self._keys: set[bytes] = set()  # all that there are
         self._moved = trio.lowlevel.ParkingLot()
         # Called with a node's id after its address or record changed, came or went.
         self.node_changed: list[Callable[[int], None]] = []
@@ -263,9 +263,8 @@ class Members:
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         """Take all records of the prefixes, at first or after a gap in the watch."""
         present = {record.key for record in records}
-        gone = [key for key in self._keys() if key not in present]
         # Deletions first: a mount's key, for instance, is never put twice.
-        for key in gone:
+        for key in sorted(self._keys - present):
             self._take(key, None, revision)
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
@@ -287,18 +286,11 @@ class Members:
         if session is not None and session.key == key and session.number < revision:
             session.lose()
 
-    def _keys(self) -> Iterator[bytes]:
-        if self.settings is not None:
-            yield SETTINGS_KEY
-        yield from (key_of(NODE, node) for node in self.nodes)
-        yield from (key_of(b"N", node) for node in self.records)
-        yield from (key_of(MOUNT, lease) for lease in self._numbers)
-        yield from (targets_key(pool) for pool in self.targets)
-        for directory, leases in self._followers.items():
-            yield from (followed_key(directory, lease) for lease in leases)
-        yield from (seen_key(lease) for lease in self._seen)
-
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        if value is None:
+            self._keys.discard(key)
+        else:
+            self._keys.add(key)
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
         sound = self._faults.sound
         if key == SETTINGS_KEY:

@@ -209,7 +209,6 @@ class DirectClient(Client):
         files = [path for path in (ca, cert, key) if path is not None]
         # For new connections.
         self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
-        self._ca = ca
         self._connection: Connection | None = None
         self._connecting = trio.Lock()
         self._worked = False

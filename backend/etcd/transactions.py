@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import trio
 
-from ..kv import Compacted, Compare, Conflict, Delete, Put
+from ..kv import Compacted, Compare, Conflict, Delete, NoSpace, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
@@ -27,7 +27,7 @@ from .client import PAUSES_S, Uncertain, Unsent, longer
 from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .messages import compare_of, differing, operation_of, question_of
-from .methods import REVOKE, TXN
+from .methods import DELETE, RANGE, REVOKE, TXN
 from .past import EtcdPast
 from .watch import Watches
 
@@ -39,14 +39,22 @@ TRANSACTION_OPERATIONS = 127
 # A fence whose lease is not renewed is deleted; a process that lives longer makes another one.
 _FENCE_TTL_S = 3600
 _REVOKE_S = 2.0
+# etcd, or a reader's certificate, may keep no more.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Last(NamedTuple):
+    """The newest transaction: the key "s" as it was at some time."""
+
+    revision: int
+    identity: bytes
 
 
 class _Fence(NamedTuple):
-    """The mod_revision of this process's fence, and "s" as it was then."""
+    """The mod_revision of this process's fence, and the newest transaction then."""
 
     revision: int
-    last_revision: int
-    last_id: bytes
+    last: _Last
 
 
 class EtcdTransactions:
@@ -75,7 +83,8 @@ class EtcdTransactions:
     async def carry_out(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
-        """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded, OSError."""
+        """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded and NoSpace, after
+        which nothing has changed, and OSError."""
         prefix = self._calls.prefix
         # Random: no other process can claim this transaction before it is applied.
         identity = self._process + secrets.token_bytes(8)
@@ -106,7 +115,7 @@ class EtcdTransactions:
     async def settle(self) -> None:
         """Return when no transaction can be applied any more whose caller was not told its outcome."""
         self._calls.check_trusted()
-        await self._put_fence(self._fence, trio.current_time() + self._calls.timeout_s)
+        await self._end_tries(self._fence, trio.current_time() + self._calls.timeout_s)
 
     def _forget(self) -> None:
         """Put the fence anew before the next transaction: another etcd may have answered for it."""
@@ -135,7 +144,7 @@ class EtcdTransactions:
         while True:
             calls.check_open()
             if was_cut_off:
-                await self._past.check(max(deadline - trio.current_time(), 0.0))
+                await self._past.check(_left_s(deadline))
                 was_cut_off = False
             calls.check_trusted()
             fence = self._fence or await self._put_fence(None, deadline)
@@ -155,8 +164,7 @@ class EtcdTransactions:
                 continue
             except Uncertain:
                 try_s = longer(try_s)
-                await self._past.check(max(deadline - trio.current_time(), 0.0))
-                fence = await self._put_fence(fence, deadline)
+                await self._past.check(_left_s(deadline))
                 revision = await self._find(identity, since, fence, deadline)
                 if revision is not None:
                     return revision
@@ -164,7 +172,13 @@ class EtcdTransactions:
             except RpcError as error:
                 if error.code == Status.NOT_FOUND:
                     raise LeaseEnded from None
-                raise calls.failure(error) from None
+                refusal = calls.failure(error)
+                if isinstance(refusal, NoSpace):
+                    # etcd says the same of a transaction that it applied, and after which it is full.
+                    revision = await self._find(identity, since, fence, deadline)
+                    if revision is not None:
+                        return revision
+                raise refusal from None
             except BaseException:
                 # Cancelled: what was sent must not be applied after what the caller does next.
                 self._drop_fence(fence)
@@ -202,27 +216,44 @@ class EtcdTransactions:
                     self._lease = await self._leases.grant(_FENCE_TTL_S)
                 request.success[0].request_put.lease = self._lease
                 try:
-                    answer = await calls.ask(
-                        TXN, request, timeout_s=max(deadline - trio.current_time(), 0.0)
-                    )
+                    answer = await calls.ask(TXN, request, _left_s(deadline))
                     break
                 except RpcError as error:
                     if error.code != Status.NOT_FOUND:
                         raise calls.failure(error) from None
                     self._lease = 0
-            last_revision, last_id = 0, b""
-            for last in answer.responses[1].response_range.kvs:
-                last_revision, last_id = last.mod_revision, last.value
-            self._fence = _Fence(answer.header.revision, last_revision, last_id)
+            last = _last_in(answer.responses[1].response_range)
+            self._fence = _Fence(answer.header.revision, last)
             return self._fence
+
+    async def _delete_fence(self, deadline: float) -> _Last:
+        """Delete the fence, whichever it is, for which etcd needs no room. Return the newest transaction
+        after that."""
+        calls = self._calls
+        async with self._fencing:
+            self._fence = None
+            await calls.call(DELETE, pb.DeleteRangeRequest(key=self._fence_key), _left_s(deadline))
+        request = pb.RangeRequest(key=calls.prefix + self.mark)
+        return _last_in(await calls.call(RANGE, request, _left_s(deadline)))
+
+    async def _end_tries(self, fence: _Fence | None, deadline: float) -> _Last:
+        """Return the newest transaction of a time from which on no try with a fence is applied."""
+        try:
+            return (await self._put_fence(fence, deadline)).last
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return await self._delete_fence(deadline)
 
     async def _find(
         self, identity: bytes, since: int, fence: _Fence, deadline: float
     ) -> int | None:
-        """Return the revision after `since` and before `fence` of the transaction `identity`, if any."""
-        if fence.last_id == identity:
-            return fence.last_revision
-        if fence.last_revision <= since:
+        """Return the revision after `since` of the transaction `identity`, which was tried with this fence;
+        None if it was not applied, and never will be."""
+        last = await self._end_tries(fence, deadline)
+        if last.identity == identity:
+            return last.revision
+        if last.revision <= since:
             return None
         history = self._watches.begin(self.mark, self.mark + b"\0", since)
         try:
@@ -230,7 +261,7 @@ class EtcdTransactions:
                 async for change in history:
                     if change.events[0].value == identity:
                         return change.revision
-                    if change.revision >= fence.last_revision:
+                    if change.revision >= last.revision:
                         return None
         except Compacted:
             raise OSError(
@@ -242,3 +273,14 @@ class EtcdTransactions:
             history.close()
         self._calls.check_open()
         raise self._calls.client.timed_out(self._calls.timeout_s)
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - trio.current_time(), 0.0)
+
+
+def _last_in(answer: pb.RangeResponse) -> _Last:
+    """Return the newest transaction, as the key "s" says it in an answer."""
+    for last in answer.kvs:
+        return _Last(last.mod_revision, last.value)
+    return _Last(0, b"")

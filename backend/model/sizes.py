@@ -3,7 +3,7 @@
 import os
 import re
 
-__all__ = ["human_bytes", "memory_limit", "parse_duration", "parse_size"]
+__all__ = ["human_bytes", "meminfo", "memory_limit", "parse_duration", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
@@ -46,10 +46,19 @@ def human_bytes(count: object) -> str:
         return "-"
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
+        text = f"{size:.{0 if unit == 'B' or size >= 99.95 else 1}f}"
+        # What is rounded up to 1024 is 1.0 of the next unit.
+        if float(text) < 1024:
             break
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+    return f"{text} {unit}"
+
+
+def meminfo(name: str) -> int:
+    """Return a figure of proc_meminfo(5) in bytes, 0 where there is none."""
+    with open("/proc/meminfo") as lines:
+        found = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+        return int(next(found, 0)) << 10
 
 
 def memory_limit() -> int:

@@ -121,12 +121,12 @@ class Names:
         return found
 
     def path_of(self, directory: int) -> bytes:
-        """Return the path of a directory from the root, which is b"". Raises ESTALE if it was removed."""
+        """Return the path of a directory from the root, which is b"". Raises ENOENT if it was removed."""
         names = []
         while directory != ROOT_INO:
             inode = self.inodes.get(directory)
             if inode is None or not inode.nlink or not inode.name:
-                raise fail(errno.ESTALE)
+                raise fail(errno.ENOENT)
             names.append(inode.name)
             directory = inode.parent
         return b"".join(b"/" + name for name in reversed(names))

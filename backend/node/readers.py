@@ -21,7 +21,7 @@ from ..etcd.calls import LAST_KEY
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.errors import RpcError
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
-from ..etcd.methods import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
+from ..etcd.methods import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
 from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
@@ -340,16 +340,19 @@ def _check_transaction(request: pb.TxnRequest, prefix: bytes, owner: int) -> Che
             cost += len(put.key) + len(put.value) + KEY_COST_BYTES
             grows = True
         elif operation.HasField("request_delete_range"):
-            delete = operation.request_delete_range
-            _check_own(delete.key, prefix, owner)
-            if delete.range_end:
-                raise _denied("a reader deletes one key at a time")
-            cost += KEY_COST_BYTES
+            cost += _check_delete(operation.request_delete_range, prefix, owner).cost
         elif not operation.HasField("request_range"):
             raise _denied("its transaction has a part that is not known here")
     if not all(operation.HasField("request_range") for operation in request.failure):
         raise _denied("a reader may only read where a compare fails")
     return Checked(request, cost, grows)
+
+
+def _check_delete(request: pb.DeleteRangeRequest, prefix: bytes, owner: int) -> Checked:
+    _check_own(request.key, prefix, owner)
+    if request.range_end or request.prev_kv:
+        raise _denied("a reader deletes one key at a time")
+    return Checked(request, KEY_COST_BYTES)
 
 
 def _check_grant(request: pb.LeaseGrantRequest, prefix: bytes, owner: int) -> Checked:
@@ -370,6 +373,7 @@ _CHECKS: dict[str, tuple[type[Message], Callable[[Any, bytes, int], Checked]]] =
     RANGE.path: (pb.RangeRequest, _check_range),
     WATCH.path: (pb.WatchRequest, _check_watch),
     TXN.path: (pb.TxnRequest, _check_transaction),
+    DELETE.path: (pb.DeleteRangeRequest, _check_delete),
     GRANT.path: (pb.LeaseGrantRequest, _check_grant),
     KEEP_ALIVE.path: (pb.LeaseKeepAliveRequest, _check_own_lease),
     REVOKE.path: (pb.LeaseRevokeRequest, _check_own_lease),

@@ -58,9 +58,7 @@ async def serve_metrics(
     registry.register(_Collector(name, figures, labels))
     ProcessCollector(registry=registry)
     try:
-        server = make_server(
-            host, port, make_wsgi_app(registry), _Server6 if ":" in host else _Server, _Handler
-        )
+        server = make_server(host, port, make_wsgi_app(registry), _Server, _Handler)
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host} port {port}: {error.strerror}; choose another with "
@@ -83,20 +81,16 @@ class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def address_string(self) -> str:
-        # The inherited method asks the name service.
-        return str(self.client_address[0])
-
 
 class _Server(ThreadingMixIn, WSGIServer):
     """Closes connections above a limit at once, as each takes a thread and a descriptor."""
 
     daemon_threads = True
-    address_family = socket.AF_INET
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._free = threading.BoundedSemaphore(SCRAPES_AT_ONCE)
-        super().__init__(*arguments)
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
 
     def server_bind(self) -> None:
         # WSGIServer's own asks the name service for the host's name.
@@ -116,10 +110,6 @@ class _Server(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         # The client closed the connection, or the event loop has ended.
         pass
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _Collector:

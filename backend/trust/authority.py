@@ -66,11 +66,10 @@ def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _subject(f"{cluster_name} CA"[:64], "ca", cluster_name)
     builder = _builder(name, name, key, days)
-    usage = _key_usage(key_cert_sign=True, crl_sign=True)
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
         .add_extension(identifier, critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier),
@@ -145,7 +144,7 @@ def issue(
     builder = _builder(_subject(user, role, cluster), ca.subject, key, days)
     builder = (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(
@@ -247,21 +246,13 @@ def _subject(name: str, unit: str, organization: str) -> "x509.Name":
     )
 
 
-def _key_usage(**used: bool) -> "x509.KeyUsage":
+def _key_usage(*, signs_certificates: bool) -> "x509.KeyUsage":
+    """Return what a key may sign: certificates and lists of revoked ones, or handshakes; nothing else."""
     from cryptography import x509
 
-    names = (
-        "digital_signature",
-        "content_commitment",
-        "key_encipherment",
-        "data_encipherment",
-        "key_agreement",
-        "key_cert_sign",
-        "crl_sign",
-        "encipher_only",
-        "decipher_only",
-    )
-    return x509.KeyUsage(**{name: used.get(name, False) for name in names})
+    # In this order: signatures, four others, certificates and lists, two others.
+    ca = signs_certificates
+    return x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
 
 
 def _general_name(host: str) -> "x509.GeneralName":

@@ -33,7 +33,6 @@ __all__ = [
     "check_time",
     "check_user",
     "describe_tls_error",
-    "expiry_of",
     "identity_in",
     "is_final",
     "is_for_nodes_only",
@@ -49,7 +48,19 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _FILE_LIMIT_BYTES = 1 << 20
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 _TIME_CODES = (9, 10)
-_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+# Reasons of OpenSSL for a failed handshake, in words that say what to do.
+_UNKNOWN_CA = "the peer does not know our CA: its credentials are of another cluster"
+_NOT_SHOWN = "no certificate was shown; set ca, cert and key in [cluster]"
+_NO_TLS = "the peer speaks no TLS; one of the two sides has no credentials configured"
+_REASONS = {
+    "TLSV1_ALERT_UNKNOWN_CA": _UNKNOWN_CA,
+    "TLSV1_ALERT_DECRYPT_ERROR": _UNKNOWN_CA,
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the peer says that our certificate has expired",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": _NOT_SHOWN,
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": _NOT_SHOWN,
+    "WRONG_VERSION_NUMBER": _NO_TLS,
+    "HTTP_REQUEST": _NO_TLS,
+}
 _OWNER_MARK = "#"
 OWNER_BITS = 24
 # The critical extension of readers' certificates, in the arc for experiments.
@@ -238,11 +249,6 @@ def is_for_nodes_only(path: str) -> bool:
     )
 
 
-def expiry_of(path: str) -> int:
-    """Return when a certificate in a file expires, in seconds since 1970. Raises CredentialsError."""
-    return int(load_certificate(path).not_valid_after_utc.timestamp())
-
-
 def describe_tls_error(error: ssl.SSLError) -> str:
     """Describe a failed handshake in words that say what to do."""
     reason = error.reason or ""
@@ -251,14 +257,8 @@ def describe_tls_error(error: ssl.SSLError) -> str:
         if error.verify_code in _TIME_CODES:
             return f"the peer's certificate is not valid now ({what}); renew it, or set the clock"
         return f"the peer's certificate is not of this cluster's CA, or not for this use ({what})"
-    if reason in ("TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR"):
-        return "the peer does not know our CA: its credentials are of another cluster"
-    if reason == "SSLV3_ALERT_CERTIFICATE_EXPIRED":
-        return "the peer says that our certificate has expired"
-    if reason in ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"):
-        return "no certificate was shown; set ca, cert and key in [cluster]"
-    if reason in _NO_TLS:
-        return "the peer speaks no TLS; one of the two sides has no credentials configured"
+    if reason in _REASONS:
+        return _REASONS[reason]
     # The class of the error depends on the bytes received so far.
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return (
@@ -270,13 +270,7 @@ def describe_tls_error(error: ssl.SSLError) -> str:
 def is_final(error: ssl.SSLError) -> bool:
     """Return whether a handshake that failed so will fail again until the credentials of one side are
     changed. A peer that broke off may just have ended."""
-    return isinstance(error, ssl.SSLCertVerificationError) or (error.reason or "") in (
-        *_NO_TLS,
-        "TLSV1_ALERT_UNKNOWN_CA",
-        "TLSV1_ALERT_DECRYPT_ERROR",
-        "SSLV3_ALERT_CERTIFICATE_EXPIRED",
-        "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-    )
+    return isinstance(error, ssl.SSLCertVerificationError) or error.reason in _REASONS
 
 
 def read_file(path: str) -> bytes:

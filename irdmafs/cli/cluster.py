@@ -249,40 +249,31 @@ def size_of(flag: str, text: str, least: int = 1) -> int:
 
 
 @cluster.command("status")
-@click.option("--watch", is_flag=True, help="Refresh the output every second.")
 @json_option
 @config_option
 @click.pass_context
-def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: str | None) -> None:
+def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -> None:
     """Show nodes, groups and mounts, problems, and data being moved."""
-    import trio
-
     from ..backend.cluster.inquiry import ask_nodes, name_files
     from ..backend.cluster.report import report_of
     from .cluster_status import print_cluster
 
     async def show(engine: EtcdEngine) -> str:
-        while True:
-            found = await read_state(config, engine)
-            await ask_nodes(found, config)
-            await name_files(found, engine)
-            found.etcd_room = await engine.admin.room.everywhere()
-            data = {
-                "cluster": config.cluster.name,
-                "etcd": list(config.cluster.etcd),
-                **report_of(found),
-                "warnings": await engine.admin.weaknesses(),
-            }
-            if watch and sys.stdout.isatty():
-                click.clear()
-            if as_json:
-                print_json(data)
-            else:
-                print_cluster(data)
-            sys.stdout.flush()
-            if not watch:
-                return str(data["health"])
-            await trio.sleep(WATCH_PERIOD_S)
+        found = await read_state(config, engine)
+        await ask_nodes(found, config)
+        await name_files(found, engine)
+        found.etcd_room = await engine.admin.room.everywhere()
+        data = {
+            "cluster": config.cluster.name,
+            "etcd": list(config.cluster.etcd),
+            **report_of(found),
+            "warnings": await engine.admin.weaknesses(),
+        }
+        if as_json:
+            print_json(data)
+        else:
+            print_cluster(data)
+        return str(data["health"])
 
     try:
         config = load(config_path)

@@ -6,8 +6,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
+
+import click
 
 from ..backend.model.policy import LEVELS
 from ..backend.model.sizes import human_bytes
@@ -156,57 +157,44 @@ class Progress:
     def __init__(self, title: str, unit: str, total: int) -> None:
         self._title = printable(title)
         self._unit = unit
-        self._total = total
-        self._done = 0
+        self._bar: Any = click.progressbar(
+            length=total, label=self._title, item_show_func=lambda _: self._counts(),
+            show_percent=False,
+        )  # fmt: skip
+        self._is_shown = sys.stdout.isatty()
         self._next_line_s = 0.0
         self._printed = ""
-        self._bar: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> Self:
-        if sys.stdout.isatty():
-            from rich import progress as rich
-
-            counted = (
-                rich.DownloadColumn(binary_units=True)
-                if self._unit == "bytes"
-                else rich.MofNCompleteColumn()
-            )
-            self._bar = rich.Progress(
-                rich.TextColumn("{task.description}", markup=False),
-                rich.BarColumn(),
-                counted,
-                rich.TimeRemainingColumn(),
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._title, total=self._total)
+        if self._is_shown:
+            self._bar.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._is_shown:
+            self._bar.__exit__(kind, *error)
         elif kind is None:
             self._print()
 
     def update(self, done: int, total: int | None = None) -> None:
-        self._done = done
-        self._total = self._total if total is None else total
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=self._total)
+        bar = self._bar
+        bar.length = bar.length if total is None else total
+        bar.finished = False
+        bar.make_step(done - bar.pos)
+        if self._is_shown:
+            bar.render_progress()
         elif time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_PERIOD_S
             self._print()
 
-    def _print(self) -> None:
+    def _counts(self) -> str:
+        done, total = self._bar.pos, self._bar.length
         if self._unit == "bytes":
-            counts = f"{human_bytes(self._done)} of {human_bytes(self._total)}"
-        else:
-            counts = f"{self._done} of {self._total} {self._unit}"
+            return f"{human_bytes(done)} of {human_bytes(total)}"
+        return f"{done} of {total} {self._unit}"
+
+    def _print(self) -> None:
+        counts = self._counts()
         if counts != self._printed:
             self._printed = counts
             print(f"{self._title}: {counts}", flush=True)

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from .status import print_table
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
-    from .cluster_members import Member, Use
 
 __all__ = ["cluster"]
 
@@ -138,12 +137,16 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
     config, directory = _with_ca(config_path)
     uses = with_etcd(config, lambda engine: uses_of(engine, name))
     if uses:
-        _have_agreed(name, uses, yes)
+        say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
+        for use in uses:
+            click.echo(f"  {use.what}", err=True)
+        consent("Cut them off?", "agrees to cutting them off", yes)
     revoked = with_etcd(config, lambda engine: revoke_name(engine, name))
     if not revoked:
         raise MountError(f"all certificates of {name!r} were revoked already")
     for member in revoked:
-        say(f"the certificate of {member.record.role} {name!r} is revoked ({_short(member)})")
+        serial = f"serial number {member.serial[:16]}..."
+        say(f"the certificate of {member.record.role} {name!r} is revoked ({serial})")
     _tell_etcd(config, directory)
     say(f"to let it in again: irdmafs cluster cert {name} --role {revoked[0].record.role}")
 
@@ -162,14 +165,6 @@ def _tell_etcd(config: ClusterConfig, directory: str) -> None:
         say(f"WARNING: etcd's list of revoked certificates stays as it is: {error}", err=True)
         return
     say(f"copy {path} to the hosts of etcd, which reads it at each connection")
-
-
-def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
-    """Name the processes that are cut off, and ask for consent. Raises MountError without it."""
-    say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
-    for use in uses:
-        click.echo(f"  {use.what}", err=True)
-    consent("Cut them off?", "agrees to cutting them off", yes)
 
 
 @cluster.command("rotate-ca")
@@ -231,10 +226,6 @@ def _with_ca(config_path: str | None) -> tuple[ClusterConfig, str]:
             f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
         )
     return config, os.path.dirname(config.cluster.ca)
-
-
-def _short(member: Member) -> str:
-    return f"serial number {member.serial[:16]}..."
 
 
 def _day(time_s: int) -> str:

@@ -10,13 +10,21 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from ._dtypes import Array, Layout, size_bytes
 from ._errors import FormatError
 
+StrPath: TypeAlias = str | os.PathLike[str]
+AnyPath = TypeVar("AnyPath", bound=StrPath)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+# A path is looked up so often if others replace or move what it leads to, each time twice by the kernel.
+_LOOKUPS_MAX = 4
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
 _KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
@@ -95,13 +103,27 @@ def naming(path: str) -> Iterator[None]:
         raise
 
 
+def look_up(
+    call: Callable[Concatenate[AnyPath, P], T], path: AnyPath, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Return what a system call says about a path, which it looks up once more if another host has replaced
+    or moved what it found (ESTALE). Raises FileNotFoundError if that was gone each time, and OSError."""
+    for _ in range(_LOOKUPS_MAX):
+        try:
+            return call(path, *args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 @contextlib.contextmanager
 def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
     """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else."""
     with naming(path):
         try:
             # Opening a FIFO would wait for its writer.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = look_up(os.open, path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except NotADirectoryError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         try:
@@ -135,7 +157,7 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-def read_xattr(file: str | int, name: str) -> bytes | None:
+def read_xattr(file: StrPath | int, name: str) -> bytes | None:
     """Return an extended attribute, None where there is none or the filesystem has no such thing."""
     try:
         return os.getxattr(file, name)
@@ -145,7 +167,7 @@ def read_xattr(file: str | int, name: str) -> bytes | None:
         raise
 
 
-def read_version(file: str | int) -> int | None:
+def read_version(file: StrPath | int) -> int | None:
     """Return the version of a file of an irdmafs mount; None on other filesystems."""
     text = read_xattr(file, _VERSION_XATTR)
     return None if text is None else int(text)
@@ -162,25 +184,23 @@ def is_irdmafs(device: int) -> bool:
     return False
 
 
-def lies_on_irdmafs(path: str | os.PathLike[str]) -> bool:
+def lies_on_irdmafs(path: StrPath) -> bool:
     """Return whether a file or directory lies on a mount of irdmafs. Raises OSError."""
     return is_irdmafs(os.stat(path).st_dev)
 
 
-def open_anew(path: str, mode: int, view: str | os.PathLike[str] | None = None) -> int:
+def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:
     """Open a file to write it from its beginning, which makes it if it is not there; `mode`: O_WRONLY or
     O_RDWR. `view`: a path of the private view of its directory, in which nobody else writes. Raises
     OSError."""
     flags = mode | os.O_TRUNC | os.O_CLOEXEC
     if view is not None:
         with contextlib.suppress(FileNotFoundError):
-            return os.open(os.path.join(view, os.path.basename(path)), flags)
-    return os.open(path, flags | os.O_CREAT, 0o666)
+            return look_up(os.open, os.path.join(view, os.path.basename(path)), flags)
+    return look_up(os.open, path, flags | os.O_CREAT, 0o666)
 
 
-def write_version(
-    path: str, contents: Iterable[memoryview], view: str | os.PathLike[str] | None = None
-) -> int:
+def write_version(path: str, contents: Iterable[memoryview], view: StrPath | None = None) -> int:
     """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. `view`: as
     in `open_anew`. Raises OSError, with the path."""
     with naming(path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from ._files import look_up
+
 NPY = ".npy"
 SAFETENSORS = ".safetensors"
 
@@ -45,7 +47,7 @@ def walk(root: str, prefix: str) -> Iterator[str]:
     Raises OSError where a directory cannot be read; one that vanishes meanwhile is passed over.
     """
     try:
-        entries = os.scandir(os.path.join(root, prefix))
+        entries = look_up(os.scandir, os.path.join(root, prefix))
     except FileNotFoundError:
         return
     with entries:

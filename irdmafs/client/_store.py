@@ -15,6 +15,7 @@ from . import _device, _files, _npy, _safetensors
 from ._buffer import Buffer
 from ._dtypes import Array, array_of
 from ._errors import FormatError
+from ._files import look_up
 from ._names import NPY, SAFETENSORS, check_name, is_addressable, split_name, walk
 
 # How many parsed headers are kept: programs read a few files of many tensors again and again.
@@ -163,7 +164,7 @@ class Store(MutableMapping[str, Array]):
             if name.endswith(SAFETENSORS):
                 yield self._load_tensors(name, None)
                 return
-            is_directory = stat.S_ISDIR(os.stat(self._path(name)).st_mode)
+            is_directory = stat.S_ISDIR(look_up(os.stat, self._path(name)).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             is_directory = False
         if not is_directory:
@@ -185,8 +186,8 @@ class Store(MutableMapping[str, Array]):
         file, tensor = split_name(name)
         for path in (self._path(file),) if tensor else (self._path(file + NPY), self._path(file)):
             try:
-                if stat.S_ISREG(os.stat(path).st_mode):
-                    return _files.read_version(path)
+                if stat.S_ISREG(look_up(os.stat, path).st_mode):
+                    return look_up(_files.read_version, path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
         raise KeyError(name)
@@ -320,7 +321,7 @@ class Store(MutableMapping[str, Array]):
         """Return whether there is a .npy file of that name in which something was published. Raises
         FileNotFoundError where there is no file."""
         try:
-            status = os.stat(self._path(file + NPY))
+            status = look_up(os.stat, self._path(file + NPY))
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from error
         return stat.S_ISREG(status.st_mode) and status.st_size > 0

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backend.model.sizes import human_bytes, memory_limit
+from ..backend.model.sizes import human_bytes, meminfo, memory_limit
 from ..backend.transport.verbs.rdma import Choice
 from ..fuse import passthrough, wakeups
 from ..fuse.connection import Connection, ProtocolError
@@ -262,13 +262,8 @@ def check_huge_pages() -> Check:
 
 
 def check_memory() -> Check:
-    available = 0
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit = memory_limit()
-    found = f"{human_bytes(available)} available, limit {human_bytes(limit)}"
+    available = meminfo("MemAvailable")
+    found = f"{human_bytes(available)} available, limit {human_bytes(memory_limit())}"
     if available < _COMFORTABLE_MEMORY_BYTES:
         return Check("memory", "warn", found, "stores are in memory: free some, or put the store "
                      "on a disk with --store")  # fmt: skip

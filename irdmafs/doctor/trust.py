@@ -23,31 +23,23 @@ _RENEW_DAYS = 30
 def check_trust(config: ClusterConfig) -> list[Check]:
     """Return a check for each certificate on this host, and one for etcd."""
     section = config.cluster
-    if section.ca is None or section.cert is None or section.key is None:
+    if not section.secured:
         found, remedy = "none: nodes and mounts do not know each other", "irdmafs cluster init"
         return [Check("certificates", "warn", found, remedy), _check_etcd(section, "mount")]
-    roles = [
-        role for role in get_args(Role) if os.path.exists(section.cert.replace("{role}", role))
-    ]
-    if "{role}" not in section.cert:
-        roles = roles[:1]
-    lines = [
-        _check_certificate(
-            Credentials(
-                section.ca,
-                section.cert.replace("{role}", role),
-                section.key.replace("{role}", role),
-            )
-        )
-        for role in roles
-    ]
-    if not lines:
+    # By certificate: all roles may have the same one.
+    there: dict[str, tuple[Role, Credentials]] = {}
+    for role in get_args(Role):
+        files = section.files(role)
+        if files is not None and os.path.exists(files.cert):
+            there.setdefault(files.cert, (role, files))
+    if not there:
         remedy = "copy those of this host's role here, or: irdmafs cluster cert NAME --role ROLE"
         return [Check("certificate", "fail", f"none is at {section.cert}", remedy)]
-    shown = None
+    path, (role, _) = next(iter(there.items()))
     with suppress(CredentialsError):
-        shown = identity_in(section.cert.replace("{role}", roles[0]))
-    return [*lines, _check_etcd(section, roles[0] if shown is None else shown.role)]
+        if (shown := identity_in(path)) is not None:
+            role = shown.role
+    return [*(_check_certificate(one) for _, one in there.values()), _check_etcd(section, role)]
 
 
 def _check_certificate(credentials: Credentials) -> Check:

@@ -150,11 +150,10 @@ class _Assembly:
             os.close(fd)
             raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
         options = self._config.options
-        acls = options.default_permissions and options.acl
         try:
             mounting.mount_fuse(fd, self._config.mountpoint, options)
             try:
-                connection = Connection(fd, self._stack_depth(), acls=acls)
+                connection = Connection(fd, self._stack_depth(), acls=options.acl)
                 found = mounting.find_mount(self._config.mountpoint)
                 submounts = Submounts(found.device if found is not None else "")
             except BaseException:
@@ -166,7 +165,7 @@ class _Assembly:
             raise
         notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
         kind = SessionKind(KernelSession.name, "", wakeups)
-        filesystem, status = self._filesystem(notices, kind, acls=acls)
+        filesystem, status = self._filesystem(notices, kind, acls=options.acl)
         session = KernelSession(connection, filesystem, notices, self._tasks, self._counts, wakeups)
         return session, status
 

@@ -44,12 +44,10 @@ _FLAGS = {
     "noatime": 0x400,
     "nodiratime": 0x800,
 }
-_LIBFUSE_WORDS = _FLAGS.keys() - {"nosuid", "nodev"} | {
-    "allow_other",
-    "default_permissions",
-    "dev",
-    "suid",
-}
+_LIBFUSE_WORDS = _FLAGS.keys() - {"nosuid", "nodev"} | {"allow_other", "dev", "suid"}
+
+# The kernel checks modes, always.
+_KERNEL_CHECKS = "default_permissions"
 
 CAP_SYS_ADMIN = 21
 
@@ -276,21 +274,18 @@ def can_mount() -> bool:
 
 def mount_filesystem(source: str, target: str, fstype: str, flags: int, data: str) -> None:
     """Call mount(2). Raises OSError."""
-    result = _libc.mount(
-        os.fsencode(source),
-        os.fsencode(target),
-        fstype.encode(),
-        ctypes.c_ulong(flags),
-        os.fsencode(data),
-    )
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
+    texts = map(os.fsencode, (source, target, fstype))
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), os.fsencode(data)), target)
 
 
 def unmount_filesystem(target: str, flags: int = 0) -> None:
     """Call umount2(2), without following a symlink. Raises OSError."""
-    if _libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW) != 0:
+    _check(_libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW), target)
+
+
+def _check(result: int, target: str) -> None:
+    """Raise OSError if a call of the C library failed."""
+    if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), target)
 
@@ -304,8 +299,7 @@ def mount_flags(options: MountOptions) -> int:
 def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | None = None) -> None:
     """Mount the /dev/fuse descriptor `fd`; the kernel then sends INIT to it. Raises MountError."""
     data = [f"fd={fd}", "rootmode=40000", f"user_id={os.geteuid()}", f"group_id={os.getegid()}"]
-    if options.default_permissions:
-        data.append("default_permissions")
+    data.append(_KERNEL_CHECKS)
     if options.allow_other:
         data.append("allow_other")
     source = options.fsname if fsname is None else fsname
@@ -337,7 +331,7 @@ def remount(mount: Mount, words: Iterable[str]) -> None:
 
 def libfuse_options(options: MountOptions) -> set[str]:
     """Return the same options for libfuse, as `pyfuse3.init` takes them."""
-    words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}"}
+    words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}", _KERNEL_CHECKS}
     return words | switches_of(options) & _LIBFUSE_WORDS
 
 

@@ -31,13 +31,18 @@ def is_locked(store: str) -> bool:
     return False
 
 
-def mountpoint_of(store: str) -> str | None:
-    """Return the mountpoint that a store records as its last one, if any."""
+def read_note(store: str, name: str) -> str | None:
+    """Return what a small file of a store holds; None: it cannot be read."""
     try:
-        with open(os.path.join(store, MOUNTPOINT_FILE), "rb") as file:
-            return os.fsdecode(file.read()) or None
+        with open(os.path.join(store, name), "rb") as file:
+            return os.fsdecode(file.read())
     except OSError:
         return None
+
+
+def mountpoint_of(store: str) -> str | None:
+    """Return the mountpoint that a store records as its last one, if any."""
+    return read_note(store, MOUNTPOINT_FILE) or None
 
 
 def note_mountpoint(store: str, mountpoint: str) -> None:
@@ -69,11 +74,7 @@ def _is_mounted(path: str) -> bool:
 
 
 def _owner_of(store: str) -> str:
-    try:
-        with open(os.path.join(store, LOCK_FILE), "rb") as file:
-            return file.read(32).decode(errors="replace").strip() or "unknown"
-    except OSError:
-        return "unknown"
+    return (read_note(store, LOCK_FILE) or "").strip() or "unknown"
 
 
 def _held(store: str, where: str | None) -> str:

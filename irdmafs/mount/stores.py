@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ..backend.model.sizes import human_bytes, memory_limit
+from ..backend.model.sizes import human_bytes, meminfo, memory_limit
 from ..mount_options import MountError
 from .mounting import (
     FSTYPE,
@@ -36,7 +36,7 @@ from .mounting import (
     mount_filesystem,
     unmount_filesystem,
 )
-from .store_use import is_locked, mountpoint_of, note_mountpoint, wait_until_free
+from .store_use import is_locked, mountpoint_of, note_mountpoint, read_note, wait_until_free
 
 # Unlike /tmp, it is not cleaned by age, and only root can write to it.
 TMPFS_ROOT = "/run/irdmafs/stores"
@@ -163,7 +163,7 @@ def _refuse_size(size: int) -> None:
     writes would then not fail with ENOSPC, but have the kernel kill processes."""
     if size < _SIZE_MIN_BYTES:
         raise MountError(f"--size {human_bytes(size)} is too little for a store; give 1M or more")
-    memory, swap = memory_limit(), _swap_bytes()
+    memory, swap = memory_limit(), meminfo("SwapTotal")
     if size <= memory + swap:
         return
     there = f"{human_bytes(memory)} of memory" + (
@@ -173,12 +173,6 @@ def _refuse_size(size: int) -> None:
         f"--size {human_bytes(size)} is more than this machine has ({there}): the kernel would end "
         "programs before the store is full; give less, or keep contents on a disk with --store DIR"
     )
-
-
-def _swap_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        found = (line.split()[1] for line in lines if line.startswith("SwapTotal:"))
-        return int(next(found, 0)) << 10
 
 
 def _tmpfs_store(path: str, size: int | None) -> Store:
@@ -319,11 +313,7 @@ def purpose_of(path: str) -> Purpose | None:
 
 def cluster_of(path: str) -> str | None:
     """Return the configuration of the cluster whose files a directory caches; None: it is no cache."""
-    try:
-        with open(os.path.join(path, _CLUSTER_FILE), "rb") as file:
-            return os.fsdecode(file.read())
-    except OSError:
-        return None
+    return read_note(path, _CLUSTER_FILE)
 
 
 def refuse_other_purpose(path: str, purpose: Purpose) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..client._files import look_up
 from . import pushes, refusals
 from .checkpoint import add_kept_files, assemble
 from .config import TrainConfig
@@ -231,7 +232,7 @@ class Coordinator:
     ) -> Push | None:
         try:
             path = self._train.push / name
-            now = seen(path.lstat()) if folder is None else Seen(folder.ino, 0, 0)
+            now = seen(look_up(os.lstat, path)) if folder is None else Seen(folder.ino, 0, 0)
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
@@ -400,6 +401,6 @@ def _visible(names: Iterable[str]) -> set[str]:
 
 def _is_old(path: Path) -> bool:
     try:
-        return time.time() > path.lstat().st_mtime + _LEFT_S
+        return time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
     except FileNotFoundError:
         return False

@@ -171,7 +171,7 @@ class TrainDirectory:
 
     def newest(self) -> int:
         """Return the number of the newest version, which since/0 leads to. Raises OSError."""
-        return int(os.path.basename(os.readlink(self.since / "0")))
+        return int(os.path.basename(_files.look_up(os.readlink, self.since / "0")))
 
     def version(self, number: int) -> Path:
         return self.versions / str(number)
@@ -193,7 +193,7 @@ class TrainDirectory:
     def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
         """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
         other OSErrors, TrainError, and what `read` raises."""
-        now = seen(path.stat())
+        now = seen(_files.look_up(os.stat, path))
         known = self._read.pop(path, None)
         if known is None or known[0] != now:
             known = (now, read(read_small(path)))
@@ -260,7 +260,7 @@ def _attempts(version: int, names: Iterable[str]) -> list[int]:
 def read_small(path: Path) -> bytes:
     """Read a file of a run other than those of tensors. Whoever may write in the run can put a FIFO in its
     place, which would be waited for. Raises FileNotFoundError, other OSErrors, and TrainError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = _files.look_up(os.open, path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -293,10 +293,14 @@ def move(path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        # The kernel has it elsewhere, and cannot move its entry while it holds the lock of a rename.
-        os.stat(path)
-        os.path.lexists(target)
-        os.rename(path, target)
+        _files.look_up(_look_and_rename, path, target)
+
+
+def _look_and_rename(path: Path, target: Path) -> None:
+    """Have the kernel see where both names lead now: it cannot while it holds the locks of a rename."""
+    os.stat(path)
+    os.path.lexists(target)
+    os.rename(path, target)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -357,7 +361,7 @@ def discard(train: TrainDirectory, path: Path) -> None:
 def _directories_in(path: Path) -> list[Path]:
     """Return the directories in a directory; none if it is a file, or gone."""
     try:
-        with os.scandir(path) as entries:
+        with _files.look_up(os.scandir, path) as entries:
             return [path / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -34,8 +34,8 @@ def seen(status: os.stat_result) -> Seen:
 def is_published(path: Path, status: os.stat_result | None = None) -> bool:
     """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
     try:
-        size = (status or os.stat(path)).st_size
-        return size > 0 and _files.read_version(os.fspath(path)) != 0
+        size = (status or _files.look_up(os.stat, path)).st_size
+        return size > 0 and _files.look_up(_files.read_version, path) != 0
     except FileNotFoundError:
         return False
 
@@ -60,7 +60,7 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, also for a link."""
-        self.fd = os.open(path, _DIRECTORY)
+        self.fd = _files.look_up(os.open, path, _DIRECTORY)
         # The descriptor of its private view. None: it was not looked for; -1: there is none.
         self._view_fd: int | None = None
         self._lock = threading.Lock()

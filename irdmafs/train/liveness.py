@@ -9,6 +9,8 @@ import os
 import struct
 from pathlib import Path
 
+from ..client import _files
+
 __all__ = ["Lock", "WatchedLock", "is_locked"]
 
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
@@ -73,7 +75,8 @@ class WatchedLock:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError; ELOOP for a link."""
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = _files.look_up(os.open, path, flags)
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..client._files import look_up
+
 __all__ = ["choose", "host_of", "is_here", "shard_names"]
 
 _NODES = "user.irdmafs.nodes"
@@ -86,7 +88,7 @@ def _made(path: Path) -> Path:
 def _nodes_of(path: Path) -> list[dict[str, Any]] | None:
     """Return the nodes that keep the first stripe of a file, the primary first; None if it is not known."""
     try:
-        groups = json.loads(os.getxattr(path, _NODES))
+        groups = json.loads(look_up(os.getxattr, path, _NODES))
     except OSError as error:
         if error.errno in _UNKNOWN:
             return None

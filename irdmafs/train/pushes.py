@@ -212,7 +212,7 @@ def _inspect_shards(
 def _check_kind(path: Path) -> os.stat_result:
     """Return the status of a file or directory. Raises Refused for anything else: a link could lead to a
     file that only the reducer may read. Raises OSError."""
-    status = path.lstat()
+    status = _files.look_up(os.lstat, path)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
     return status

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..client._files import look_up
 from .errors import TrainError
 from .folders import Seen, is_published, seen
 
@@ -86,13 +87,18 @@ def _ask(path: Path, attribute: str, after: int | None, timeout_s: float) -> byt
         attribute += f".{after}.{max(0.0, timeout_s):.3f}"
     # os.getxattr asks twice if an answer is longer than a few bytes.
     answer = ctypes.create_string_buffer(_BYTES_MAX)
+    size = look_up(_read_xattr, path, attribute, answer)
+    return answer.raw[:size]
+
+
+def _read_xattr(path: Path, attribute: str, answer: ctypes.Array[ctypes.c_char]) -> int:
     size = _libc.getxattr(os.fsencode(path), attribute.encode(), answer, _BYTES_MAX)
     if size < 0:
         code = ctypes.get_errno()
         if code in _NOT_IRDMAFS:
             raise TrainError(f"{path} is not on a mount of irdmafs")
         raise OSError(code, os.strerror(code), os.fspath(path))
-    return answer.raw[:size]
+    return int(size)
 
 
 def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:
@@ -116,7 +122,7 @@ def _walk(path: Path) -> Folder:
     """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
     directory that has very many: whoever made them would have others look at them for ever."""
     files, linked, folders = {}, [], {}
-    with os.scandir(path) as entries:
+    with look_up(os.scandir, path) as entries:
         there = list(entries)
     for entry in there:
         below = path / entry.name

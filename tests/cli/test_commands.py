@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.mountpoint import Mount, eventually, irdmafs, one_line
+from harness.mountpoint import Mount, eventually, irdmafs, needs_fuse, one_line
 
 from irdmafs import __version__
 from irdmafs.mount import mounting, stores
 
-pytestmark = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
+pytestmark = needs_fuse
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import irdmafs
+from harness.mountpoint import irdmafs, needs_fuse
 
 from irdmafs.backend.model.sizes import human_bytes
 from irdmafs.cli import status
@@ -18,11 +18,6 @@ from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting
 
 NOBODY = 65534
-
-needs_fuse = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
 
 
 def test_examination_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +124,7 @@ def test_unprivileged_user_is_told_what_privilege_would_give() -> None:
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"),
-     (3 << 50, "3072 TiB"), (None, "-")],
+     (102_399, "100 KiB"), ((1 << 30) - 1, "1.0 GiB"), (3 << 50, "3072 TiB"), (None, "-")],
 )  # fmt: skip
 def test_bytes_are_written_for_people(count: int | None, text: str) -> None:
     assert human_bytes(count) == text

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from harness import forks
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import IRDMAFS, run_checked
+from harness.mountpoint import IRDMAFS, needs_fuse, run_checked
 from test_careless import config_of, mounted, shared
 
 from irdmafs.cli.command import main
@@ -25,10 +25,7 @@ from irdmafs.mount import mounting
 
 __all__ = ["mounted", "shared"]
 
-pytestmark = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
+pytestmark = needs_fuse
 
 FAILED = 32
 AUTOMOUNTER = Path(__file__).parents[1] / "harness/programs/automounter.py"

@@ -17,6 +17,7 @@ from harness.mountpoint import (
     Mount,
     eventually,
     irdmafs,
+    needs_fuse,
     one_line,
     run_checked,
 )
@@ -34,10 +35,7 @@ AS_NOBODY = (*NOBODY[:-1], "--inh-caps=-all,+dac_override", "--ambient-caps=-all
 
 __all__ = ["mounted", "own"]
 
-pytestmark = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
+pytestmark = needs_fuse
 
 
 @pytest.fixture

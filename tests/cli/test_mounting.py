@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.mountpoint import needs_fuse
 
 from irdmafs.backend.model.sizes import memory_limit, parse_size
 from irdmafs.mount import mounting, stores
@@ -18,10 +19,6 @@ from irdmafs.mount.users import users_of
 from irdmafs.mount_options import MountError, MountOptions, parse_mount_options
 
 needs_root = pytest.mark.skipif(not mounting.can_mount(), reason="mounting needs CAP_SYS_ADMIN")
-needs_fuse = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
-)
 
 
 def detach(path: str | Path) -> None:
@@ -65,7 +62,6 @@ def mountpoint(tmp_path: Path) -> str:
 def test_no_options_are_the_safe_ones() -> None:
     options = parse_mount_options([])
     assert options == MountOptions()
-    assert options.default_permissions
     assert not (options.dev or options.suid or options.allow_other)
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import mmap
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, St
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
+from harness.seeds import seeded
 
 ITERATIONS = 60
 READERS_KILLED = 3
@@ -561,9 +561,7 @@ def test_a_file_larger_than_the_cache_is_readable(cluster: Cluster, two: tuple[P
 
 def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -> None:
     """What changes faster than it comes is pinned on its nodes after some tries."""
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"\nIRDMAFS_SEED={seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     over = threading.Event()
     pinned: set[bytes] = set()
     with Cluster(Plan(nodes=2, replicas=1), links=True) as cluster:

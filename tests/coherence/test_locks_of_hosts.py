@@ -4,7 +4,6 @@ import contextlib
 import errno
 import itertools
 import os
-import random
 import re
 import signal
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
 from harness.processes import Process
+from harness.seeds import chosen_seed
 
 TTL_S = 2
 SLOTS = 6
@@ -389,8 +389,7 @@ def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hos
 def test_conflicting_ranges_are_never_held_together(two: tuple[Path, Path]) -> None:
     """Each records when it was sure to be inside, on the clock that all hosts here share; and counts,
     under the lock of a slot's byte, in a file of that slot."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     for slot in range(SLOTS):
         (two[0] / f"count{slot}").write_text("0")
     (two[0] / "lock").touch()

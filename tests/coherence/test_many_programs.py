@@ -6,7 +6,6 @@ the programs run before what they leave is looked at.
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import make_mount
 from harness.clusters import Cluster, Plan
+from harness.seeds import chosen_seed
 from harness.storms import programs as storm
 
 PROGRAMS = 3
@@ -25,8 +25,7 @@ ROUNDS = 3
 @pytest.mark.parametrize("beside", [{}, {0: 0}], ids=["apart", "beside-a-node"])
 def test_afterwards_every_host_shows_the_same_files(beside: dict[int, int]) -> None:
     """Programs run on one of two hosts first, then on both."""
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
-    print(f"\nIRDMAFS_SEED={seed}")
+    seed = chosen_seed()
     with Cluster(Plan(mounts=2, beside=beside)) as cluster:
         for number in range(2 * ROUNDS):
             folders = [mount.path / f"round{number}" for mount in cluster.mounts]
@@ -38,8 +37,7 @@ def test_afterwards_every_host_shows_the_same_files(beside: dict[int, int]) -> N
 
 
 def test_on_one_host_no_call_fails_except_for_a_missing_name() -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
-    print(f"\nIRDMAFS_SEED={seed}")
+    seed = chosen_seed()
     with make_mount("kernel") as mount:
         assert run_programs([mount.path], seed) <= {"ENOENT"}
 

@@ -2,13 +2,13 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 from harness.clusters import Cluster, Plan
+from harness.seeds import chosen_seed
 
 CALLS = 200
 PROGRAMS = 8
@@ -51,8 +51,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("calls", [("replace", "reopen"), ("replace", "reopen", "cut")])
 def test_nobody_meets_an_error_or_a_conflict(cluster: Cluster, calls: tuple[str, ...]) -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
-    print(f"\nIRDMAFS_SEED={seed}")
+    seed = chosen_seed()
     folder = cluster.mounts[0].path / f"of{len(calls)}"
     folder.mkdir()
     path = folder / "file"

@@ -102,6 +102,20 @@ def test_rename_of_a_directory_that_is_elsewhere_by_now(
     assert is_usable(there / "moved")
 
 
+def test_file_that_is_made_in_a_directory_which_is_removed_by_now(
+    hosts: tuple[Path, Path],
+) -> None:
+    here, there = hosts
+    opened = os.open(there / "known", os.O_PATH)
+    try:
+        os.rmdir(here / "known")
+        eventually(lambda: not (there / "known").exists(), "the other host is told")
+        with pytest.raises(FileNotFoundError):
+            os.open("new", os.O_WRONLY | os.O_CREAT, dir_fd=opened)
+    finally:
+        os.close(opened)
+
+
 def test_name_that_leads_to_a_file_by_now_which_is_being_replaced(
     cluster: Cluster, hosts: tuple[Path, Path]
 ) -> None:

@@ -16,6 +16,7 @@ from harness.changed_tree import Change, File, Tree, carry_out
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
+from harness.seeds import chosen_seed
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
@@ -123,8 +124,7 @@ def storm(
 
 
 def crash_rounds(new_mount: Callable[..., Mount], rounds: int) -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(1 << 32)))
-    print(f"IRDMAFS_SEED={seed}")
+    seed = chosen_seed()
     rng = random.Random(seed)
     mount = new_mount()
     mount.mount()

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import os
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness.mountpoint import Mount
+from harness.seeds import seeded
 from harness.storms.history import (
     EMPTY,
     LATE_NS,
@@ -325,9 +324,7 @@ def _has_an_order(operations: list[Operation]) -> bool:
 
 
 def test_the_checker_agrees_with_trying_all_orders() -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"IRDMAFS_SEED={seed}")
-    source = random.Random(seed)
+    source = seeded()
     verdicts = Counter[bool]()
     for _ in range(1500):
         script = Script()
@@ -351,9 +348,7 @@ def test_the_checker_agrees_with_trying_all_orders() -> None:
 
 def test_what_a_register_did_is_always_allowed() -> None:
     """Histories of one that is written, unlinked and read at a moment within each operation."""
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"IRDMAFS_SEED={seed}")
-    source = random.Random(seed)
+    source = seeded()
     for _ in range(200):
         moments = sorted(source.uniform(0, 100) for _ in range(40))
         script, value = Script(), None

@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from harness import forks
 from harness.scratch import scratch_directory
+from irdmafs.mount import mounting
 
+needs_fuse = pytest.mark.skipif(
+    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
+    reason="needs /dev/fuse and CAP_SYS_ADMIN",
+)
 COMMAND_TIMEOUT_S = 60.0
 PLAIN = "plain"
 

@@ -17,13 +17,14 @@ import pytest
 import trio
 import trustme
 from harness.etcd_server import EtcdServer, free_port, new_prefix
+from harness.seeds import seeded
 
 from irdmafs.backend.etcd import client
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.errors import NoAnswer
 from irdmafs.backend.etcd.leases import LeaseEnded
-from irdmafs.backend.etcd.methods import RANGE
+from irdmafs.backend.etcd.methods import ALARM, RANGE
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
 
 END = b"\xff"
@@ -89,8 +90,9 @@ class Proxy:
         self.endpoint = f"127.0.0.1:{listener.socket.getsockname()[1]}"
         nursery.start_soon(trio.serve_listeners, self._connected, [listener])
 
-    async def wait_held(self, text: bytes) -> None:
+    async def hold(self, text: bytes) -> None:
         """Until a client sent something with this in it, which is held; what follows is lost."""
+        self.holding = True
         while not any(text in link.held for link in self._links):
             await self._something_held.wait()
             self._something_held = trio.Event()
@@ -98,7 +100,8 @@ class Proxy:
             link.silent = True
 
     async def cut(self) -> None:
-        """End all connections of clients; what is held for etcd stays."""
+        """End all connections of clients; what is held for etcd stays. New ones work."""
+        self.holding = self.losing = False
         for link in self._links:
             await trio.aclose_forcefully(link.client)
             if link.held:
@@ -167,105 +170,129 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(
-    server: EtcdServer, prefix: bytes
+    server: EtcdServer, prefix: bytes, *, reader: bool = False
 ) -> AsyncIterator[tuple[Proxy, EtcdEngine, EtcdEngine]]:
-    """A proxy, an engine that goes through it, and one that does not."""
+    """A proxy, an engine that goes through it and has made a transaction, and one that does not."""
     proxy = Proxy(server)
     async with trio.open_nursery() as nursery:
         await proxy.serve(nursery)
         async with (
             EtcdEngine(server.endpoints, prefix) as direct,
-            EtcdEngine([proxy.endpoint], prefix) as engine,
+            EtcdEngine([proxy.endpoint], prefix, reader=reader) as engine,
         ):
+            await engine.transact((), [Put(b"start", b"")])
             yield proxy, engine, direct
             proxy.holding = proxy.losing = False
         nursery.cancel_scope.cancel()
 
 
+@pytest.fixture(scope="module")
+def own_etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@asynccontextmanager
+async def overtaken(engine: EtcdEngine) -> AsyncIterator[None]:
+    """Another transaction is the last one by now."""
+    await engine.transact((), [Put(b"other", b"")])
+    yield
+
+
+@asynccontextmanager
+async def filled(engine: EtcdEngine) -> AsyncIterator[None]:
+    """etcd says that it is full: it answers questions and deletes, and takes nothing else."""
+    request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
+    await engine.admin.room._calls.call(ALARM, request)
+    try:
+        yield
+    finally:
+        request.action = pb.AlarmRequest.DEACTIVATE
+        await engine.admin.room._calls.call(ALARM, request)
+
+
 class TestUncertainTransaction:
+    @pytest.mark.parametrize("reader", [False, True])
+    @pytest.mark.parametrize("meanwhile", [contextlib.nullcontext, overtaken, filled])
     async def test_that_was_applied_is_acknowledged_once_with_its_revision(
-        self, etcd: EtcdServer
+        self, own_etcd: EtcdServer, meanwhile: Any, reader: bool
     ) -> None:
-        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            start = await engine.transact((), [Put(b"start", b"")])
-            for number, later in enumerate((False, True), 1):
-                revisions: list[int] = []
+        async with proxied(own_etcd, new_prefix(), reader=reader) as (proxy, engine, direct):
+            applied, acknowledged = 0, trio.Event()
 
-                async def write(number: int = number, revisions: list[int] = revisions) -> None:
-                    operations = [Put(b"a%d" % number, b"")]
-                    revisions.append(await engine.transact([(b"a%d" % number, 0)], operations))
+            async def write() -> None:
+                assert await engine.transact([(b"a1", 0)], [Put(b"a1", b"")]) == applied
+                acknowledged.set()
 
-                async with trio.open_nursery() as nursery:
-                    proxy.losing = True
-                    watch = direct.watch(b"a%d" % number, b"b", start)
-                    nursery.start_soon(write)
-                    applied = (await anext(watch)).revision
-                    watch.close()
-                    if later:  # then its number is not the last that was written
-                        await direct.transact((), [Put(b"other", b"")])
-                    proxy.losing = False
+            async with trio.open_nursery() as nursery:
+                proxy.losing = True
+                watch = direct.watch(b"a1", b"b", engine.revision)
+                nursery.start_soon(write)
+                applied = (await anext(watch)).revision
+                watch.close()
+                async with meanwhile(direct):
                     await proxy.cut()
-                assert revisions == [applied]
-            last = await direct.transact((), [Put(b"a9", b"")])
+                    await acknowledged.wait()
+            last = await engine.transact((), [Put(b"a9", b"")])
             found = [change.events[0].key for change in await history(direct, b"a", b"b", last)]
-            assert found == [b"a1", b"a2", b"a9"]
+            assert found == [b"a1", b"a9"]
 
     async def test_that_was_not_applied_is_repeated(self, etcd: EtcdServer) -> None:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            await engine.transact((), [Put(b"start", b"")])
             revisions: list[int] = []
 
             async def write() -> None:
                 revisions.append(await engine.transact([(b"a", 0)], [Put(b"a", b"1")]))
 
             async with trio.open_nursery() as nursery:
-                proxy.holding = True
                 nursery.start_soon(write)
-                await proxy.wait_held(b"/a")
-                proxy.holding = False
+                await proxy.hold(b"/a")
                 await proxy.cut()
             found = await direct.get(b"a")
             assert found is not None
             assert revisions == [found.mod_revision]
-
-    async def test_that_arrives_after_its_repetition_does_nothing(self, etcd: EtcdServer) -> None:
-        """Its compares hold again, since what it created has been deleted meanwhile."""
-        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            await engine.transact((), [Put(b"start", b"")])
-            revisions: list[int] = []
-
-            async def write() -> None:
-                revisions.append(await engine.transact([(b"a", 0)], [Put(b"a", b"1")]))
-
-            async with trio.open_nursery() as nursery:
-                proxy.holding = True
-                nursery.start_soon(write)
-                await proxy.wait_held(b"/a")
-                proxy.holding = False
-                await proxy.cut()
-            created = revisions[0]
-            deleted = await engine.transact([(b"a", created)], [Delete(b"a")])
+            # Its compares hold again, since what it created has been deleted meanwhile.
+            deleted = await engine.transact([(b"a", revisions[0])], [Delete(b"a")])
             await proxy.release_and_wait()
             last = await engine.transact((), [Put(b"b", b"")])
             assert await history(direct, b"a", b"c", last) == [
-                Change(created, (Event(created, b"a", b"1"),)),
+                Change(revisions[0], (Event(revisions[0], b"a", b"1"),)),
                 Change(deleted, (Event(deleted, b"a", None),)),
                 Change(last, (Event(last, b"b", b""),)),
             ]
 
-    async def test_that_was_cancelled_is_not_applied_after_what_comes_next(
-        self, etcd: EtcdServer
+    async def test_that_a_full_etcd_refuses_is_not_applied_later(
+        self, own_etcd: EtcdServer
     ) -> None:
-        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            await engine.transact((), [Put(b"start", b"")])
+        async with proxied(own_etcd, new_prefix()) as (proxy, engine, direct):
+
+            async def write() -> None:
+                with pytest.raises(NoSpace):
+                    await engine.transact((), [Put(b"a", b"")])
+
+            async with filled(direct), trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                await proxy.hold(b"/a")
+                await proxy.cut()
+            await proxy.release_and_wait()
+            assert await direct.get(b"a") is None
+            await engine.transact([(b"a", 0)], [Put(b"a", b"again")])
+
+    @pytest.mark.parametrize("full", [False, True])
+    async def test_that_was_cancelled_is_not_applied_after_what_comes_next(
+        self, own_etcd: EtcdServer, full: bool
+    ) -> None:
+        async with proxied(own_etcd, new_prefix()) as (proxy, engine, direct):
             async with trio.open_nursery() as nursery:
-                proxy.holding = True
                 nursery.start_soon(engine.transact, (), [Put(b"a", b"cancelled")])
-                await proxy.wait_held(b"/a")
+                await proxy.hold(b"/a")
                 nursery.cancel_scope.cancel()
-            proxy.holding = False
             await proxy.cut()
-            await engine.transact((), [Put(b"b", b"")])
+            if full:
+                async with filled(direct):
+                    await engine.settle()
+            else:
+                await engine.transact((), [Put(b"b", b"")])
             await proxy.release_and_wait()
             await engine.transact((), [Put(b"c", b"")])
             assert await direct.get(b"a") is None
@@ -274,11 +301,9 @@ class TestUncertainTransaction:
     async def test_of_random_kinds_are_all_applied_once_and_in_order(
         self, etcd: EtcdServer
     ) -> None:
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        chance = random.Random(seed)
+        chance = seeded()
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            first = await engine.transact((), [Put(b"start", b"")])
+            first = engine.revision
             acknowledged: list[tuple[int, bytes, bytes | None]] = []
             writing = 6
 
@@ -303,14 +328,12 @@ class TestUncertainTransaction:
                         proxy.holding = True
                         await trio.sleep(chance.uniform(0, 0.005))
                         await proxy.cut()
-                        proxy.holding = False
                         await trio.sleep(chance.uniform(0, 0.01))
                         await proxy.release()
                     else:
                         proxy.losing = True
                         await trio.sleep(chance.uniform(0, 0.005))
                         await proxy.cut()
-                        proxy.losing = False
 
             async with trio.open_nursery() as nursery:
                 for number in range(writing):
@@ -365,9 +388,7 @@ async def collect(engine: EtcdEngine, into: list[Change]) -> None:
 
 
 def test_transactions_and_watches_survive_failures_of_members() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
 
     async def main(server: EtcdServer) -> None:
         writers = Writers()
@@ -489,9 +510,7 @@ class TestCompaction:
 
 
 async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: EtcdServer) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
     async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
         watched: list[Change] = []
         async with trio.open_nursery() as nursery:
@@ -590,9 +609,7 @@ class TestRefusal:
 
     async def test_of_a_peer_that_sends_nonsense(self) -> None:
         """Random frames, some of them nearly right: an error of ours, and nothing else."""
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        chance = random.Random(seed)
+        chance = seeded()
 
         def nonsense() -> bytes:
             payload = chance.randbytes(chance.choice([0, 1, 4, 5, 8, 20, 200]))
@@ -680,18 +697,29 @@ class TestRefusal:
             EtcdEngine(["h:1"], b"/", cert=str(empty))
 
 
-def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
-    async def main(server: EtcdServer) -> None:
-        async with EtcdEngine(server.endpoints, b"/") as engine:
-            written = 0
-            with pytest.raises(NoSpace, match="repair-etcd"):
-                while written < 100:
-                    await engine.transact((), [Put(b"%02d" % written, bytes(500_000))])
-                    written += 1
-            # The first that was refused may have been applied before, if its answer came too late.
-            assert 0 < written <= len(await engine.range(b"0", b":")) <= written + 1
+def test_a_full_etcd_refuses_what_it_did_not_apply_and_can_still_be_read() -> None:
+    """Transactions that fill it are applied, and answered as if they were not."""
 
-    with EtcdServer(quota_bytes=8 << 20) as server:
+    async def main(server: EtcdServer) -> None:
+        acknowledged: set[bytes] = set()
+
+        async def write(key: bytes) -> None:
+            with contextlib.suppress(NoSpace):
+                await engine.transact((), [Put(key, bytes(300_000))])
+                acknowledged.add(key)
+
+        async with EtcdEngine(server.endpoints, b"/") as engine:
+            # Those that follow wait for nothing here.
+            await engine.transact((), [Put(b"start", b"")])
+            async with trio.open_nursery() as nursery:
+                for number in range(60):
+                    nursery.start_soon(write, b"%02d" % number)
+            assert {one.key for one in await engine.range(b"0", b":")} == acknowledged
+            with pytest.raises(NoSpace, match="repair-etcd"):
+                await engine.transact((), [Put(b"small", b"")])
+
+    # Each transaction is written out by itself, so that etcd sees early that it is full.
+    with EtcdServer(quota_bytes=8 << 20, arguments=("--backend-batch-limit=1",)) as server:
         trio.run(main, server)
 
 
@@ -780,9 +808,8 @@ async def test_closing_ends_what_waits(etcd: EtcdServer) -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            proxy.holding = True
             nursery.start_soon(call, "get", lambda: engine.get(b"a"))
             nursery.start_soon(call, "put", lambda: engine.transact((), [Put(b"a", b"")]))
-            await proxy.wait_held(b"/a")
+            await proxy.hold(b"/a")
             await engine.close()
         assert sorted(ended) == ["get", "put", "watch"]

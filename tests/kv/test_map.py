@@ -15,6 +15,7 @@ from pathlib import Path
 import lmdb
 import pytest
 import trio
+from harness.seeds import chosen_seed, seeded
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -195,8 +196,7 @@ def write_until_killed(path: str, seed: int) -> None:
 
 
 def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chance = random.Random(seed)
     path = str(tmp_path / "names")
     command = f"import test_map; test_map.write_until_killed({path!r}, {seed})"
@@ -207,7 +207,7 @@ def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path
             [sys.executable, "-c", command],
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
         ) as child:
             assert child.stdout is not None
             acknowledgements = [child.stdout.readline() for _ in range(chance.randint(1, 300))]
@@ -292,8 +292,7 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("strace is not installed")
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chance = random.Random(seed)
     path, trace = tmp_path / "names", tmp_path / "trace"
     Map(str(path), power_safe=True).close()
@@ -303,7 +302,7 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
          "trace=openat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fdatasync,fsync,msync",
          sys.executable, "-c", TRACED.format(path=str(path), seed=seed, end=TRANSACTIONS)],
         cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     if "PTRACE" in done.stderr:
@@ -442,8 +441,7 @@ class TestFullStore:
     def test_random_transactions_are_applied_whole_or_refused(
         self, small_tmpfs: Path, power_safe: bool
     ) -> None:
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
+        seed = chosen_seed()
         chance = random.Random(seed)
         path = str(small_tmpfs / "names")
         records = Map(path, power_safe=power_safe)
@@ -555,9 +553,7 @@ class TestDamagedFile:
     def test_anywhere_on_a_disk_is_an_error_of_ours_or_harmless_after_a_crash(
         self, store: Path
     ) -> None:
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        chance = random.Random(seed)
+        chance = seeded()
         intact = store.read_bytes()
         used = len(intact.rstrip(b"\0"))
         refused = 0

@@ -1,7 +1,6 @@
 """The replica hub on a real etcd: whole, in order, up to date when asked, and after lost events."""
 
 import errno
-import os
 import queue
 import random
 import threading
@@ -12,6 +11,7 @@ import pytest
 import trio
 from harness.etcd_server import EtcdKeys, EtcdServer, new_prefix
 from harness.models.namespace import DIRECTORY, FILE, NamespaceAgainstModel, Thing
+from harness.seeds import chosen_seed
 from harness.shared_namespaces import (
     HostNamespace,
     Lagging,
@@ -76,8 +76,7 @@ class _Telling(NamedTuple):
 
 async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: EtcdKeys) -> None:
     """The last half of what happened is lost to one host, and made up for by loading everything."""
-    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
-    print("IRDMAFS_SEED =", seed)
+    seed = chosen_seed()
 
     async with host(keys) as namespace:
         engine = namespace.engine

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import trio
 from harness.etcd_server import new_prefix
+from harness.seeds import seeded
 
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import (
@@ -248,9 +249,7 @@ async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine
 
 async def test_watching_from_a_snapshot_leaves_no_gap(open_engine: Open) -> None:
     """Random transactions, over which replicas are begun at any time. All end up the same."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
     engine = open_engine()
     model: dict[bytes, bytes] = {}
     replicas: list[tuple[int, dict[bytes, bytes]]] = []

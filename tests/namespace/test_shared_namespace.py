@@ -8,6 +8,7 @@ import trio
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
+from harness.seeds import chosen_seed
 from harness.shared_namespaces import (
     HostNamespace,
     Lagging,
@@ -433,8 +434,7 @@ async def test_link_counts_are_right_after_links_and_unlinks_at_once(keys: EtcdK
 async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
     keys: EtcdKeys, attempt: int, hub: type[Replica]
 ) -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
-    print("IRDMAFS_SEED =", seed)
+    seed = chosen_seed()
 
     async with hosts(keys, 4, hub) as namespaces:
         mirrors = [Mirror(namespace) for namespace in namespaces]

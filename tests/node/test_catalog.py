@@ -1,13 +1,13 @@
 """What a store node frees and what it keeps: extents against the records that etcd tells it of."""
 
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
 
 import pytest
 from harness.scratch import scratch_directory
+from harness.seeds import seeded
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.kv import Event, KeyValue
@@ -402,9 +402,7 @@ def test_what_is_remembered_of_gone_contents_is_limited(
 
 
 def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     sessions: dict[int, int] = {}
     number = 0
     named: dict[int, tuple[int, int, Layout]] = {}
@@ -466,7 +464,7 @@ def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
                 else:
                     world.restart()
         world.catalog.tidy(time.monotonic())
-        assert set(world.files) == expected(), f"seed {seed}"
+        assert set(world.files) == expected()
         assert sum(world.catalog.bytes_by_group.values()) == sum(s for _, s, _ in named.values())
         for bucket in range(BUCKETS):
             assert not world.catalog.missing(2 << 16 | bucket)

@@ -83,7 +83,8 @@ DENIED: dict[str, tuple[Method[Any], Message]] = {
     "hashes": (HASH_KV, pb.HashKVRequest()),
     "members": (MEMBERS, pb.MemberListRequest()),
     "a password": (AUTHENTICATE, pb.AuthenticateRequest(name="root", password="-")),
-    "a delete": (DELETE, pb.DeleteRangeRequest(key=OWN)),
+    "a delete of another's key": (DELETE, pb.DeleteRangeRequest(key=THEIRS)),
+    "a delete of a range": (DELETE, pb.DeleteRangeRequest(key=OWN, range_end=PREFIX + b"q")),
     "a lease of another": (GRANT, pb.LeaseGrantRequest(ID=FOREIGN, TTL=5)),
     "a lease of nobody": (GRANT, pb.LeaseGrantRequest(ID=7, TTL=5)),
     "a lease without a number": (GRANT, pb.LeaseGrantRequest(TTL=5)),
@@ -185,6 +186,8 @@ def test_what_is_not_known_here_is_not_forwarded() -> None:
     everything = pb.RangeRequest(key=PREFIX, range_end=PREFIX + b"z", limit=1 << 40)
     found = checked(RANGE.path, everything.SerializeToString(), PREFIX, OWNER)
     assert found.message.limit == PAGE_KEYS
+    own = pb.DeleteRangeRequest(key=OWN)
+    assert checked(DELETE.path, own.SerializeToString(), PREFIX, OWNER).message == own
 
 
 # -- with a real etcd ------------------------------------------------------------------------------

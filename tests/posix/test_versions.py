@@ -13,6 +13,7 @@ from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
 from harness.processes import Process
 from harness.scenarios import AsOnTmpfs
+from harness.seeds import chosen_seed
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -159,8 +160,7 @@ def test_randomly_edited_file_is_what_the_same_edits_make_in_memory(
 ) -> None:
     import random
 
-    seed = int(os.environ.get("IRDMAFS_SEED", random.randrange(1 << 30)))
-    print(f"IRDMAFS_SEED={seed}")
+    seed = chosen_seed()
     rng, file, model = random.Random(seed), folder / "file", bytearray()
     editors = [process() for _ in range(3)]
     file.write_bytes(b"")

@@ -69,7 +69,9 @@ class Attacker:
 @asynccontextmanager
 async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator[Attacker]:
     config = ClusterConfig.load(str(cluster.mounts[0].config)).cluster
-    name, role = config.identity("mount")
+    credentials = config.credentials("mount")
+    assert credentials is not None
+    name, role = credentials.identity.name, credentials.identity.role
     async with config.engine("mount") as engine, trio.open_nursery() as nursery:
         attacker = Attacker(engine, of_certificate or name, role)
         await attacker.replica.start(nursery)
@@ -77,7 +79,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
         async with open_peers(
             attacker.members.address,
             all_movers(),
-            credentials=config.credentials("mount"),
+            credentials=credentials,
             name="attacker",
             role="mount",
             session=lambda: attacker.claimed or attacker.session.number,

@@ -1,5 +1,6 @@
 """A worker on one host and a reducer on another; the worker is a shell, or any program that opens files."""
 
+import errno
 import os
 import shlex
 import signal
@@ -7,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from harness.processes import is_waiting
 from harness.training_runs import ones, reducing, start
 from safetensors.numpy import load_file, save_file
 
+from irdmafs.client import Store
 from irdmafs.train import TrainConfig, TrainError, Worker, begin
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import TrainDirectory, read_small
+from irdmafs.train.liveness import is_locked
 
 PATIENCE_S = 60
 
@@ -103,6 +107,39 @@ def test_program_that_waits_for_a_version_ends_at_a_signal(
 def default_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+
+
+def test_what_another_host_has_just_replaced_is_looked_up_again(
+    hosts_of_run: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel looks a name up twice and says ESTALE, as here every other time that a path is opened."""
+    stale: set[str] = set()
+    open_really = os.open
+
+    def opened(path: str, flags: int, *args: int, **more: int) -> int:
+        if not flags & os.O_CREAT and str(path) not in stale:
+            stale.add(str(path))
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        stale.discard(str(path))
+        return open_really(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    with Worker(hosts_of_run.here, "w") as worker:
+        for step in (1, 2):
+            worker.push(ones())
+            assert worker.pull(timeout_s=PATIENCE_S)["norm"].tolist() == [step] * 3
+    assert Store(hosts_of_run.here)["model.safetensors/norm"].tolist() == [2] * 3
+
+
+def test_what_is_gone_each_time_that_it_is_looked_up_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(KeyError):
+        Store(tmp_path)["array"]
+    with pytest.raises(FileNotFoundError):
+        read_small(tmp_path / "file")
+    assert not is_locked(tmp_path / "file")
 
 
 def test_program_without_a_library_trains(hosts_of_run: Hosts) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import trio
+from harness.seeds import seeded
 from harness.transport_nodes import NodeProcess, serving
 from harness.transport_place import (
     MiB,
@@ -220,9 +221,7 @@ async def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -
 
 @pytest.mark.long
 async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chooser = random.Random(seed)
+    chooser = seeded()
     async with in_cluster(memory, timeout_s=20.0) as cluster:
 
         async def one(number: int) -> None:

@@ -4,6 +4,7 @@ None of them may crash it, make it grow, or keep others from being served; each 
 log.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from harness.seeds import seeded
 from harness.transport_place import MiB, Place, memory, mounted, until
 from test_extents import TIMEOUT_S, in_cluster
 
@@ -206,6 +208,15 @@ async def unchanged(cluster: Place, before: Usage) -> None:
 # -- strangers -----------------------------------------------------------------------------------
 
 
+async def lose_connection(stream: trio.SocketStream, nonsense: bytes) -> None:
+    """Send something for which the other end closes the connection."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await stream.send_all(nonsense)
+        await stream.send_eof()
+    assert await is_closed(stream)
+    await stream.aclose()
+
+
 @pytest.mark.parametrize("port", ["control", "tcp"])
 @pytest.mark.parametrize("secured", [False, True])
 async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
@@ -215,9 +226,7 @@ async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     port: str,
     secured: bool,
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chooser = random.Random(seed)
+    chooser = seeded()
     tries = 150
     options: dict[str, Any] = {}
     if secured:
@@ -228,14 +237,7 @@ async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
         for _ in range(tries):
             stream = await connect(cluster, port)
             # Longer than a preamble, so that it does not look like one that is not complete.
-            nonsense = chooser.randbytes(chooser.randrange(64, 6000))
-            try:
-                await stream.send_all(nonsense)
-                await stream.send_eof()
-            except trio.BrokenResourceError:
-                pass
-            assert await is_closed(stream)
-            await stream.aclose()
+            await lose_connection(stream, chooser.randbytes(chooser.randrange(64, 6000)))
         await unchanged(cluster, before)
         assert tries / 2 < len(lines(caplog)) <= tries
         assert cluster.nodes[1].listener.counters.rejected_peers == len(lines(caplog))
@@ -460,9 +462,7 @@ def mutated(chooser: random.Random, data: bytes) -> bytes:
 async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chooser = random.Random(seed)
+    chooser = seeded()
     extent, target = Extent(3, 0), Target(1, 1, ())
     requests: list[msgspec.Struct] = [
         messages.Ping(),
@@ -486,14 +486,8 @@ async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         before = Usage()
         for _ in range(300):
             body = mutated(chooser, msgspec.msgpack.encode(chooser.choice(requests)))
-            stream = await introduced(cluster)
-            try:
-                await stream.send_all(len(body).to_bytes(4, "big") + body)
-                await stream.send_eof()
-            except trio.BrokenResourceError:
-                pass
-            assert await is_closed(stream)
-            await stream.aclose()
+            frame = len(body).to_bytes(4, "big") + body
+            await lose_connection(await introduced(cluster), frame)
         assert not [record for record in caplog.records if record.exc_info]
         await unchanged(cluster, before)
         assert len(lines(caplog)) <= 300
@@ -503,9 +497,7 @@ async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
 async def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chooser = random.Random(seed)
+    chooser = seeded()
     headers = [
         wire.Header(
             op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 1000, ((0, 1000),), "trace"

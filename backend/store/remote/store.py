@@ -59,10 +59,11 @@ async def remote_store(
     """
     role = config.cluster.mount_role
     session_key = make_session_key()
+    credentials = config.cluster.credentials(role)
+    shown = ("", "") if credentials is None else (credentials.identity.name, role)
     record = MountRecord(
-        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity(role),
-        session_digest(session_key),
-    )  # fmt: skip
+        config.mount.host, mountpoint, os.getpid(), version, *shown, session_digest(session_key)
+    )
     os.makedirs(directory, mode=0o700, exist_ok=True)
     try:
         with (
