@@ -15,7 +15,7 @@ protocol demands; taking one away must lead to a state that breaks an invariant 
 
 from collections.abc import Iterator
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 from harness.models.replication_state import (
     ABORT,
     CRASH,
@@ -51,7 +51,7 @@ Step = tuple[str, State]
 Seen = tuple[tuple[Etcd, ...], tuple[Node, ...]]
 
 
-class Model:
+class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()
@@ -609,6 +609,11 @@ class Model:
     def alike(self, state: State) -> tuple[State, ...]:
         return (state, self.swapped(state)) if len(state.writers) == 2 else (state,)
 
+    def wider(self, state: State) -> Iterator[State]:
+        """Yield the same, but with more events that may still happen."""
+        for left in range(state.left + 1, self.bounds.events + 1):
+            yield state._replace(left=left)
+
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
         before = state.log, state.nodes
@@ -619,25 +624,50 @@ class Model:
         promotions = state.promotions
         if promotions:
             promotions = frozenset(sent for sent in promotions if sent[1] == log[-1].config)
+        writers = state.writers
         puts = state.puts
         if puts:
-            puts = self._awaited(puts, log, nodes, state.writers)
+            puts = self._awaited(puts, log, nodes, writers)
+        if self._eager:
+            writers = self._as_committing(writers, log[-1])
         if (
             after == before
+            and writers == state.writers
             and len(puts) == len(state.puts)
             and len(promotions) == len(state.promotions)
         ):
             return state
-        return State(
-            log, nodes, state.writers, puts, promotions, state.owed, state.lost, state.left
-        )
+        return State(log, nodes, writers, puts, promotions, state.owed, state.lost, state.left)
+
+    def _as_committing(self, writers: tuple[Writer, ...], head: Etcd) -> tuple[Writer, ...]:
+        """Return the writers, without the acknowledgements by which none can commit any more: neither a
+        session nor a configuration comes back, and a writer that gave up gets no more of them."""
+        for index, (phase, content, config, acks) in enumerate(writers):
+            if config == NOTHING:
+                continue
+            over = not head.sessions >> content & 1
+            if phase == GAVE_UP and (
+                over or config != head.config or self._members[config] & ~acks
+            ):
+                writer = Writer(GAVE_UP, content, NOTHING, 0)
+            elif phase == SENDING and over and acks:
+                writer = Writer(SENDING, content, config, 0)
+            else:
+                continue
+            writers = (*writers[:index], writer, *writers[index + 1 :])
+        return writers
 
     def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
         """Return the log and the nodes, each node as far as it gets without doing anything."""
         head = len(log) - 1
         oldest = head
+        last = log[-1]
+        keep = last.sessions | self._bit(last.named) | self._bit(last.pin)
         for index, node in enumerate(nodes):
             if node.mode != UP:
+                if self._eager and node.sealed & ~keep:
+                    node = Node(node.mode, NOTHING, node.sealed & keep, 0)
+                    nodes = (*nodes[:index], node, *nodes[index + 1 :])
                 continue
             view = node.view
             while view < head and self._is_unmoved(index, node, log[view], log[view + 1]):
