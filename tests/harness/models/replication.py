@@ -64,7 +64,7 @@ class Model(Machine[State]):
         self._in_sync: list[int] = []
         self._shown: list[str] = []
         # Many states have these in common.
-        self._moved: dict[Seen, Seen] = {}
+        self._moved: dict[tuple[Seen, int], Seen] = {}
         self._swapped: dict[Seen, Seen] = {}
 
     # --- configurations, by number
@@ -617,9 +617,10 @@ class Model(Machine[State]):
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
         before = state.log, state.nodes
-        after = self._moved.get(before)
+        key = before, self._oldest_epoch(state)
+        after = self._moved.get(key)
         if after is None:
-            after = self._moved[before] = self._as_moved(*before)
+            after = self._moved[key] = self._as_moved(*before, key[1])
         log, nodes = after
         promotions = state.promotions
         if promotions:
@@ -657,7 +658,22 @@ class Model(Machine[State]):
             writers = (*writers[:index], writer, *writers[index + 1 :])
         return writers
 
-    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+    def _oldest_epoch(self, state: State) -> int:
+        """Return the first epoch for whose configuration data may be on its way, or be sent."""
+        if self.bounds.late_puts:
+            return 0
+        oldest = self.bounds.epochs + 1
+        if state.promotions:
+            # A node may be removed by the last change.
+            oldest = self.configs[state.log[-1].config].epoch - 1
+        for phase, _, config, _ in state.writers:
+            if phase == IDLE:
+                return 0
+            if phase == SENDING:
+                oldest = min(oldest, self.configs[config].epoch)
+        return oldest
+
+    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...], oldest_epoch: int) -> Seen:
         """Return the log and the nodes, each node as far as it gets without doing anything."""
         head = len(log) - 1
         oldest = head
@@ -670,7 +686,9 @@ class Model(Machine[State]):
                     nodes = (*nodes[:index], node, *nodes[index + 1 :])
                 continue
             view = node.view
-            while view < head and self._is_unmoved(index, node, log[view], log[view + 1]):
+            while view < head and self._is_unmoved(
+                index, node, log[view], log[view + 1], oldest_epoch
+            ):
                 view += 1
             if view != node.view:
                 node = Node(UP, view, node.sealed, node.torn)
@@ -685,12 +703,19 @@ class Model(Machine[State]):
             )
         return log, nodes
 
-    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd) -> bool:
+    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd, oldest_epoch: int) -> bool:
         """Whether the node does the same whether it has seen a revision or not: it need not wait."""
         if not self._eager:
             return False
         if not self._members[old.config] >> index & 1 and not node.sealed:
             return not self._members[new.config] >> index & 1
+        if old.config != new.config and self.configs[old.config].epoch < oldest_epoch:
+            # A member that would not take data for the old configuration, nor frees any for the new one.
+            return bool(
+                old[1:] == new[1:]
+                and not node.torn
+                and self._members[old.config] & self._members[new.config] & 1 << index
+            )
         return (
             old.config == new.config
             and old.sessions == new.sessions
