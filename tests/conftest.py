@@ -44,6 +44,7 @@ ROOMS = (
     "tests", "project", "namespace", "kv", "store", "fuse", "posix", "client", "cli", "transport", "node",
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
+PR_SET_DUMPABLE = 4
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
 
@@ -241,10 +242,18 @@ def tmpfs() -> Iterator[Path]:
 
 @pytest.fixture
 def nobody() -> Iterator[Process]:
-    """A process of a user who owns nothing."""
-    with Process() as one:
-        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
-        yield one
+    """A process of a user who owns nothing, used by one test at a time."""
+    one = _idle_nobodies.pop() if _idle_nobodies else _new_nobody()
+    yield one
+    _keep(one, _idle_nobodies)
+
+
+def _new_nobody() -> Process:
+    one = Process()
+    one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
+    # Otherwise /proc/self/fd, where `reset` finds what to close, is root's.
+    one.do(f"ctypes.CDLL(None).prctl({PR_SET_DUMPABLE}, 1)")
+    return one
 
 
 @pytest.fixture
@@ -329,6 +338,15 @@ def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path
 
 
 _idle_processes: list[Process] = []
+_idle_nobodies: list[Process] = []
+
+
+def _keep(one: Process, idle: list[Process]) -> None:
+    """Give a process back to those that other tests may use, if it still works."""
+    if one.reset():
+        idle.append(one)
+    else:
+        one.close()
 
 
 @pytest.fixture
@@ -342,17 +360,14 @@ def process() -> Iterator[Callable[[], Process]]:
 
     yield take
     for one in used:
-        if one.reset():
-            _idle_processes.append(one)
-        else:
-            one.close()
+        _keep(one, _idle_processes)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_idle_processes() -> Iterator[None]:
     yield
-    while _idle_processes:
-        _idle_processes.pop().close()
+    for one in (*_idle_processes, *_idle_nobodies):
+        one.close()
     end_shared_etcd()
     end_forking()
 

@@ -19,6 +19,7 @@ from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs, one_line
+from harness.processes import has_ended
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members
@@ -77,7 +78,7 @@ def serving(store: Path, config: str | Path, *arguments: str) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGTERM)
-        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
+        eventually(lambda: has_ended(pid), "the node ended", 30)
 
 
 def init(name: str, directory: Path, *arguments: str) -> None:
@@ -363,7 +364,7 @@ def test_what_no_node_has_is_looked_for_once(mounted: OneNodeMount, size: int) -
 
 def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
     """Its writer was told so, and others may have written since."""
-    with OneNodeMount(("--timeout", "2s")) as mount:
+    with OneNodeMount(("--timeout", "1s")) as mount:
         (mount.path / "old").write_bytes(b"first")
         kill_node(mount)
         for name in ("old", "new"):
@@ -448,7 +449,7 @@ def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Pa
     try:
         pid = json.loads(irdmafs("status", "--json", path).stdout)["pid"]
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon is gone")
+        eventually(lambda: has_ended(pid), "the daemon is gone")
         advice = f"Heal it with: irdmafs mount {path} --cluster {config}"
         assert advice in irdmafs("status", path).stdout
         assert f"mount it with --cluster {config}" in one_line(irdmafs("mount", path))
@@ -467,7 +468,7 @@ def test_umount_names_a_namespace_that_has_the_mount_still(mounted: OneNodeMount
         assert f"process {other.pid} is in it" in line
         assert line.endswith(f"kill {pid}")
         other.kill()
-    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon ended", 30)
+    eventually(lambda: has_ended(pid), "the daemon ended", 30)
 
 
 def test_documented_options_exist() -> None:

@@ -16,6 +16,7 @@ import trio
 from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, eventually, irdmafs, one_line
+from harness.processes import has_ended
 from harness.secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster import overview
@@ -570,7 +571,7 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
         log = (store / "irdmafs.log").read_text()
         if match := re.search(r'"pid": (\d+)', log):
             os.kill(int(match[1]), signal.SIGTERM)
-    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", within_s=30)
+    eventually(lambda: has_ended(pid), "the node ended", within_s=30)
     assert cluster.status(2)["nodes"][0]["state"] == "down"
     assert cluster.run("cluster", "remove", found[1]).returncode == 0
     assert cluster.status(2)["nodes"] == []

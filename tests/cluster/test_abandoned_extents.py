@@ -31,7 +31,7 @@ def session_of(cluster: Cluster, mount: ClusterMount) -> int:
 
 
 def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
-    plan = Plan(nodes=2, mounts=1, buckets=4, lease_ttl_s=30, mount_config={"timeout": "3s"})
+    plan = Plan(nodes=2, mounts=1, buckets=4, lease_ttl_s=30, mount_config={"timeout": "2s"})
     with Cluster(plan) as cluster:
         (mount,) = cluster.mounts
         (mount.path / "other").write_bytes(DATA)

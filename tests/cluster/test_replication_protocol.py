@@ -57,7 +57,7 @@ BOUNDED = {
         writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
     ),
 }
-# Minutes.
+# A minute, together.
 LARGE = {
     "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "the members in sync are given up after a change": Bounds(

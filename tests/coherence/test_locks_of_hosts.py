@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,15 +91,14 @@ def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def on_hosts(two: tuple[Path, Path]) -> Iterator[tuple[Process, Process]]:
+def on_hosts(two: tuple[Path, Path], process: Callable[[], Process]) -> tuple[Process, Process]:
     """A process on each host, with the same file open for reading and writing as `fd`."""
     (two[0] / "file").write_bytes(b"x" * 100)
-    with contextlib.ExitStack() as stack:
-        found = tuple(stack.enter_context(Process()) for _ in two)
-        for process, directory in zip(found, two, strict=True):
-            process.do(PREPARE)
-            process.do("fd = os.open(d + '/file', os.O_RDWR)", d=str(directory))
-        yield found[0], found[1]
+    found = process(), process()
+    for one, directory in zip(found, two, strict=True):
+        one.do(PREPARE)
+        one.do("fd = os.open(d + '/file', os.O_RDWR)", d=str(directory))
+    return found
 
 
 Two = tuple[Process, Process]

@@ -115,7 +115,7 @@ def is_readable(path: Path) -> bool:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    plan = Plan(nodes=2, mounts=2, buckets=4, mount_config={"timeout": "5s"})
+    plan = Plan(nodes=2, mounts=2, buckets=4, mount_config={"timeout": "2s"})
     with Cluster(plan) as made:
         yield made
 

@@ -12,6 +12,7 @@ from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
 from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.programs import hasty_node
 from harness.training import train
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Cluster",
     "ClusterMount",
     "ClusterOfChangedMounts",
+    "ClusterOfHastyNodes",
     "CommandFailed",
     "Daemon",
     "Host",
@@ -89,3 +91,10 @@ class ClusterOfChangedMounts(Cluster):
     ) -> ClusterMount:
         mount = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(mount, self._program)
+
+
+class ClusterOfHastyNodes(Cluster):
+    """Its nodes look every second for what they may free."""
+
+    def _make_node(self, host: Host) -> StoreNode:
+        return run_instead(super()._make_node(host), hasty_node.__file__)

@@ -28,6 +28,15 @@ def is_waiting(pid: int) -> bool:
     return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended; one that is not ours may not be reaped for a while."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 class Process:
     """A Python interpreter of its own. A context manager; leaving it kills the process."""
 
@@ -152,6 +161,8 @@ def _serve(receiver: Connection, sender: Connection) -> None:
     os.set_inheritable(receiver.fileno(), False)
     os.set_inheritable(sender.fileno(), False)
     names = _fresh_names()
+    # What is imported owns no descriptors that `_close_files` would have to find.
+    gc.freeze()
     outcome: tuple[bool, Any] | None
     while True:
         try:

@@ -23,7 +23,8 @@ import trio
 from harness.daemons import Daemon, wait_until
 from harness.etcd_server import EtcdServer
 from harness.network import Host
-from harness.parts import irdmafs_command
+from harness.parts import irdmafs_command, run_instead
+from harness.programs import hasty_node
 from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
@@ -697,6 +698,7 @@ async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place)
         here, ended = place.add(), place.add()
         for node in (here, ended):
             assert node.terminate() == 0
+            run_instead(node, hasty_node.__file__)
         own.kill9()
         for node in (here, ended):
             node.start()

@@ -5,8 +5,8 @@ Nodes listen on an address of loopback, so that the control connection outlives 
 
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,32 +94,27 @@ class TwoNodes(Place):
             os.unlink(each.service.path(extent))
 
 
-def in_place(
+@asynccontextmanager
+async def in_place(
     memory: Path,
-    test: Callable[[TwoNodes], Awaitable[None]],
     choice: Choice = Choice(),  # noqa: B008
     address: str = LOOPBACK,
     timeout_s: float = TIMEOUT_S,
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            of_nodes = stack.enter_context(Rdma(choice))
-            nodes = {
-                node: await stack.enter_async_context(
-                    serving(
-                        f"{memory}/{node}", node, f"{memory}/addresses", address,
-                        timeout_s=timeout_s, rdma=of_nodes,
-                    )
+) -> AsyncIterator[TwoNodes]:
+    async with AsyncExitStack() as stack:
+        of_nodes = stack.enter_context(Rdma(choice))
+        nodes = {
+            node: await stack.enter_async_context(
+                serving(
+                    f"{memory}/{node}", node, f"{memory}/addresses", address,
+                    timeout_s=timeout_s, rdma=of_nodes,
                 )
-                for node in (1, 2)
-            }  # fmt: skip
-            of_mount = stack.enter_context(Rdma(choice))
-            peers = await stack.enter_async_context(
-                mounted(memory, timeout_s=timeout_s, rdma=of_mount)
             )
-            await test(TwoNodes(memory, peers, nodes, of_mount, of_nodes))
-
-    trio.run(main)
+            for node in (1, 2)
+        }  # fmt: skip
+        of_mount = stack.enter_context(Rdma(choice))
+        peers = await stack.enter_async_context(mounted(memory, timeout_s=timeout_s, rdma=of_mount))
+        yield TwoNodes(memory, peers, nodes, of_mount, of_nodes)
 
 
 def when_posted(
@@ -161,8 +156,8 @@ def break_it(pair: QueuePair) -> None:
 
 
 @pytest.mark.usefixtures("links")
-def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
-    async def test(place: TwoNodes) -> None:
+async def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
+    async with in_place(memory) as place:
         await place.lanes()
         await place.there_and_back(1, 24 * MiB + 7)
         moved = place.peers.counters.rails
@@ -177,14 +172,12 @@ def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Pa
         assert sum(moved.values()) == 8 * 3 * MiB
         assert place.peers.counters.fallbacks == place.peers.counters.reroutes == 0
 
-    in_place(memory, test)
-
 
 @pytest.mark.usefixtures("links")
-def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
+async def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
     memory: Path,
 ) -> None:
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory, Choice(queue_pairs=3)) as place:
         found = await place.lanes()
         await until(lambda: all(lane.is_usable for lane in found._lanes))
         assert len(found._lanes) == 6
@@ -201,14 +194,12 @@ def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
         await until(lambda: not responder._pairs)
         await until(lambda: not any(lane.is_usable for lane in found._lanes))
 
-    in_place(memory, test, Choice(queue_pairs=3))
-
 
 # -- links that go down --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("down", _LINKS)
-def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
+async def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
     memory: Path,
     links: tuple[str, ...],
     down: str,
@@ -216,8 +207,7 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         found = await place.lanes()
         device = f"rxe{links.index(down)}"
         lost = when_posted(
@@ -246,14 +236,12 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         assert f"over rxe{1 - links.index(down)}/1" in lost_line
         assert f"{device}/1" in back_line
 
-    in_place(memory, test)
-
 
 @pytest.mark.usefixtures("links")
-def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
+async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory, Choice(device="rxe0")) as place:
         found = await place.lanes(count=1)
         lost = when_posted(monkeypatch, 3, lambda pair: set_link("roce0", "down"))
         async with trio.open_nursery() as nursery:
@@ -270,8 +258,6 @@ def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
         await place.there_and_back(100, 5 * MiB)
         assert counters.moved_bytes["verbs"] == before + 3 * 5 * MiB
 
-    in_place(memory, test, Choice(device="rxe0"))
-
 
 @pytest.fixture
 def first_address(links: tuple[str, ...]) -> Iterator[str]:
@@ -287,10 +273,10 @@ def change_address(what: str) -> None:
     subprocess.run(command, check=True)
 
 
-def test_a_way_that_takes_the_control_connection_along_makes_the_node_unreachable(
+async def test_a_way_that_takes_the_control_connection_along_makes_the_node_unreachable(
     memory: Path, first_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory, Choice(device="rxe0"), first_address, timeout_s=5.0) as place:
         await place.lanes(count=1)
         await place.there_and_back(1, MiB)
         lost = when_posted(monkeypatch, 2, lambda pair: change_address("del"))
@@ -312,27 +298,22 @@ def test_a_way_that_takes_the_control_connection_along_makes_the_node_unreachabl
                     await trio.sleep(0.1)
         await place.lanes(count=1)
 
-    in_place(memory, test, Choice(device="rxe0"), first_address, timeout_s=5.0)
-
 
 @pytest.mark.usefixtures("links")
-def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
+async def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "_LOOK_S", 0.1)
     set_link("roce1", "down")
-
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         await place.lanes(count=1)
         set_link("roce1", "up")
         await place.lanes(count=2)
 
-    in_place(memory, test)
-
 
 @pytest.mark.usefixtures("links")
-def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
-    async def test(place: TwoNodes) -> None:
+async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
+    async with in_place(memory) as place:
         found = await place.lanes()
         (adapter,) = (each for each in place.rdma.adapters if each.name == "rxe0")
         # Its port is not there when the kernel tells of something next.
@@ -345,14 +326,12 @@ def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
         assert found.usable == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
         assert place.peers.counters.fallbacks == 0
 
-    in_place(memory, test)
-
 
 # -- queue pairs that break ----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("links")
-def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
+async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "RETRY_S", 0.1)
@@ -370,8 +349,7 @@ def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
         return batch
 
     monkeypatch.setattr(QueuePair, "_post", posting)
-
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         found = await place.lanes()
         for round in range(6):
             async with trio.open_nursery() as nursery:
@@ -380,19 +358,16 @@ def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
         assert len(broken) == 6
         assert place.peers.counters.reroutes + place.nodes[1].peers.counters.reroutes > 0
         await until(lambda: len(found.usable) == 2)
-
-    in_place(memory, test)
     for node in ("1", "2"):
         assert not list((memory / node / "incoming").iterdir())
 
 
 @pytest.mark.usefixtures("links")
-def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
+async def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "RETRY_S", 0.1)
-
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         found = await place.lanes()
         (responder,) = (
             each for each in place.nodes[1].serving(VerbsServing).responders if each._pairs
@@ -407,8 +382,6 @@ def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
         await until(lambda: first.path not in (None, path))
         await place.there_and_back(2, MiB)
         assert (counters.fallbacks, counters.reroutes) == (0, 1)
-
-    in_place(memory, test)
 
 
 @pytest.mark.usefixtures("links")
@@ -455,10 +428,10 @@ def test_a_node_that_is_killed_takes_all_rails_along(
 
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("whose", ["caller", "node"])
-def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
+async def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
     memory: Path, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         found = await place.lanes()
         rdma = place.rdma if whose == "caller" else place.of_nodes
         failing: set[object] = set()
@@ -486,14 +459,12 @@ def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
         await place.there_and_back(2, MiB)
         assert place.peers.counters.fallbacks == 3
 
-    in_place(memory, test)
-
 
 @pytest.mark.usefixtures("links")
-def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
+async def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: TwoNodes) -> None:
+    async with in_place(memory) as place:
         await place.lanes()
         library = place.of_nodes.adapters[0].library
 
@@ -509,5 +480,3 @@ def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
             assert users == bool(adapter.staging.slots)  # staging uses its own for ever
         await place.there_and_back(2, MiB)
         assert place.peers.counters.fallbacks == 3
-
-    in_place(memory, test)

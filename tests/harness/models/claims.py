@@ -9,10 +9,10 @@ and only then etcd may end it, with the host's claim.
 published file without its name.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 
 NOBODY = -1
 
@@ -73,19 +73,13 @@ class State(NamedTuple):
         return self.past[-1]
 
 
-class Model:
+class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()
 
     def initial(self) -> State:
         return State((Etcd(),), (Host(),) * self.bounds.hosts, self.bounds.losses)
-
-    def canonical(self, state: State) -> State:
-        return state
-
-    def alike(self, state: State) -> Iterable[State]:
-        return [state]
 
     def reduced(self, state: State) -> State:
         """Forget what every host has seen."""

@@ -21,16 +21,20 @@ class Machine(Protocol[State]):
         ...
 
     def reduced(self, state: State) -> State:
-        """Without what makes no difference to the future."""
-        ...
+        """Return the state without what makes no difference to the future."""
+        return state
 
     def canonical(self, state: State) -> State:
-        """One of those that are the same but for the names of things."""
-        ...
+        """Return one of those that are the same but for the names of things."""
+        return state
 
     def alike(self, state: State) -> Iterable[State]:
-        """All of those."""
-        ...
+        """Return all of those."""
+        return (state,)
+
+    def wider(self, state: State) -> Iterable[State]:
+        """Return others that check the same, and from which all can happen that can from this one."""
+        return ()
 
 
 class Broken(Exception):
@@ -93,6 +97,8 @@ def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
                     if len(came_from) == known:
                         continue
                     known += 1
+                if any(wider in came_from for wider in model.wider(least)):
+                    continue
                 states += 1
                 frontier.append(least)
         except Broken as broken:

@@ -15,7 +15,7 @@ from fcntl import F_RDLCK, F_WRLCK
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 from irdmafs.backend.model.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class State(NamedTuple):
         return self.past[-1]
 
 
-class Model:
+class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()

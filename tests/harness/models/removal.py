@@ -6,10 +6,10 @@ rename finds the directory by its name in another directory, whatever that one i
 process that was stopped may come at any time. `Rules` names what the protocol demands.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 
 FILES = 2
 
@@ -35,7 +35,7 @@ class State(NamedTuple):
     again: bool = False
 
 
-class Model:
+class Model(Machine[State]):
     """A machine for explorer.explore."""
 
     def __init__(self, rules: Rules) -> None:
@@ -84,12 +84,3 @@ class Model:
     def check(self, state: State) -> None:
         if state.place == "push" and not state.counted and state.files < FILES:
             raise Broken(f"a push was published with {state.files} of {FILES} files")
-
-    def reduced(self, state: State) -> State:
-        return state
-
-    def canonical(self, state: State) -> State:
-        return state
-
-    def alike(self, state: State) -> Iterable[State]:
-        return (state,)

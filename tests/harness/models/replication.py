@@ -15,7 +15,7 @@ protocol demands; taking one away must lead to a state that breaks an invariant 
 
 from collections.abc import Iterator
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 from harness.models.replication_state import (
     ABORT,
     CRASH,
@@ -51,7 +51,7 @@ Step = tuple[str, State]
 Seen = tuple[tuple[Etcd, ...], tuple[Node, ...]]
 
 
-class Model:
+class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()
@@ -64,7 +64,7 @@ class Model:
         self._in_sync: list[int] = []
         self._shown: list[str] = []
         # Many states have these in common.
-        self._moved: dict[Seen, Seen] = {}
+        self._moved: dict[tuple[Seen, int], Seen] = {}
         self._swapped: dict[Seen, Seen] = {}
 
     # --- configurations, by number
@@ -609,38 +609,86 @@ class Model:
     def alike(self, state: State) -> tuple[State, ...]:
         return (state, self.swapped(state)) if len(state.writers) == 2 else (state,)
 
+    def wider(self, state: State) -> Iterator[State]:
+        """Yield the same, but with more events that may still happen."""
+        for left in range(state.left + 1, self.bounds.events + 1):
+            yield state._replace(left=left)
+
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
         before = state.log, state.nodes
-        after = self._moved.get(before)
+        key = before, self._oldest_epoch(state)
+        after = self._moved.get(key)
         if after is None:
-            after = self._moved[before] = self._as_moved(*before)
+            after = self._moved[key] = self._as_moved(*before, key[1])
         log, nodes = after
         promotions = state.promotions
         if promotions:
             promotions = frozenset(sent for sent in promotions if sent[1] == log[-1].config)
+        writers = state.writers
         puts = state.puts
         if puts:
-            puts = self._awaited(puts, log, nodes, state.writers)
+            puts = self._awaited(puts, log, nodes, writers)
+        if self._eager:
+            writers = self._as_committing(writers, log[-1])
         if (
             after == before
+            and writers == state.writers
             and len(puts) == len(state.puts)
             and len(promotions) == len(state.promotions)
         ):
             return state
-        return State(
-            log, nodes, state.writers, puts, promotions, state.owed, state.lost, state.left
-        )
+        return State(log, nodes, writers, puts, promotions, state.owed, state.lost, state.left)
 
-    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+    def _as_committing(self, writers: tuple[Writer, ...], head: Etcd) -> tuple[Writer, ...]:
+        """Return the writers, without the acknowledgements by which none can commit any more: neither a
+        session nor a configuration comes back, and a writer that gave up gets no more of them."""
+        for index, (phase, content, config, acks) in enumerate(writers):
+            if config == NOTHING:
+                continue
+            over = not head.sessions >> content & 1
+            if phase == GAVE_UP and (
+                over or config != head.config or self._members[config] & ~acks
+            ):
+                writer = Writer(GAVE_UP, content, NOTHING, 0)
+            elif phase == SENDING and over and acks:
+                writer = Writer(SENDING, content, config, 0)
+            else:
+                continue
+            writers = (*writers[:index], writer, *writers[index + 1 :])
+        return writers
+
+    def _oldest_epoch(self, state: State) -> int:
+        """Return the first epoch for whose configuration data may be on its way, or be sent."""
+        if self.bounds.late_puts:
+            return 0
+        oldest = self.bounds.epochs + 1
+        if state.promotions:
+            # A node may be removed by the last change.
+            oldest = self.configs[state.log[-1].config].epoch - 1
+        for phase, _, config, _ in state.writers:
+            if phase == IDLE:
+                return 0
+            if phase == SENDING:
+                oldest = min(oldest, self.configs[config].epoch)
+        return oldest
+
+    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...], oldest_epoch: int) -> Seen:
         """Return the log and the nodes, each node as far as it gets without doing anything."""
         head = len(log) - 1
         oldest = head
+        last = log[-1]
+        keep = last.sessions | self._bit(last.named) | self._bit(last.pin)
         for index, node in enumerate(nodes):
             if node.mode != UP:
+                if self._eager and node.sealed & ~keep:
+                    node = Node(node.mode, NOTHING, node.sealed & keep, 0)
+                    nodes = (*nodes[:index], node, *nodes[index + 1 :])
                 continue
             view = node.view
-            while view < head and self._is_unmoved(index, node, log[view], log[view + 1]):
+            while view < head and self._is_unmoved(
+                index, node, log[view], log[view + 1], oldest_epoch
+            ):
                 view += 1
             if view != node.view:
                 node = Node(UP, view, node.sealed, node.torn)
@@ -655,12 +703,19 @@ class Model:
             )
         return log, nodes
 
-    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd) -> bool:
+    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd, oldest_epoch: int) -> bool:
         """Whether the node does the same whether it has seen a revision or not: it need not wait."""
         if not self._eager:
             return False
         if not self._members[old.config] >> index & 1 and not node.sealed:
             return not self._members[new.config] >> index & 1
+        if old.config != new.config and self.configs[old.config].epoch < oldest_epoch:
+            # A member that would not take data for the old configuration, nor frees any for the new one.
+            return bool(
+                old[1:] == new[1:]
+                and not node.torn
+                and self._members[old.config] & self._members[new.config] & 1 << index
+            )
         return (
             old.config == new.config
             and old.sessions == new.sessions

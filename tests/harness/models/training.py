@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
@@ -110,7 +110,7 @@ class State(NamedTuple):
     replaced: tuple[Worker, ...] = ()
 
 
-class Model:
+class Model(Machine[State]):
     """A machine for explorer.explore."""
 
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
@@ -380,9 +380,6 @@ class Model:
         kept = {push.path for push in pending(there, clocks)}
         if {key.path for key in expected - set(counted)} - kept:
             raise Broken("a push that is there is not pending, and does not count")
-
-    def reduced(self, state: State) -> State:
-        return state
 
     def canonical(self, state: State) -> State:
         """Sort the processes that have no part of their own."""
