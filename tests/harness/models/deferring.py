@@ -10,10 +10,10 @@ stop waiting for the writer, and delete its claim. Then what was deferred is los
 or to a lost change that comes back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from harness.models.explorer import Broken
+from harness.models.explorer import Broken, Machine
 
 NOBODY, ORDINARY, EXCLUSIVE = range(3)
 
@@ -96,19 +96,13 @@ class State(NamedTuple):
         return self.answered + (writer.deferred if is_held else 0)
 
 
-class Model:
+class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()
 
     def initial(self) -> State:
         return State((Etcd(),), Writer(), Reader(), 0, self.bounds)
-
-    def canonical(self, state: State) -> State:
-        return state
-
-    def alike(self, state: State) -> Iterable[State]:
-        return [state]
 
     def reduced(self, state: State) -> State:
         """Forget what both hosts have seen."""
@@ -127,9 +121,6 @@ class Model:
                 follows_from=max(0, reader.follows_from - oldest),
             ),
         )
-
-    def check(self, state: State) -> None:
-        """Looks are checked when they end."""
 
     # -- what may happen -------------------------------------------------------------------------
 
