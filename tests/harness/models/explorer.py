@@ -18,7 +18,7 @@ class Machine(Protocol[State]):
 
     def check(self, state: State) -> None:
         """Raises Broken if an invariant does not hold."""
-        ...
+        return
 
     def reduced(self, state: State) -> State:
         """Return the state without what makes no difference to the future."""
