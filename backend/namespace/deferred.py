@@ -54,7 +54,8 @@ class _Change(NamedTuple):
 
 
 class Deferred:
-    """The deferred changes of a tree. Nothing is deferred until `run` runs."""
+    """The deferred changes of a tree; `count` is how many there have been. Nothing is deferred until `run`
+    runs."""
 
     def __init__(self, tree: Tree, engine: "EtcdEngine", hub: Hub, claims: Claims) -> None:
         self._tree = tree
@@ -62,7 +63,7 @@ class Deferred:
         self._hub = hub
         self._claims = claims
         self._changes: deque[_Change] = deque()
-        self._number = 0  # of the newest change
+        self.count = 0
         # How many changes put or delete a key, of those that are not being stored; and what is being
         # stored, by key.
         self._waiting: Counter[bytes] = Counter()
@@ -75,11 +76,6 @@ class Deferred:
         self._lost_keys: set[bytes] = set()
         self._is_running = False
         tree.is_ahead_of = self._is_ahead_of
-
-    @property
-    def changes(self) -> int:
-        """Return how many changes have been deferred."""
-        return self._number
 
     @property
     def is_empty(self) -> bool:
@@ -96,9 +92,9 @@ class Deferred:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
         self._tree.keep(commit)
-        self._number += 1
+        self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
-        change = _Change(self._number, changes, claims)
+        change = _Change(self.count, changes, claims)
         self._changes.append(change)
         self._waiting.update(operation.key for operation in change.operations)
         self._first.set()
@@ -153,7 +149,7 @@ class Deferred:
     async def store(self) -> None:
         """Return when nothing is deferred any more of what was before this call. Raises OSError ETIMEDOUT:
         then it is still deferred."""
-        newest = self._number
+        newest = self.count
         if self.is_empty:
             return
         async with self._storing:

@@ -239,7 +239,7 @@ class RemoteStore:
             followed_directories=leases.count(),
             claimed_directories=coordination.claims.count(),
             exclusive_directories=coordination.claims.count(exclusive=True),
-            deferred_changes=coordination.deferred.changes,
+            deferred_changes=coordination.deferred.count,
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
             locked=self.locks.count(),
