@@ -6,22 +6,26 @@ without a version, a removed name, attributes. Whoever looks into the directory 
 stored. So does fsync, of any file or directory, and each change that is not deferred. Changes are stored in
 their order: if this mount dies, those that are lost are the last ones.
 
-A transaction of deferred changes compares nothing but the claims. Until the watch yields it the tree is
-ahead of the events, and passes over those that would take it back.
+A transaction of deferred changes compares nothing but the claims. If this mount has lost one, with its
+session for example, the transaction compares the records that it changes: so nothing is lost unless another
+mount has changed the same meanwhile. Until the watch yields a transaction the tree is ahead of the events,
+and passes over those that would take it back.
 """
 
 import errno
 import logging
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from ..kv import Conflict, Delete, Event, Put
-from ..model.records import claim_key
+from ..model.records import CLAIM, claim_key
 from ..pauses import Pauses
 from .commit import Commit, operations
+from .inode import inode_key, name_key
 from .others import Claims, Hub
 from .tree import Tree
 
@@ -32,13 +36,15 @@ __all__ = ["Deferred"]
 
 log = logging.getLogger(__name__)
 
-# A transaction has 127 operations, and compares the claims of some directories.
-_OPERATIONS_MAX = 120
+# A transaction has 127 operations and compares, among these of the claims of some directories.
+_OPERATIONS_MAX = 100
 _DIRECTORIES_MAX = 20
 # The first of several changes waits so long for others.
 _GATHER_S = 0.1
-# So many changes are deferred at a time; who makes more of them waits.
+# So many changes are deferred at a time, and none while etcd has stored nothing for so long: whoever makes
+# more of them waits.
 _DEFERRED_MAX = 1000
+_OVERDUE_S = 0.5
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
 _TOLD_MAX = 10
@@ -57,17 +63,28 @@ class Deferred:
     """The deferred changes of a tree; `count` is how many there have been. Nothing is deferred until `run`
     runs."""
 
-    def __init__(self, tree: Tree, engine: "EtcdEngine", hub: Hub, claims: Claims) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        engine: "EtcdEngine",
+        hub: Hub,
+        claims: Claims,
+        after_commit: Callable[[tuple[int, ...], int], Awaitable[None]],
+    ) -> None:
         self._tree = tree
         self._engine = engine
         self._hub = hub
         self._claims = claims
+        self._after_commit = after_commit
         self._changes: deque[_Change] = deque()
         self.count = 0
         # How many changes put or delete a key, of those that are not being stored; and what is being
         # stored, by key.
         self._waiting: Counter[bytes] = Counter()
         self._under_way: dict[bytes, bytes | None] = {}
+        # The revisions of names and inodes before deferred changes; 0: there was none.
+        self._before: dict[bytes, int] = {}
+        self._stored_s = 0.0  # when everything was stored, or the last changes were
         self._storing = trio.Lock()
         self._first, self._many = trio.Event(), trio.Event()
         # What is to be told of lost changes, by directory, and the keys of their records until the tree is
@@ -83,14 +100,21 @@ class Deferred:
 
     @property
     def has_room(self) -> bool:
-        is_right = self._is_running and not self._lost_keys
-        return is_right and len(self._changes) < _DEFERRED_MAX
+        if self._lost_keys or not self._is_running or len(self._changes) >= _DEFERRED_MAX:
+            return False
+        return self.is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
 
     def add(
         self, commit: Commit, changes: Sequence[Put | Delete], directories: Iterable[int]
     ) -> None:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
+        if self.is_empty:
+            self._stored_s = trio.current_time()
+        for parent, name, _ in commit.names:
+            self._before.setdefault(name_key(parent, name), self._tree.name_revision(parent, name))
+        for inode in (*commit.inodes, *commit.gone):
+            self._before.setdefault(inode_key(inode.ino), inode.revision)
         self._tree.keep(commit)
         self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
@@ -173,52 +197,67 @@ class Deferred:
             raise lost[0]
 
     async def _store_some(self) -> None:
-        """Store the first changes, or give up those whose claims are lost."""
+        """Store the first changes: those whose claims are lost, if there are such."""
         lost = [change for change in self._changes if not self._is_held(change)]
-        if lost:
-            self._lose(lost)
-            return
+        for directory in self._claims.of_others({one for change in lost for one in change.claims}):
+            await self._claims.recall(directory)
         some: list[_Change] = []
         merged: dict[bytes, Put | Delete] = {}
-        claims: dict[int, int] = {}
-        for change in self._changes:
+        directories: set[int] = set()
+        for change in lost or self._changes:
             keys = {operation.key for operation in change.operations}
             if some and (
                 len(merged.keys() | keys) > _OPERATIONS_MAX
-                or len(claims.keys() | change.claims.keys()) > _DIRECTORIES_MAX
+                or len(directories | change.claims.keys()) > _DIRECTORIES_MAX
             ):
                 break
             some.append(change)
             merged.update((operation.key, operation) for operation in change.operations)
-            claims.update(change.claims)
+            directories |= change.claims.keys()
+        compares = [(claim_key(one), self._claims.revision(one)) for one in directories]
+        if lost:
+            compares += [(key, self._before[key]) for key in merged if key in self._before]
         self._begin(some, merged.values())
         try:
-            compares = [(claim_key(directory), revision) for directory, revision in claims.items()]
             revision = await self._engine.transact(compares, [*merged.values()])
             await self._hub.wait_applied(revision)
-        except Conflict:
+        except Conflict as conflict:
             self._put_back(some)
             await self._hub.barrier()  # the claims are known then
+            if not conflict.key.startswith(CLAIM):
+                self._lose([one for one in lost if not directories.isdisjoint(one.claims)])
         except BaseException:
-            # It may have been applied, and can be once more: nobody else changes anything there.
+            # It may have been applied. It is tried again, and finds that, or its claims.
             self._put_back(some)
             raise
         else:
             self._under_way = {}
+            self._stored_s = trio.current_time()
+            for key in merged:
+                if key in self._waiting:
+                    self._before[key] = revision
+                else:
+                    self._before.pop(key, None)
+            if lost:
+                await self._after_commit((*directories,), revision)
 
     def _begin(self, changes: Sequence[_Change], stored: Collection[Put | Delete]) -> None:
-        for change in changes:
-            self._changes.popleft()
-            self._waiting.subtract(operation.key for operation in change.operations)
-        self._waiting = +self._waiting
+        self._remove(changes)
         self._under_way = {
             operation.key: operation.value if isinstance(operation, Put) else None
             for operation in stored
         }
 
+    def _remove(self, changes: Sequence[_Change]) -> None:
+        numbers = {change.number for change in changes}
+        self._changes = deque(one for one in self._changes if one.number not in numbers)
+        for change in changes:
+            self._waiting.subtract(operation.key for operation in change.operations)
+        self._waiting = +self._waiting
+
     def _put_back(self, changes: Sequence[_Change]) -> None:
         self._under_way = {}
-        self._changes.extendleft(reversed(changes))
+        self._changes = deque(sorted((*changes, *self._changes), key=itemgetter(0)))
         for change in changes:
             self._waiting.update(operation.key for operation in change.operations)
 
@@ -229,16 +268,15 @@ class Deferred:
         return all(self._claims.revision(directory) == held for directory, held in claims)
 
     def _lose(self, lost: Sequence[_Change]) -> None:
-        """Give up changes, the claims for which this mount has lost."""
-        numbers = {change.number for change in lost}
-        self._changes = deque(one for one in self._changes if one.number not in numbers)
-        for change in lost:
-            self._waiting.subtract(operation.key for operation in change.operations)
-            self._lost_keys.update(operation.key for operation in change.operations)
-        self._waiting = +self._waiting
+        """Give up changes: another mount has changed the same."""
+        self._remove(lost)
+        keys = {operation.key for change in lost for operation in change.operations}
+        self._lost_keys |= keys
+        for key in keys - self._waiting.keys():
+            self._before.pop(key, None)
         directories: set[int] = set().union(*(change.claims for change in lost))
         where = ", ".join(sorted(map(self._tree.describe, directories))[:_TOLD_MAX])
-        text = f"{len(lost)} changes in {where} are lost: this mount was cut off before they were stored"
+        text = f"{len(lost)} changes in {where} are lost: they were cut off, and others changed the same"
         log.error("%s", text)
         self._lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
         self._first.set()

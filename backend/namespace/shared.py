@@ -71,7 +71,9 @@ class SharedCommitter:
         self._engine = engine
         self._hub = hub
         self._claims = claims
-        self.deferred = Deferred(tree, engine, hub, claims) if claims is not None else None
+        self.deferred: Deferred | None = None
+        if claims is not None and after_commit is not None:
+            self.deferred = Deferred(tree, engine, hub, claims, after_commit)
         # Files that no other mount sees, and that are being stored; and those of which it is not known
         # whether they were.
         self._storing: dict[int, trio.Event] = {}

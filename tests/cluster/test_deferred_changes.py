@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -216,7 +217,27 @@ def test_what_was_changed_before_it_survives(own_cluster: Cluster, by: str) -> N
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
 
 
-def test_changes_of_a_mount_that_was_cut_off_are_lost_and_that_is_told(
+def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(own_cluster: Cluster) -> None:
+    holder = own_cluster.mounts[0]
+    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+    here.mkdir()
+    claim_exclusively(holder, here)
+    (member,) = own_cluster.etcd.members
+    member.pause()
+    before = deferred(holder)
+    made = 0
+    back = threading.Timer(3 * own_cluster.plan.lease_ttl_s, member.resume)
+    back.start()
+    while back.is_alive():
+        (here / f"{made:04}").touch()
+        made += 1
+    assert deferred(holder) > before
+    for folder in (here, there):
+        assert sorted(os.listdir(folder)) == [f"{number:04}" for number in range(made)]
+    assert "are lost" not in holder.log.read_text()
+
+
+def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
     own_cluster: Cluster,
 ) -> None:
     holder = own_cluster.mounts[0]
@@ -231,6 +252,7 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_and_that_is_told(
     holder.pause()
     assert sorted(os.listdir(there)) == ["changed", "old"]
     (there / "other").touch()
+    (there / "changed").chmod(0o644)
     holder.resume()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")

@@ -7,7 +7,7 @@ from harness.models.explorer import Broken, explore
 TWO, CUT_OFF = Bounds(), Bounds(changes=1, losses=1)
 NEEDED = dict.fromkeys(Rules._fields, TWO) | {
     "defers_within_session_only": CUT_OFF,
-    "stores_compare_claim": CUT_OFF,
+    "stores_compare_without_claim": CUT_OFF,
 }
 
 

@@ -363,7 +363,9 @@ class SharedLocks:
             elif next(self._others(ino), None) is not None or not await self._remove(ino, session):
                 await self._transact(session, [Delete(key)])
         except (Conflict, LeaseEnded):
-            pass  # the session is over, and its entry with it
+            state.mine = (
+                NOTHING  # the session is over, and its entry with it; `lost` may have run before
+            )
         except BaseException:
             state.unsure = True
             raise

@@ -4,10 +4,11 @@ as a state machine for explorer.explore.
 A writer changes the directory, and counts what was answered; a reader looks, and counts what it sees. What
 is atomic here is atomic there: a transaction in etcd, a host taking in one revision. All else happens in
 any order. The writer may think its session over at any time, and only then etcd may end it; the reader may
-stop waiting for the writer, and delete its claim. Then what was deferred is lost, and nothing else.
+stop waiting for the writer, and delete its claim. What is deferred then is stored later, unless the reader
+has changed the same: then it is lost, and nothing else.
 
 `Rules` names what the protocol demands; taking one away must lead to a look that misses an answered change,
-or to a lost change that comes back.
+or to a change of the reader that is undone.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class Rules(NamedTuple):
     looks_wait_for_holder: bool = True
     followers_heed_claims: bool = True
     stores_before_it_shares: bool = True
-    stores_compare_claim: bool = True
+    stores_compare_without_claim: bool = True
     changes_wait_for_followers: bool = True
 
 
@@ -41,10 +42,11 @@ class Bounds(NamedTuple):
 
 
 class Etcd(NamedTuple):
-    """`claim` is the writer's, and `number` its revision."""
+    """`claim` is the writer's, and `number` its revision. `changed`: by the reader, what is deferred."""
 
     claim: int = NOBODY
     number: int = 0
+    changed: bool = False
     followed: bool = False  # by the reader
     stored: int = 0
     ended: bool = False
@@ -52,8 +54,8 @@ class Etcd(NamedTuple):
 
 class Writer(NamedTuple):
     """Changes are `deferred` under the claim with the number `under`. `claim`: the one that a transaction
-    compares which was sent. `waits_for`: the state of etcd that a follower has to know before a change is
-    answered, 0: none."""
+    compares which was sent. `waits_for`: the state of etcd that a follower has to know before so many changes
+    are `done`, 0: none."""
 
     applied: int = 0
     valid: bool = True
@@ -63,6 +65,7 @@ class Writer(NamedTuple):
     sent: str = ""
     claim: int = 0
     waits_for: int = 0
+    done: int = 0
 
 
 class Reader(NamedTuple):
@@ -142,8 +145,9 @@ class Model(Machine[State]):
         elif writer.waits_for:
             follows = self.rules.changes_wait_for_followers and state.etcd.followed
             if not follows or reader.applied >= writer.waits_for:
-                waited = self._writer(state, waits_for=0)
-                yield "the change is answered", waited._replace(answered=state.answered + 1)
+                waited = self._writer(state, waits_for=0, done=0)
+                answered = state.answered + writer.done
+                yield "followers know the changes", waited._replace(answered=answered)
         else:
             yield from self._writer_steps(state)
         yield from self._reader_steps(state)
@@ -158,6 +162,7 @@ class Model(Machine[State]):
         if left.losses and state.etcd.claim == EXCLUSIVE and reader.phase == "waits":
             state = state._replace(left=left._replace(losses=left.losses - 1))
             yield "the reader deletes the claim", self._claim_gone(state)
+            yield "the reader deletes the claim, and changes", self._claim_gone(state, changed=True)
 
     def _writer_steps(self, state: State) -> Iterator[tuple[str, State]]:
         rules, writer, left = self.rules, state.writer, state.left
@@ -241,13 +246,15 @@ class Model(Machine[State]):
         what, holds = writer.sent, etcd.number == writer.claim
         state = self._writer(state, sent="", claim=0)
         if what == "the deferred changes":
-            if not holds:
-                if self.rules.stores_compare_claim:
+            if not holds and etcd.changed:
+                if self.rules.stores_compare_without_claim:
                     return self._writer(state, deferred=0)
-                raise Broken("lost changes come back when others have looked")
+                raise Broken("what the reader changed is undone")
             state = self._changed(state, stored=etcd.stored + writer.deferred)
-            state = state._replace(answered=state.answered + writer.deferred)
-            return self._writer(state, deferred=0)
+            state = self._writer(state, deferred=0)
+            if holds:
+                return state._replace(answered=state.answered + writer.deferred)
+            return self._writer(state, waits_for=len(state.past) - 1, done=writer.deferred)
         if not holds:
             # The change is decided anew.
             left = state.left
@@ -255,7 +262,7 @@ class Model(Machine[State]):
             return self._writer(state, shares=False)._replace(left=more)
         if what == "the change":
             state = self._changed(state, stored=etcd.stored + 1)
-            return self._writer(state, waits_for=len(state.past) - 1)
+            return self._writer(state, waits_for=len(state.past) - 1, done=1)
         if what == "the claim":
             return state if etcd.ended else self._claimed(state, EXCLUSIVE)
         return self._writer(self._claimed(state, ORDINARY), shares=False)
