@@ -28,10 +28,6 @@ from typing import NamedTuple, TypedDict
 # Modules that mounts, nodes and commands import, some of them late. Importing them starts no thread and
 # opens no file.
 MODULES = (
-    "encodings.idna",
-    "lmdb",
-    "irdmafs.cli.cluster_admin",
-    "irdmafs.cli.cluster_status",
     "irdmafs.cli.command",
     "irdmafs.mount.daemon",
     "irdmafs.backend.cluster.inquiry",

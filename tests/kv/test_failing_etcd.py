@@ -364,12 +364,12 @@ async def collect(engine: EtcdEngine, into: list[Change]) -> None:
         into.append(change)  # noqa: PERF401 - read while it grows
 
 
-def test_transactions_and_watches_survive_failures_of_members() -> None:
+async def test_transactions_and_watches_survive_failures_of_members() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
 
-    async def main(server: EtcdServer) -> None:
+    with EtcdServer(3) as server:
         writers = Writers()
         watched: list[Change] = []
         prefix = new_prefix()
@@ -400,12 +400,9 @@ def test_transactions_and_watches_survive_failures_of_members() -> None:
             assert watched == await history(first, b"", END, last)
             writers.check(watched)
 
-    with EtcdServer(3) as server:
-        trio.run(main, server)
 
-
-def test_an_etcd_that_is_restarted_is_waited_for() -> None:
-    async def main(server: EtcdServer) -> None:
+async def test_an_etcd_that_is_restarted_is_waited_for() -> None:
+    with EtcdServer() as server:
         prefix = new_prefix()
         async with EtcdEngine(server.endpoints, prefix) as engine:
             revision = await engine.transact((), [Put(b"a", b"1")])
@@ -428,9 +425,6 @@ def test_an_etcd_that_is_restarted_is_waited_for() -> None:
                     nursery.start_soon(in_thread, server.start)
                 assert (await anext(watch)).revision == results[0] > revision
                 revision = results[0]
-
-    with EtcdServer() as server:
-        trio.run(main, server)
 
 
 @pytest.fixture(scope="module")
@@ -624,16 +618,13 @@ class TestRefusal:
         with pytest.raises(ValueError):
             EtcdEngine([address], b"/")
 
-    def test_of_an_etcd_that_asks_for_a_password(self) -> None:
-        async def main(server: EtcdServer) -> None:
+    async def test_of_an_etcd_that_asks_for_a_password(self) -> None:
+        with EtcdServer(auth=True) as server:
             error = await self.refusal(EtcdEngine(server.endpoints, b"/"))
             assert error.errno == errno.EACCES
             assert "user" in str(error)
 
-        with EtcdServer(auth=True) as server:
-            trio.run(main, server)
-
-    def test_of_a_certificate_of_another_authority(self, tmp_path: Any) -> None:
+    async def test_of_a_certificate_of_another_authority(self, tmp_path: Any) -> None:
         other = trustme.CA()
         wrong_ca = str(tmp_path / "ca.pem")
         other.cert_pem.write_to_path(wrong_ca)
@@ -642,7 +633,7 @@ class TestRefusal:
         stranger.private_key_pem.write_to_path(wrong_key)
         stranger.cert_chain_pems[0].write_to_path(wrong_cert)
 
-        async def main(server: EtcdServer) -> None:
+        with EtcdServer(tls=True) as server:
             ours: dict[str, Any] = {
                 "ca": server.ca_file,
                 "cert": server.cert_file,
@@ -666,9 +657,6 @@ class TestRefusal:
             error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
             assert "does it want TLS" in str(error)
 
-        with EtcdServer(tls=True) as server:
-            trio.run(main, server)
-
     def test_of_certificate_files_that_are_none(self, tmp_path: Any) -> None:
         empty = tmp_path / "empty.pem"
         empty.write_text("")
@@ -680,8 +668,8 @@ class TestRefusal:
             EtcdEngine(["h:1"], b"/", cert=str(empty))
 
 
-def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
-    async def main(server: EtcdServer) -> None:
+async def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
+    with EtcdServer(quota_bytes=8 << 20) as server:
         async with EtcdEngine(server.endpoints, b"/") as engine:
             written = 0
             with pytest.raises(NoSpace, match="repair-etcd"):
@@ -690,9 +678,6 @@ def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
                     written += 1
             # The first that was refused may have been applied before, if its answer came too late.
             assert 0 < written <= len(await engine.range(b"0", b":")) <= written + 1
-
-    with EtcdServer(quota_bytes=8 << 20) as server:
-        trio.run(main, server)
 
 
 async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServer) -> None:
