@@ -391,9 +391,12 @@ async def test_a_node_that_is_killed_meanwhile_is_noticed(
     memory: Path, address: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 64 * MiB
-    with NodeProcess(
-        f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
-    ) as node, Rdma(Choice(device=device_of(address))) as rdma:
+    with (
+        NodeProcess(
+            f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
+        ) as node,
+        Rdma(Choice(device=device_of(address))) as rdma,
+    ):
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
             source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
             os.write(source, random_bytes(length))
@@ -405,9 +408,7 @@ async def test_a_node_that_is_killed_meanwhile_is_noticed(
                 if operation == "read":
                     await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
                 else:
-                    await device.write(
-                        Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
-                    )
+                    await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length))
             os.close(source)
             (adapter,) = rdma.adapters
             users = sum(region.users for region in adapter.regions._regions)
