@@ -347,30 +347,27 @@ def test_only_memory_that_stays_is_taken(cluster: Cluster, folder: str, tmp_path
     eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
 
 
-def test_memory_that_is_lent_again_while_it_is_given_back_stays_open() -> None:
+async def test_memory_that_is_lent_again_while_it_is_given_back_stays_open() -> None:
     """A closed descriptor's number may be another file's the next moment."""
     memory = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
     os.posix_fallocate(memory, 0, MIB)
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     forgotten: list[int] = []
 
-    async def lend() -> None:
-        async with trio.open_nursery() as nursery:
-            lender = Lender(nursery, forgotten.append)
-            lifeline, end = os.pipe()
-            again, other_end = os.pipe()
-            async with lender.using(os.dup(memory), lifeline):
-                os.close(end)
-                await trio.testing.wait_all_tasks_blocked()
-            async with lender.using(os.dup(memory), again) as lent:
-                await trio.testing.wait_all_tasks_blocked()
-                assert os.path.sameopenfile(lent.fd, memory)
-                assert not forgotten
-            os.close(other_end)
-        assert len(forgotten) == 1
-        assert not len(lender)
-
-    trio.run(lend)
+    async with trio.open_nursery() as nursery:
+        lender = Lender(nursery, forgotten.append)
+        lifeline, end = os.pipe()
+        again, other_end = os.pipe()
+        async with lender.using(os.dup(memory), lifeline):
+            os.close(end)
+            await trio.testing.wait_all_tasks_blocked()
+        async with lender.using(os.dup(memory), again) as lent:
+            await trio.testing.wait_all_tasks_blocked()
+            assert os.path.sameopenfile(lent.fd, memory)
+            assert not forgotten
+        os.close(other_end)
+    assert len(forgotten) == 1
+    assert not len(lender)
     os.close(memory)
 
 

@@ -17,16 +17,7 @@ from pathlib import Path
 
 import pytest
 from harness.claims import claim
-from harness.clusters import (
-    MIB,
-    Cluster,
-    ClusterMount,
-    ClusterOfHastyNodes,
-    CommandFailed,
-    Plan,
-    StoreNode,
-    counters,
-)
+from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
@@ -729,7 +720,7 @@ def test_a_node_that_comes_back_empty_is_filled_again() -> None:
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:
     plan = Plan(nodes=3, buckets=32)
-    with ClusterOfHastyNodes(plan) as cluster:
+    with Cluster(plan, hasty=True) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         for i in range(60):
             write(one / f"file{i}", pattern(i, 500_000))

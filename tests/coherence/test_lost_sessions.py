@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from harness.at_signal import SIGNAL
-from harness.clusters import ClusterOfChangedMounts, ClusterOfHastyNodes, Plan, StoreNode
+from harness.clusters import Cluster, ClusterOfChangedMounts, Plan, StoreNode
 from harness.mountpoint import eventually
 from harness.programs import ended_sessions
 
@@ -34,7 +34,8 @@ def incoming(node: StoreNode) -> set[str]:
 
 def test_files_that_were_open_for_writing_are_published_opened_and_written_again() -> None:
     """One is not written, one before the mount is stopped, and one after it goes on."""
-    with ClusterOfHastyNodes(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as cluster:
+    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})
+    with Cluster(plan, hasty=True) as cluster:
         (mount,), (node,) = cluster.mounts, cluster.nodes
         paths = [mount.path / name for name in ("unwritten", "before", "after")]
         opened = [open_in_place(node, path) for path in paths]

@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,13 @@ import pytest
 import trio
 from harness.clusters import Cluster, Plan, StoreNode, run_irdmafs
 from harness.etcd_server import EtcdServer
+from harness.mountpoint import eventually
 
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Put, WentBack
 
 WITHIN_S = 60.0
 SIZE = 200_000  # more than what is kept in etcd itself
-
-
-def eventually(what: str, holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def data_of(cluster: Cluster) -> Path:
@@ -130,26 +123,30 @@ def test_the_newest_data_come_back_and_everything_goes_on_where_it_was(cluster: 
         # The running nodes know by themselves.
         before = [extents(node) for node in cluster.nodes]
         kept = restore(cluster, saved)
-        eventually("cluster status tells it", lambda: is_told(cluster))
+        eventually(lambda: is_told(cluster), "cluster status tells it", WITHIN_S)
         with pytest.raises(OSError, match=r"Input/output error"):
             (there / "refused").write_bytes(b"nothing may be written")
         # Killed and started ones, too.
         cluster.nodes[0].kill9()
         cluster.nodes[0].start()
-        eventually("it waits", lambda: "This node waits" in cluster.nodes[0].log_tail())
+        eventually(lambda: "This node waits" in cluster.nodes[0].log_tail(), "it waits", WITHIN_S)
         assert [extents(node) for node in cluster.nodes] == before
         put_back(cluster, kept)
         cluster.wait_healthy()
         eventually(
-            "both mounts go on", lambda: is_readable(there / "new") and is_readable(here / "old")
+            lambda: is_readable(there / "new") and is_readable(here / "old"),
+            "both mounts go on",
+            WITHIN_S,
         )
         held.write(b" and whole")
     eventually(
-        "what was open is published", lambda: (there / "open").read_bytes() == b"half and whole"
+        lambda: (there / "open").read_bytes() == b"half and whole",
+        "what was open is published",
+        WITHIN_S,
     )
     write(there, "newer")
     assert is_readable(here / "newer")
-    eventually("all is well", lambda: status(cluster)[0] == 0)
+    eventually(lambda: status(cluster)[0] == 0, "all is well", WITHIN_S)
     assert not any(map(in_quarantine, cluster.nodes))
 
 
@@ -162,7 +159,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     away.terminate()
     lost = extents(cluster.nodes[0])
     restore(cluster, saved)
-    eventually("cluster status tells it", lambda: is_told(cluster))
+    eventually(lambda: is_told(cluster), "cluster status tells it", WITHIN_S)
     # A mount that starts now says so, too.
     folder = cluster.directory / "late"
     folder.mkdir()
@@ -193,7 +190,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     away.start()
     cluster.wait_healthy()
     for folder in (here, there):
-        eventually("the mounts go on", partial(is_readable, folder / "old"))
+        eventually(partial(is_readable, folder / "old"), "the mounts go on", WITHIN_S)
         assert sorted(os.listdir(folder)) == ["changed", "old"]
         assert not is_readable(folder / "changed"), "its content was replaced after the backup"
     assert all(map(in_quarantine, cluster.nodes)), "what is newer can still be had"
@@ -201,7 +198,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     write(there, "from there")
     for folder in (here, there):
         assert all(is_readable(folder / name) for name in ("newer", "changed", "from there"))
-    eventually("all is well", lambda: status(cluster)[0] == 0)
+    eventually(lambda: status(cluster)[0] == 0, "all is well", WITHIN_S)
     for part in (*cluster.nodes, *cluster.mounts):
         part.kill9()
     for part in (*cluster.nodes, *cluster.mounts):
@@ -229,7 +226,9 @@ def test_an_old_copy_of_a_store_is_not_taken_for_an_old_etcd(cluster: Cluster) -
     cluster.wait_healthy()
     assert status(cluster)[0] == 0
     cluster.nodes[1].kill9()
-    eventually("it has all", lambda: is_readable(here / "new") and is_readable(here / "old"))
+    eventually(
+        lambda: is_readable(here / "new") and is_readable(here / "old"), "it has all", WITHIN_S
+    )
 
 
 @pytest.mark.parametrize("overtaken", [False, True])

@@ -232,7 +232,7 @@ async def test_several_detached_coroutines_wait_at_the_same_time() -> None:
 # -- cancelled ---------------------------------------------------------------------------------------
 
 
-def test_cancelling_the_task_cancels_the_coroutine_which_cleans_up() -> None:
+async def test_cancelling_the_task_cancels_the_coroutine_which_cleans_up() -> None:
     steps: list[str] = []
 
     async def waiting() -> None:
@@ -244,20 +244,17 @@ def test_cancelling_the_task_cancels_the_coroutine_which_cleans_up() -> None:
                 await trio.lowlevel.checkpoint()
             steps.append("cleaned up")
 
-    async def main() -> None:
-        coro = waiting()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run_or_resume, coro)
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-        assert nursery.cancel_scope.cancelled_caught
-        assert inspect.getcoroutinestate(coro) == inspect.CORO_CLOSED
-
-    trio.run(main)
+    coro = waiting()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_or_resume, coro)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert nursery.cancel_scope.cancelled_caught
+    assert inspect.getcoroutinestate(coro) == inspect.CORO_CLOSED
     assert steps == ["cleaned up"]
 
 
-def test_a_task_cancelled_before_it_began_cancels_at_the_first_wait() -> None:
+async def test_a_task_cancelled_before_it_began_cancels_at_the_first_wait() -> None:
     steps: list[str] = []
 
     async def waiting() -> None:
@@ -266,13 +263,10 @@ def test_a_task_cancelled_before_it_began_cancels_at_the_first_wait() -> None:
         await trio.lowlevel.checkpoint()
         steps.append("never")
 
-    async def main() -> None:
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await run_or_resume(waiting())
-        assert scope.cancelled_caught
-
-    trio.run(main)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await run_or_resume(waiting())
+    assert scope.cancelled_caught
     assert steps == ["resumed"]
 
 

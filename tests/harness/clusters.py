@@ -20,7 +20,6 @@ __all__ = [
     "Cluster",
     "ClusterMount",
     "ClusterOfChangedMounts",
-    "ClusterOfHastyNodes",
     "CommandFailed",
     "Daemon",
     "Host",
@@ -59,13 +58,19 @@ def need_network() -> Network:
 class Cluster(harness.cluster.Cluster):
     """A cluster for a test, which is skipped where it cannot run.
 
-    links: they are to be cut or slowed down, so that it takes namespaces."""
+    links: they are to be cut or slowed down, so that it takes namespaces. hasty: its nodes look every
+    second for what they may free."""
 
-    def __init__(self, plan: Plan, *, links: bool = False) -> None:
+    def __init__(self, plan: Plan, *, links: bool = False, hasty: bool = False) -> None:
         need_cluster()
+        self._hasty = hasty
         if links:
             need_network().close()
         super().__init__(plan)
+
+    def _make_node(self, host: Host) -> StoreNode:
+        node = super()._make_node(host)
+        return run_instead(node, hasty_node.__file__) if self._hasty else node
 
     def __exit__(
         self,
@@ -91,10 +96,3 @@ class ClusterOfChangedMounts(Cluster):
     ) -> ClusterMount:
         mount = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(mount, self._program)
-
-
-class ClusterOfHastyNodes(Cluster):
-    """Its nodes look every second for what they may free."""
-
-    def _make_node(self, host: Host) -> StoreNode:
-        return run_instead(super()._make_node(host), hasty_node.__file__)

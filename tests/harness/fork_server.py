@@ -25,13 +25,8 @@ import sys
 from importlib import import_module
 from typing import NamedTuple, TypedDict
 
-# Modules that mounts, nodes and commands import, some of them late. Importing them starts no thread and
-# opens no file.
+# Modules that commands import, some of them late. Importing them starts no thread and opens no file.
 MODULES = (
-    "encodings.idna",
-    "lmdb",
-    "irdmafs.cli.cluster_admin",
-    "irdmafs.cli.cluster_status",
     "irdmafs.cli.command",
     "irdmafs.mount.daemon",
     "irdmafs.backend.cluster.inquiry",
@@ -42,8 +37,6 @@ MODULES = (
     "irdmafs.fuse.portable",
     "irdmafs.train",
 )
-# Otherwise numpy starts threads when it is imported.
-_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 PACKAGE = "irdmafs"
 REQUEST_MAX_BYTES = 1 << 17
 # The pid of a child, once it is what it is to be, and after its end the status of wait(2).
@@ -159,7 +152,7 @@ def _show_command_line(words: list[str]) -> None:
 def main() -> None:
     # `python -m` looks for modules in "/", where it is started, and not beside this file.
     sys.path[0] = "/"
-    os.environ.update(_NO_THREADS)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # otherwise numpy starts threads when it is imported
     for name in MODULES:
         import_module(name)
     gc.disable()

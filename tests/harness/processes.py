@@ -29,12 +29,10 @@ def is_waiting(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended; one that is not ours may not be reaped for a while."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
+    """Return whether a process has ended; one that nobody has reaped yet has no command line any more."""
+    with contextlib.suppress(OSError):
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    return True
 
 
 class Process:

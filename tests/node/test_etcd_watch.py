@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import trio
 from harness.etcd_server import EtcdServer
 
 from irdmafs.backend.etcd import etcd_pb2 as pb
@@ -12,10 +11,10 @@ from irdmafs.backend.etcd.methods import ALARM
 from irdmafs.backend.node.etcd_space import EtcdWatch
 
 
-def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
+async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main(server: EtcdServer) -> None:
+    with caplog.at_level(logging.INFO, "irdmafs.backend.node.etcd_space"), EtcdServer() as server:
         async with EtcdEngine(server.endpoints, b"/") as engine:
             watch = EtcdWatch(engine)
             await watch.look()
@@ -34,6 +33,3 @@ def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
             await engine.admin.room.repair(lambda line: None)
             await watch.look()
             assert caplog.messages[1:] == ["etcd has room, and no alarm"]
-
-    with caplog.at_level(logging.INFO, "irdmafs.backend.node.etcd_space"), EtcdServer() as server:
-        trio.run(main, server)

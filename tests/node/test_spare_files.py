@@ -257,7 +257,7 @@ def test_file_is_not_used_again_where_the_kernel_does_not_tell_who_has_it_mapped
     assert not is_used_again(files, 1)
 
 
-def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_again(
+async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_again(
     files: Files, memory: Path
 ) -> None:
     spare = keep(files, 1)
@@ -272,12 +272,9 @@ def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_again(
     reader = os.open(path, os.O_RDONLY)
     copies = OwnCopies(files)
 
-    async def ask() -> None:
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(copies.make, extent)
-
-    trio.run(ask)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(copies.make, extent)
     assert path.stat().st_ino == spare != os.fstat(reader).st_ino
     assert path.read_bytes() == os.read(reader, LENGTH) == b"x" * LENGTH
     assert files.was_named(extent)

@@ -236,17 +236,14 @@ async def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable])
 
 
 @pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50)])
-def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> None:
-    async def main() -> None:
-        table = LockTable()
-        table.acquire(INO, 1, write())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(table.acquire_wait, INO, 2, read(50, 50))
-            await trio.testing.wait_all_tasks_blocked()
-            table.acquire(INO, 1, given)
-        assert table.test(INO, 3, write(50, 50)) is not None
-
-    trio.run(main)
+async def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> None:
+    table = LockTable()
+    table.acquire(INO, 1, write())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(table.acquire_wait, INO, 2, read(50, 50))
+        await trio.testing.wait_all_tasks_blocked()
+        table.acquire(INO, 1, given)
+    assert table.test(INO, 3, write(50, 50)) is not None
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])

@@ -64,7 +64,7 @@ async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int |
     assert limit is None or limit.value == places
 
 
-def test_works_wait_for_places() -> None:
+async def test_works_wait_for_places() -> None:
     running, most, lock = 0, 0, threading.Lock()
 
     def work() -> None:
@@ -75,8 +75,5 @@ def test_works_wait_for_places() -> None:
         with lock:
             running -= 1
 
-    async def main() -> None:
-        await in_threads([work] * 20, lambda: None, trio.Semaphore(2))
-
-    trio.run(main)
+    await in_threads([work] * 20, lambda: None, trio.Semaphore(2))
     assert most <= 2

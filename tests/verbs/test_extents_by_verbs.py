@@ -300,14 +300,18 @@ async def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: st
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
-def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, address: str) -> None:
+async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(
+    memory: Path, address: str
+) -> None:
     data = random_bytes(MiB)
     prefix = (
         "prlimit", "--memlock=65536:65536",
         "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock",
     )  # fmt: skip
-
-    async def test() -> None:
+    with NodeProcess(
+        f"{memory}/1", 1, f"{memory}/addresses", address,
+        timeout_s=TIMEOUT_S, rdma=True, prefix=prefix,
+    ):  # fmt: skip
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
@@ -318,12 +322,6 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
                 os.close(source)
                 assert peers.counters.moved_bytes["verbs"] == 0
         assert (memory / "1" / "1.0").read_bytes() == data
-
-    with NodeProcess(
-        f"{memory}/1", 1, f"{memory}/addresses", address,
-        timeout_s=TIMEOUT_S, rdma=True, prefix=prefix,
-    ):  # fmt: skip
-        trio.run(test)
 
 
 # -- when things break ---------------------------------------------------------------------------
@@ -389,36 +387,32 @@ def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[Qu
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_node_that_is_killed_meanwhile_is_noticed(
+async def test_a_node_that_is_killed_meanwhile_is_noticed(
     memory: Path, address: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 64 * MiB
-
-    async def test(node: NodeProcess) -> None:
-        with Rdma(Choice(device=device_of(address))) as rdma:
-            async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-                os.write(source, random_bytes(length))
-                device = peers.device(1)
-                await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
-                assert peers.counters.moved_bytes["verbs"] == length
-                killed_while_posting(monkeypatch, node)
-                with pytest.raises(Unreachable):
-                    if operation == "read":
-                        await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
-                    else:
-                        await device.write(
-                            Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
-                        )
-                os.close(source)
-                (adapter,) = rdma.adapters
-                users = sum(region.users for region in adapter.regions._regions)
-                assert users == bool(adapter.staging.slots)  # staging uses its own for ever
-
-    with NodeProcess(
-        f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
-    ) as node:
-        trio.run(test, node)
+    with (
+        NodeProcess(
+            f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
+        ) as node,
+        Rdma(Choice(device=device_of(address))) as rdma,
+    ):
+        async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
+            source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
+            os.write(source, random_bytes(length))
+            device = peers.device(1)
+            await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
+            assert peers.counters.moved_bytes["verbs"] == length
+            killed_while_posting(monkeypatch, node)
+            with pytest.raises(Unreachable):
+                if operation == "read":
+                    await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
+                else:
+                    await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length))
+            os.close(source)
+            (adapter,) = rdma.adapters
+            users = sum(region.users for region in adapter.regions._regions)
+            assert users == bool(adapter.staging.slots)  # staging uses its own for ever
     assert not (memory / "1" / "2.0").exists()
 
 

@@ -54,8 +54,8 @@ class Etcd(NamedTuple):
 
 class Writer(NamedTuple):
     """Changes are `deferred` under the claim with the number `under`. `claim`: the one that a transaction
-    compares which was sent. `waits_for`: the state of etcd that a follower has to know before so many changes
-    are `done`, 0: none."""
+    compares which was sent. `waits_for`: the state of etcd that a follower has to know before so many
+    changes are `done`, 0: none."""
 
     applied: int = 0
     valid: bool = True
