@@ -6,7 +6,6 @@ two nodes behind one name. docs/sharing.md has the rules; this module has only t
 
 import errno
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from ..backend.namespace import ROOT_INO, Inode, fail
@@ -88,20 +87,13 @@ class Handle:
         return self.flags & os.O_ACCMODE == os.O_RDWR
 
 
-class NodeEvents(ABC):
-    """The listener of a table of nodes."""
-
-    @abstractmethod
-    def node_dropped(self, node: Node) -> None:
-        """Note that the kernel has forgotten a node, and nothing refers to it any more."""
-
-
 class NodeTable:
-    """All nodes and handles. inode(number) returns an inode, or raises OSError."""
+    """All nodes and handles. inode(number) returns an inode, or raises OSError. dropped(node) is called
+    when the kernel has forgotten a node, and nothing refers to it any more."""
 
-    def __init__(self, inode: Callable[[int], Inode], events: NodeEvents) -> None:
+    def __init__(self, inode: Callable[[int], Inode], dropped: Callable[[Node], None]) -> None:
         self._inode = inode
-        self._events = events
+        self._dropped = dropped
         self._next_extra_id = 1
         self._next_fh = 1
         self.by_id: dict[int, Node] = {}
@@ -215,7 +207,7 @@ class NodeTable:
             self._first[node.ino] = next(iter(siblings))
             if len(siblings) == 1:
                 del self._siblings[node.ino]
-        self._events.node_dropped(node)
+        self._dropped(node)
 
     def renamed(self, ino: int, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
         """Note that the kernel moved its name of an inode, and does not look it up again."""
