@@ -59,7 +59,7 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
 
 def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
     path = params_of(version, shard)
-    return ShardFile.within(Directory(path.parent), path.name, version=number)
+    return ShardFile(path.name, Directory(path.parent), version=number)
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:

@@ -143,7 +143,7 @@ class Prefetch:
 
     def _open(self, shard: Shard, directory: Directory, before: Seen) -> ShardFile:
         try:
-            file = ShardFile.within(directory, shard.name, version=self._version, shown=self._shown)
+            file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
             self._past.add(before)

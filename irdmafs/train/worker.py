@@ -130,9 +130,10 @@ class Worker:
         if is_locked(path):
             raise self._taken()
         hidden = path.with_name(f".{self.name}.{os.getpid()}")
-        lock = Lock.take(hidden, b"%d" % clock)
-        assert lock is not None, "nobody else has this name"
+        lock = Lock(hidden)
         try:
+            held = lock.hold(b"%d" % clock)
+            assert held, "nobody else has this name"
             os.rename(hidden, path)
         except BaseException:
             lock.close()
