@@ -38,7 +38,7 @@ _WEIGHT_MAP = "weight_map"
 def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: Path) -> None:
     """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
     files = layout.files
-    shards = layout.shards()
+    shards = layout.shards
     if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])

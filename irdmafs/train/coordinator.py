@@ -119,7 +119,7 @@ class Coordinator:
         if not enough:
             progress = (config, newest, waiting, awaited, self._members)
             self._status.show(partial(text_of, self._train, *progress))
-            return self._has_unread(self._trees.look(self._train.push).names)
+            return not self._looks.keys() >= set(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
@@ -199,9 +199,6 @@ class Coordinator:
             steps[push.worker] += 1
             self._settle(push, steps[push.worker])
         return list(self._pushes.values())
-
-    def _has_unread(self, names: Iterable[str]) -> bool:
-        return any(name not in self._looks for name in names)
 
     def _in_turns(self, names: Iterable[str], newest: Plan) -> Iterator[str]:
         """Return names in the order in which to look at them: those that were never looked at

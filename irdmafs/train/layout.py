@@ -120,19 +120,16 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property
-    def _shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names, self.part_count)
 
     @cached_property
     def parts(self) -> dict[str, tuple[Shard, ...]]:
         """Return the shards of each part, in their order."""
         found: dict[str, tuple[Shard, ...]] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             found[shard.part] = (*found.get(shard.part, ()), shard)
         return found
-
-    def shards(self) -> tuple[Shard, ...]:
-        return self._shards
 
 
 def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:

@@ -196,7 +196,7 @@ class Part:
                 }
             except (FileNotFoundError, ValueError, TrainError):
                 return None
-        in_order = [found[shard.name] for shard in self._layout.shards()]
+        in_order = [found[shard.name] for shard in self._layout.shards]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
     def _open_before(self, plan: Plan) -> PartFolders:

@@ -71,7 +71,7 @@ class Prefetch:
         there = look(self._train.version(version))
         if version != self._version:
             return found
-        for shard in self._layout.shards():
+        for shard in self._layout.shards:
             fetch = self._fetches.get(shard.name)
             if fetch is None or fetch.file.exception() is not None:
                 continue

@@ -86,7 +86,7 @@ def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dic
     """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
-    shards = layout.shards()
+    shards = layout.shards
     for shard, file in zip(shards, in_parallel(open_shard, shards), strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))

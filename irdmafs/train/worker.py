@@ -61,7 +61,7 @@ class Worker:
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
-        self._shards = self.layout.shards()
+        self._shards = self.layout.shards
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None

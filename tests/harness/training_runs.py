@@ -90,7 +90,7 @@ def check(run: Path, fd: int, name: str) -> None:
         push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
         check_turn(train, config, train.newest_plan(), push)
         return
-    shard = next(one for one in layout.shards() if one.name == last)
+    shard = next(one for one in layout.shards if one.name == last)
     assert push_in_shards(folders[-1]) is not None
     try:
         header = read_header(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
