@@ -12,8 +12,6 @@ from .kernel_cache import KernelCache
 from .nodes import Node, NodeTable
 from .table import ContentTable
 
-__all__ = ["Host"]
-
 
 class Host:
     """A mount's contents (`table`) and the kernel's nodes that show them (`nodes`). Drops contents that

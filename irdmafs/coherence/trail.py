@@ -19,8 +19,6 @@ from typing import NamedTuple
 from ..backend.namespace import Inode, Namespace
 from .kernel_cache import Name
 
-__all__ = ["LookupTrails", "Retry", "TrailStep"]
-
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
 _RETRY_LOOKUPS = 2

@@ -20,8 +20,6 @@ import trio
 
 from .ranges import Overlaps, Ranges
 
-__all__ = ["LAST_BYTE", "LOCKS_OF_USER_MAX", "FlockTable", "Lock", "LockTable"]
-
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
 LAST_BYTE = 2**63 - 1
 # One user may hold so many on a mount.

@@ -24,8 +24,6 @@ from ..inline import detach
 from ..mount_options import LockScope
 from .lock_tables import LAST_BYTE, FlockTable, Lock, LockTable
 
-__all__ = ["Locking"]
-
 log = logging.getLogger(__name__)
 
 

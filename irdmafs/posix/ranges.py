@@ -4,8 +4,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Change", "Overlaps", "Ranges", "Span"]
-
 Span = tuple[int, int]  # first and last byte, inclusive
 
 

@@ -26,8 +26,6 @@ from .folders import Directory
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, gather
 
-__all__ = ["add_kept_files", "assemble", "files_of_index", "keep_files", "shown"]
-
 # Other files of the models' directory are kept if they are no larger, and so many of them: each version
 # has a name for each.
 _KEPT_MAX_BYTES = 64 << 20

@@ -44,8 +44,6 @@ from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .status import StatusFile, text_of
 from .trees import Folder, Trees, look
 
-__all__ = ["Coordinator"]
-
 log = logging.getLogger(__name__)
 
 # The time that the coordinator removes old files for, before it looks again for what others wait for.

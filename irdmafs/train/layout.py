@@ -13,18 +13,6 @@ from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
 from .scales import SUFFIX
 
-__all__ = [
-    "FLOAT_CODES",
-    "ModelLayout",
-    "Parameter",
-    "Run",
-    "Shard",
-    "Slice",
-    "canonical",
-    "cut",
-    "runs_of",
-]
-
 # Cuts within a parameter are at multiples of this many elements.
 ALIGN = 64
 FLOAT_CODES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}

@@ -9,8 +9,6 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["Lock", "WatchedLock", "is_locked"]
-
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 

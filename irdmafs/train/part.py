@@ -36,8 +36,6 @@ from .reduction import PartFolders, Reduction
 from .speculation import Foreseen, Staged
 from .trees import Folder, look
 
-__all__ = ["Part"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, copy_shard
 from .trees import GATHER_S, Folder, look
 
-__all__ = ["Prefetch"]
-
 # Shards that are fetched at once: of each node the next.
 _AT_ONCE = 16
 

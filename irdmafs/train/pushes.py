@@ -27,23 +27,6 @@ from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
 from .trees import Folder
 
-__all__ = [
-    "STEP",
-    "arrays_of",
-    "check_finite",
-    "check_shard",
-    "check_turn",
-    "has_nonfinite",
-    "inspect",
-    "name_in_file",
-    "name_in_shards",
-    "push_by_name",
-    "push_in_shards",
-    "read_file",
-    "slices_of",
-    "worker_of",
-]
-
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
 # The name of a file, without its suffix. Errors tell both forms:

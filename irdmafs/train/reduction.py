@@ -38,8 +38,6 @@ from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
 
-__all__ = ["PartFolders", "Reduction", "first_state"]
-
 MASTER = "master"
 # The value of "state" in the metadata of params/K where there is no state/K.
 NOTHING = "none"

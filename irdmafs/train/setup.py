@@ -24,8 +24,6 @@ from .rules import Rule, make_rule
 from .shard_files import ShardFile
 from .status import how_to_reduce
 
-__all__ = ["begin", "end"]
-
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _AWAITS = "user.irdmafs.awaits"

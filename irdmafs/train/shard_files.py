@@ -20,16 +20,6 @@ from .directory import VERSION
 from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
 
-__all__ = [
-    "NewFile",
-    "ShardFile",
-    "copy_shard",
-    "gather",
-    "in_parallel",
-    "new_file",
-    "read_header",
-]
-
 T = TypeVar("T")
 
 # Shards that are written or opened at once.

@@ -23,8 +23,6 @@ from .pushes import STEP, check_shard, push_in_shards
 from .shard_files import ShardFile
 from .trees import Folder, Trees
 
-__all__ = ["Foreseen", "Staged"]
-
 
 class _Push(NamedTuple):
     """A push in shards: its directory, and what is known to be in there."""

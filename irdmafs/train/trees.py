@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from .errors import TrainError
 from .folders import Seen, is_published, seen
 
-__all__ = ["GATHER_S", "Folder", "Trees", "count_changes", "look"]
-
 _TREE = "user.irdmafs.tree"
 _CHANGES = "user.irdmafs.changes"
 # Changes often come together: they are looked at so much later.

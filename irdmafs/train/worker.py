@@ -31,8 +31,6 @@ from .status import is_reduced, no_reducer
 from .trees import count_changes
 from .watch import Watch
 
-__all__ = ["Worker"]
-
 _LOOK_S = 1.0
 
 
