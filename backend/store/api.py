@@ -186,9 +186,8 @@ class Store(Protocol):
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
 
-    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Check an extended attribute that is about to be set: one that means something to the store must
-        make sense. Raises OSError EINVAL."""
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Prepare for an extended attribute that was checked and is about to be set."""
 
     def figures(self) -> list[Any]:
         """Return dataclasses of figures (figures.py)."""

@@ -223,17 +223,12 @@ def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
     shapes = {
         part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
     }
-    scaled = _scaled(shard)
+    scaled = {part.scales: part.parameter for part in shard.slices if part.scales}
     wanted = shapes.keys() | scaled.keys()
     tensors = header.tensors
     if not cut:
         tensors = {name: found for name, found in tensors.items() if name in wanted}
     _check_tensors(tensors, shapes, scaled)
-
-
-def _scaled(shard: Shard) -> dict[str, Parameter]:
-    """Return the parameters of a shard by the names of the tensors that have their scales."""
-    return {part.scales: part.parameter for part in shard.slices if part.scales}
 
 
 def _check_whole(layout: ModelLayout, tensors: Mapping[str, Layout]) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.training_runs import newest, ones, parameters, reduce, start, zeros
+from harness.training_runs import newest, ones, parameters, reduce, start, state_of, zeros
 from safetensors import safe_open
 
 from irdmafs.train import Reducer, TrainConfig, Worker
-from irdmafs.train.directory import TrainDirectory, params_of, state_of
+from irdmafs.train.directory import TrainDirectory, params_of
 
 
 def kept(run: Path) -> Sequence[str]:

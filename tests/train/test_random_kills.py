@@ -24,11 +24,11 @@ from harness.storms.training_worker import (
     digest,
     gradients,
 )
-from harness.training_runs import reduce
+from harness.training_runs import reduce, state_of
 from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
-from irdmafs.train.directory import TrainDirectory, state_of
+from irdmafs.train.directory import TrainDirectory
 
 SEED = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
 KILLS = int(os.environ.get("IRDMAFS_KILLS") or 12)
