@@ -189,16 +189,9 @@ class LockTable:
         if not self._try_acquire(ino, owner, lock):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    async def acquire_wait(self, ino: int, owner: int, lock: Lock) -> None:
-        """Do as `acquire`, but wait until the range is free.
-
-        Raises OSError (EDEADLK) if it can only become free after this owner releases a lock.
-        """
-        while not self._try_acquire(ino, owner, lock):
-            await self.wait_free(ino, owner, lock)
-
     async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
-        """Wait for a moment at which the range is free. Raises OSError EDEADLK, as `acquire_wait`.
+        """Wait for a moment at which the range is free. Raises OSError EDEADLK if it can only become free
+        after this owner releases a lock.
 
         A caller that does not take the lock at once afterwards lets others have it.
         """

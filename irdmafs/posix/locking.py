@@ -105,9 +105,6 @@ class Locking(LockHolder):
                 if not wait and not self._is_about_to_end(table, ino, owner, lock):
                     raise
             await detach(any_signal=wait)
-            if wait:
-                await table.acquire_wait(ino, owner, lock)
-                return
             await table.wait_free(ino, owner, lock)
 
     def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
