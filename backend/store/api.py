@@ -18,23 +18,18 @@ class StoreListener(Protocol):
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         """Note that an inode changed. None: it did not exist, or is gone."""
-        ...
 
     def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
         """Note that a name changed. `old_ino` is the inode that it led to, 0 if none."""
-        ...
 
     def transaction(self, *, ours: bool) -> None:
         """Note that all changes since the last call were one transaction; `ours`: by this mount."""
-        ...
 
     def not_followed(self, directory: int) -> None:
         """Note that nothing below a directory, nor its path, may be believed without asking any more."""
-        ...
 
     def content_gone(self, extent: ContentId) -> None:
         """Note that the file of a content left this host. It may come again, as another file."""
-        ...
 
 
 class Freshness(Protocol):
@@ -45,38 +40,31 @@ class Freshness(Protocol):
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
-        ...
 
     async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         """Return when the namespace holds every change that anybody was told of before this call and that
         matters to an open of this file (or of a name in this directory). With `content`, the content of
         a small file is fetched, too. Raises OSError ETIMEDOUT."""
-        ...
 
     def is_missing(self, directory: int, name: bytes) -> bool:
         """Return whether there is no such name, as is known without asking: only this mount makes names in
         the directory."""
-        ...
 
     def is_deferred_elsewhere(self, directory: int) -> bool:
         """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
         it told."""
-        ...
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often
         becomes believable."""
-        ...
 
     def attributes_believable_s(self) -> float:
         """Return for how many seconds the kernel may believe the attributes of anything. It is made to
         forget them when a change comes here, so they are no older than a new answer would be."""
-        ...
 
     def path_valid_s(self, directory: int) -> float:
         """Return for how many seconds the name of a directory may be believed whose parent may not be."""
-        ...
 
 
 class Store(Protocol):
@@ -89,154 +77,120 @@ class Store(Protocol):
     @property
     def locks(self) -> HostLocks | None:
         """Return the locks that other hosts see, too; None where there are no others."""
-        ...
 
     @property
     def extents(self) -> ExtentStore:
         """Return the contents that are on this host, as files."""
-        ...
 
     @property
     def sends(self) -> bool:
         """Return whether publishing sends the bytes to other hosts, to which they can be compared later
         (`is_same`). The file of a version must not be written then; on one host it is written in place."""
-        ...
 
     @property
     def freshness(self) -> Freshness | None:
         """Return how far the namespace may be believed; None where nobody else changes it."""
-        ...
 
     @property
     def reads_into(self) -> bool:
         """Return whether `read_into` reads files: where they may not be on this host."""
-        ...
 
     @property
     def waits(self) -> bool:
         """Return whether publishing waits for a disk or for the network."""
-        ...
 
     def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
-        ...
 
     def unpin(self, extent: ContentId) -> None:
         """Take one `pin` back."""
-        ...
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content after it has closed it: its
         file must never hold other bytes."""
-        ...
 
     def retire(self, extent: ContentId) -> None:
         """Free a content that no version names any more, as soon as nothing pins it."""
-        ...
 
     def layout(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
-        ...
 
     async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
         """Return, for each stripe group of a file, the group and the store nodes that keep it, the primary
         first. Raises OSError ENODATA where there are no store nodes."""
-        ...
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """Make an empty working copy for a file. Return its number and a read-write descriptor that the
         caller closes. Raises OSError (ENOSPC, EMFILE)."""
-        ...
 
     async def publish(self, version: NewVersion) -> Inode:
         """Make a content the file's next version, which survives a crash when this returns. An empty
         content is not kept.
 
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
-        ...
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether `publish` of this content failed, although it may have become a version."""
-        ...
 
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version that cannot become the file's next one as a new file beside it, and return that
         one's name. Raises OSError."""
-        ...
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version one that may be written, and return its number from now on. It may
         be a copy. Raises OSError (ENOSPC)."""
-        ...
 
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         """Give back what `begin_in_place` returned, if it holds what it did then. Return whether it stands
         for the inode's version again. A copy does not."""
-        ...
 
     def is_lent(self, extent: ContentId) -> bool:
         """Return whether the extent is the very file of a store node on this host."""
-        ...
 
     def hands_over(self, extent: ContentId) -> bool:
         """Return whether publishing this content gives its very file to a store node on this host."""
-        ...
 
     async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         """Return whether the content holds the bytes of the inode's version. False if that cannot be
         known."""
-        ...
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
-        ...
 
     async def bring(self, ino: int) -> Inode:
         """Bring the file's current version to this host. Return the inode as it then is. A content that is
         not here afterwards (`is_here`) is too large to be kept here: use `read`."""
-        ...
 
     async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
         """Read the file's current version, whole, to the start of memory that a program lends, by two
         descriptors that are the store's from now on. Return the inode as it was then. Raises OSError
         EOPNOTSUPP, with the reason, if the file should be opened instead; EFBIG, EINVAL."""
-        ...
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content is on this host."""
-        ...
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
-        ...
 
     async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         """Return some bytes of a content that is not on this host."""
-        ...
 
     def prefetch(self, ino: int) -> None:
         """Begin to bring a file, or all files below a directory, to this host. Raises OSError
         EOPNOTSUPP where everything is here."""
-        ...
 
     def prefetch_progress(self, ino: int) -> dict[str, Any]:
         """Return how many files and bytes the newest prefetch of this inode has to bring, and has
         brought."""
-        ...
 
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
-        ...
 
-    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Check an extended attribute that is about to be set: one that means something to the store must
-        make sense. Raises OSError EINVAL."""
-        ...
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Prepare for an extended attribute that was checked and is about to be set."""
 
     def figures(self) -> list[Any]:
         """Return dataclasses of figures (figures.py)."""
-        ...
 
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
-        ...

@@ -217,7 +217,7 @@ class EmbeddedStore(Pinned):
     def statvfs(self) -> os.statvfs_result:
         return self.extents.statvfs()
 
-    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
         pass
 
     def figures(self) -> list[Any]:

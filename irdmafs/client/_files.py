@@ -184,11 +184,6 @@ def is_irdmafs(device: int) -> bool:
     return False
 
 
-def lies_on_irdmafs(path: StrPath) -> bool:
-    """Return whether a file or directory lies on a mount of irdmafs. Raises OSError."""
-    return is_irdmafs(os.stat(path).st_dev)
-
-
 def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:
     """Open a file to write it from its beginning, which makes it if it is not there; `mode`: O_WRONLY or
     O_RDWR. `view`: a path of the private view of its directory, in which nobody else writes. Raises

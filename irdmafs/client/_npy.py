@@ -12,6 +12,7 @@ import ast
 import functools
 import struct
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -31,9 +32,9 @@ _LENGTH_FORMATS = {1: ("<H", "latin1"), 2: ("<I", "latin1"), 3: ("<I", "utf-8")}
 
 
 def encode(array: Array) -> Iterator[memoryview]:
-    """Yield the contents of a file that holds ``array``; data begins at a multiple of 64 bytes.
+    """Return the contents of a file that holds ``array``; data begins at a multiple of 64 bytes.
 
-    Raises ValueError, before anything is yielded, for a type that needs too long a header.
+    Raises ValueError for a type that needs too long a header.
     """
     fortran_order = array.flags.f_contiguous and not array.flags.c_contiguous
     descr: object
@@ -42,12 +43,7 @@ def encode(array: Array) -> Iterator[memoryview]:
     else:
         descr = npy_format.dtype_to_descr(array.dtype)
     header = _encode_header(descr, fortran_order, array.shape)
-    return _contents(header, array.T if fortran_order else array)
-
-
-def _contents(header: bytes, array: Array) -> Iterator[memoryview]:
-    yield memoryview(header)
-    yield from buffers(array, array.dtype)
+    return chain([memoryview(header)], buffers(array.T if fortran_order else array, array.dtype))
 
 
 def _encode_header(descr: object, fortran_order: bool, shape: tuple[int, ...]) -> bytes:

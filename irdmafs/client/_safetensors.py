@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -160,10 +161,8 @@ def head_of(
 
 
 def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """Yield the contents of a file that holds ``arrays``.
-
-    Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.
-    """
+    """Return the contents of a file that holds ``arrays``. Raises TypeError and ValueError for what the
+    format cannot hold."""
     forms = {}
     for name, array in arrays.items():
         code = code_of(array.dtype)
@@ -171,10 +170,6 @@ def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> I
             raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {array.dtype}")
         forms[name] = (code, array.shape)
     head = head_of(forms, metadata)
-    return _contents(head.text, [arrays[name] for name in head.offsets])
-
-
-def _contents(head: bytes, ordered: list[Array]) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for array in ordered:
-        yield from buffers(array, array.dtype.newbyteorder("<"))
+    ordered = (arrays[name] for name in head.offsets)
+    data = (buffers(array, array.dtype.newbyteorder("<")) for array in ordered)
+    return chain([memoryview(head.text)], chain.from_iterable(data))

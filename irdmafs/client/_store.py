@@ -114,7 +114,9 @@ class Store(MutableMapping[str, Array]):
             if tensor is not None:
                 found = self._read_tensors_into(buffer, file, [tensor]).get(tensor)
             else:
-                found = self._read_array_into(buffer, file)
+                path = self._path(file + NPY)
+                if size := buffer.fill(path):
+                    found = buffer.show(path, _npy.layout(path, buffer.head, size))
         except FileNotFoundError:
             pass
         if found is None:
@@ -325,11 +327,6 @@ class Store(MutableMapping[str, Array]):
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from error
         return stat.S_ISREG(status.st_mode) and status.st_size > 0
-
-    def _read_array_into(self, buffer: Buffer, file: str) -> Any:
-        path = self._path(file + NPY)
-        size = buffer.fill(path)
-        return buffer.show(path, _npy.layout(path, buffer.head, size)) if size else None
 
     def _read_tensors_into(
         self, buffer: Buffer, file: str, names: Iterable[str] | None

@@ -26,8 +26,6 @@ from .references import References
 from .routes import Routes
 from .sharing import Sharing
 
-__all__ = ["Cache"]
-
 log = logging.getLogger(__name__)
 
 # An open that reads, and publishes an empty version, has only O_TRUNC of these flags: O_RDONLY is 0.

@@ -16,8 +16,6 @@ from .nodes import Handle, Node
 from .publishing import Publisher
 from .sharing import Sharing
 
-__all__ = ["Carried"]
-
 
 class Carried:
     """Carries requests out on contents. `bytes`: so many were read and written through the daemon."""

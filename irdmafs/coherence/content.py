@@ -14,8 +14,6 @@ import trio
 from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode
 
-__all__ = ["Content", "Stamp", "State"]
-
 Stamp = tuple[int, int]  # size in bytes, time of modification in nanoseconds
 
 

@@ -9,13 +9,11 @@ from ..backend.store.api import Store
 from .content import Content, State
 from .dirty import Changes
 from .kernel_cache import KernelCache
-from .nodes import Node, NodeEvents, NodeTable
+from .nodes import Node, NodeTable
 from .table import ContentTable
 
-__all__ = ["Host"]
 
-
-class Host(NodeEvents):
+class Host:
     """A mount's contents (`table`) and the kernel's nodes that show them (`nodes`). Drops contents that
     nobody holds, nodes that nothing has open, and inodes without a name."""
 
@@ -26,7 +24,7 @@ class Host(NodeEvents):
         self.table = ContentTable(store)
         self.changes = Changes(store, self.table)
         self.nameless: list[Inode] = []
-        self.nodes = NodeTable(store.namespace.inode, self)
+        self.nodes = NodeTable(store.namespace.inode, self._node_dropped)
         store.namespace.holders.append(self.nodes.has_nodes)
 
     # -- contents --------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ class Host(NodeEvents):
         if node.lookups <= 0:
             self.nodes.drop_unused(node)
 
-    def node_dropped(self, node: Node) -> None:
+    def _node_dropped(self, node: Node) -> None:
         if node.backing_id:
             self.kernel.drop_backing(node)
         ino = node.ino

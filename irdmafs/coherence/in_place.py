@@ -13,8 +13,6 @@ from .host import Host
 from .sharing import Sharing
 from .table import changed_ns, stamp_of
 
-__all__ = ["InPlace"]
-
 log = logging.getLogger(__name__)
 
 

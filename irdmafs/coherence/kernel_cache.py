@@ -1,5 +1,8 @@
 """The kernel's cache of a mount, and the means to make it forget."""
 
+# Methods that are not abstract do nothing, for sessions that inherit them.
+# ruff: noqa: B027
+
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
@@ -15,20 +18,18 @@ _TRY_AGAIN_S: Final = 0.001
 
 
 class KernelCache(ABC):
-    """The session's means to make the kernel forget."""
+    """The session's means to make the kernel forget. A session inherits methods that do nothing about what
+    its kernel does not keep."""
+
+    # It ends requests whose callers got a signal (see interrupts).
+    tells_of_signals = False
 
     @property
-    @abstractmethod
     def can_forget(self) -> bool:
         """Return whether the kernel can be made to forget without waiting for a lock. If not, it must not
         believe anything that others may change."""
+        return False
 
-    @property
-    @abstractmethod
-    def tells_of_signals(self) -> bool:
-        """Return whether it ends requests whose callers got a signal (see interrupts)."""
-
-    @abstractmethod
     async def caught_up(self) -> None:
         """Return when the requests that the kernel has sent so far were begun; soon in any case."""
 
@@ -56,7 +57,6 @@ class KernelCache(ABC):
     async def expire_names(self, names: list[Name]) -> None:
         """Return when the kernel will look these names up again before their next use."""
 
-    @abstractmethod
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         """Make the kernel ask for the attributes of these nodes and, with `names`, look every name up again
         before its next use. Answers on their way into the kernel count as old, too."""
@@ -65,22 +65,18 @@ class KernelCache(ABC):
     async def forget_content(self, node: Node) -> None:
         """Return when the kernel will read the node's content again from the daemon."""
 
-    @abstractmethod
     def prune(self, nodes: Sequence[int]) -> None:
         """Let the kernel drop unused objects of these nodes, if it can."""
 
-    @abstractmethod
     async def wake_poll(self, handle: int) -> None:
         """Have the kernel ask again for the events of a descriptor, by the number that it gave for it."""
 
-    @abstractmethod
     def move_backing(self, node: Node, extent: ContentId) -> None:
         """Note that the file which passthrough holds for a node has another number now."""
 
-    @abstractmethod
     def drop_backing(self, node: Node) -> None:
         """Let go of the file that passthrough holds for a node: its extent changes or goes."""
 
-    @abstractmethod
     def backed_by(self, extent: ContentId) -> list[Node]:
         """Return the nodes for which passthrough holds the file of an extent."""
+        return []

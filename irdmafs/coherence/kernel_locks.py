@@ -18,8 +18,6 @@ import trio
 
 from .nodes import Node
 
-__all__ = ["KernelLocks", "Moves"]
-
 # The kernel has its answer, and has released its locks, a little after it was sent; a program that has
 # looked names up for a change, and so has locked them, asks for it within that time.
 _SETTLED_S = 0.001

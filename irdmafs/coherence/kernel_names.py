@@ -10,8 +10,6 @@ from ..backend.namespace import Inode
 from .kernel_cache import Name
 from .nodes import NodeTable
 
-__all__ = ["KernelNames"]
-
 _PURGE_EVERY = 1000
 
 

@@ -6,8 +6,8 @@ two nodes behind one name. docs/sharing.md has the rules; this module has only t
 
 import errno
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
@@ -17,6 +17,7 @@ INO_BITS = 48
 _EXTRA_IDS_MAX = (1 << 64 - INO_BITS) - 1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One node. `content` is the content that its handles share, or that it showed last if it has none.
 
@@ -25,26 +26,20 @@ class Node:
     `backing_id`. `outdated`: the kernel has yet to be told that the attributes of its first answer are.
     """
 
-    __slots__ = (
-        "backing_extent", "backing_id", "cached", "content", "id", "ino", "lookups", "name", "opens",
-        "outdated", "promised", "told",
-    )  # fmt: skip
-
-    def __init__(self, node_id: int, inode: Inode) -> None:
-        self.id = node_id
-        self.ino = inode.ino
-        self.lookups = 0
-        self.opens = 0
-        self.promised = 0
-        self.outdated = False
-        self.content: Content | None = None
-        self.cached = False
-        self.backing_id = 0
-        self.backing_extent = 0
-        # The privileges of the file (see privileges) that the kernel knows of.
-        self.told = 0
-        # The directory and name by which the kernel last found it.
-        self.name: tuple[int, bytes] | None = None
+    id: int
+    ino: int
+    lookups: int = 0
+    opens: int = 0
+    promised: int = 0
+    outdated: bool = False
+    content: Content | None = None
+    cached: bool = False
+    backing_id: int = 0
+    backing_extent: int = 0
+    # The privileges of the file (see privileges) that the kernel knows of.
+    told: int = 0
+    # The directory and name by which the kernel last found it.
+    name: tuple[int, bytes] | None = None
 
     @property
     def is_bound(self) -> bool:
@@ -88,20 +83,13 @@ class Handle:
         return self.flags & os.O_ACCMODE == os.O_RDWR
 
 
-class NodeEvents(ABC):
-    """The listener of a table of nodes."""
-
-    @abstractmethod
-    def node_dropped(self, node: Node) -> None:
-        """Note that the kernel has forgotten a node, and nothing refers to it any more."""
-
-
 class NodeTable:
-    """All nodes and handles. inode(number) returns an inode, or raises OSError."""
+    """All nodes and handles. inode(number) returns an inode, or raises OSError. dropped(node) is called
+    when the kernel has forgotten a node, and nothing refers to it any more."""
 
-    def __init__(self, inode: Callable[[int], Inode], events: NodeEvents) -> None:
+    def __init__(self, inode: Callable[[int], Inode], dropped: Callable[[Node], None]) -> None:
         self._inode = inode
-        self._events = events
+        self._dropped = dropped
         self._next_extra_id = 1
         self._next_fh = 1
         self.by_id: dict[int, Node] = {}
@@ -154,7 +142,7 @@ class NodeTable:
         while node_id in self.by_id:
             node_id = inode.ino | self._next_extra_id << INO_BITS
             self._next_extra_id = self._next_extra_id % _EXTRA_IDS_MAX + 1
-        node = Node(node_id, inode)
+        node = Node(node_id, inode.ino)
         self.by_id[node_id] = node
         first = self._first.setdefault(inode.ino, node)
         if first is not node:
@@ -215,7 +203,7 @@ class NodeTable:
             self._first[node.ino] = next(iter(siblings))
             if len(siblings) == 1:
                 del self._siblings[node.ino]
-        self._events.node_dropped(node)
+        self._dropped(node)
 
     def renamed(self, ino: int, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
         """Note that the kernel moved its name of an inode, and does not look it up again."""

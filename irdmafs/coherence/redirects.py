@@ -12,6 +12,7 @@ that file when the thread looks it up.
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from .content import Content
 from .nodes import Node
@@ -26,33 +27,21 @@ _MAX_MOVES = 16
 Key = tuple[int, int]  # thread, inode
 
 
+@dataclass(slots=True, eq=False)
 class Promise:
     """An open of one thread with `flags`, which came to one node and will find its content on another when
     it comes again. `cut`: the content is to be emptied for it. `moves`: how often the promise was renewed
     because the name had come to mean another file."""
 
-    __slots__ = ("came_to", "content", "cut", "flags", "key", "looked_up", "moves", "node", "since")
-
-    def __init__(
-        self,
-        key: Key,
-        came_to: Node,
-        node: Node,
-        content: Content,
-        flags: int,
-        *,
-        cut: bool,
-        moves: int = 0,
-    ) -> None:
-        self.key = key
-        self.came_to = came_to
-        self.node = node
-        self.content = content
-        self.flags = flags
-        self.cut = cut
-        self.moves = moves
-        self.looked_up = False
-        self.since = time.monotonic()
+    key: Key
+    came_to: Node
+    node: Node
+    content: Content
+    flags: int
+    cut: bool
+    moves: int
+    looked_up: bool = False
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def may_move(self) -> bool:

@@ -13,8 +13,6 @@ So only root is believed, and the user who runs the daemon: they may read everyt
 import os
 import time
 
-__all__ = ["References"]
-
 # The limit of announced opens, and how long one is waited for.
 _ANNOUNCED_MAX = 256
 _WAIT_S = 2.0

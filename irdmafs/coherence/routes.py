@@ -185,7 +185,7 @@ class Routes:
             node.content = content
         self._table.hold(content)
         node.promised += 1
-        promise = Promise(key, came_to, node, content, flags, cut=cut, moves=moves)
+        promise = Promise(key, came_to, node, content, flags, cut, moves)
         content.awaited += promise.joins
         self._redirects.add(promise)
         return promise

@@ -9,8 +9,6 @@ from .isolation import Isolation
 from .nodes import Node
 from .table import ContentTable, stamp_of
 
-__all__ = ["Sharing", "truncates"]
-
 
 class Sharing:
     """Chooses the content of a file that an open shares, or begins one for it."""

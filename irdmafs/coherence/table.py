@@ -9,8 +9,6 @@ from ..backend.namespace import Inode
 from ..backend.store.api import Store
 from .content import Content, Stamp, State
 
-__all__ = ["ContentTable", "changed_ns", "stamp_of"]
-
 # The unit of st_blocks.
 BLOCK_BYTES = 512
 # The limit of descriptors kept for contents that are being written, so that no program exhausts them.

@@ -13,12 +13,11 @@ directory lease; otherwise the kernel has to look again.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..backend.namespace import Inode, Namespace
 from .kernel_cache import Name
-
-__all__ = ["LookupTrails", "Retry", "TrailStep"]
 
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
@@ -36,19 +35,16 @@ class TrailStep(NamedTuple):
     private: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Retry:
     """The second try of an open with `flags` whose name led to no file when it was refused. `lookups`: of
     the name, since then. The kernel asks twice, for the entry that it has and for the one that replaced it.
-    After that, or after an open, the thread is doing something else."""
+    After that, or after an open, the thread is doing something else. `ino`: what was found and prepared."""
 
-    __slots__ = ("flags", "ino", "lookups", "name")
-
-    def __init__(self, name: Name, flags: int) -> None:
-        self.name = name
-        self.flags = flags
-        self.lookups = 0
-        # What was found and prepared.
-        self.ino = 0
+    name: Name
+    flags: int
+    lookups: int = 0
+    ino: int = 0
 
     @property
     def is_over(self) -> bool:

@@ -10,14 +10,13 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext
 from typing import Any
 
 import pyfuse3
 import trio
 
-from ..backend.model.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node, NodeTable
 from ..posix.calls import Attributes, Caller, OpenInfo, Space
@@ -79,10 +78,8 @@ class PortableSession(Session):
 
 
 class PortableNotices(KernelCache):
-    """The kernel's memory of a mount with this session."""
-
-    can_forget = False
-    tells_of_signals = False
+    """The kernel's memory of a mount with this session: there is no passthrough, and the kernel believes
+    nothing that it cannot be made to forget."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -102,14 +99,8 @@ class PortableNotices(KernelCache):
         for parent, name in names:
             await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
-    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
-        """Do nothing: the kernel believes nothing that it cannot be made to forget."""
-
     async def forget_content(self, node: Node) -> None:
         await self._in_thread(pyfuse3.invalidate_inode, node.id, False)
-
-    def prune(self, nodes: Sequence[int]) -> None:
-        """Do nothing: libfuse 3.14 cannot prune."""
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
@@ -119,23 +110,8 @@ class PortableNotices(KernelCache):
             if error.errno not in _GONE:
                 log.warning("notifying the kernel failed: %s", error)
 
-    async def caught_up(self) -> None:
-        """Do nothing: the kernel keeps locks by itself."""
-
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         return self._tasks.start_soon(telling, *args)
-
-    async def wake_poll(self, handle: int) -> None:
-        """Do nothing: pyfuse3's poll is not used."""
-
-    def move_backing(self, node: Node, extent: ContentId) -> None:
-        """Do nothing: there is no passthrough."""
-
-    def drop_backing(self, node: Node) -> None:
-        """Do nothing: there is no passthrough."""
-
-    def backed_by(self, extent: ContentId) -> list[Node]:
-        return []
 
 
 class _LeavingWriters:

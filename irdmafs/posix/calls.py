@@ -7,15 +7,6 @@ from typing import Final, NamedTuple, Protocol
 from ..backend.namespace import Inode, fail
 from ..coherence.nodes import Handle
 
-__all__ = [
-    "OFFSET_MAX",
-    "Attributes",
-    "Caller",
-    "OpenInfo",
-    "Space",
-    "refuse_other_than_file",
-]
-
 OFFSET_MAX: Final = 2**63 - 1
 
 

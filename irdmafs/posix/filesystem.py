@@ -20,8 +20,6 @@ from .superblock import Superblock
 from .waits import Waits
 from .xattrs import Xattrs
 
-__all__ = ["Filesystem"]
-
 
 class Filesystem:
     """The parts of one mounted filesystem, each of which carries out the requests about one thing.

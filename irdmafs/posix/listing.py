@@ -14,8 +14,6 @@ from typing import Any, Final
 from ..backend.namespace import Inode, Namespace, fail
 from ..backend.namespace.acl import ACCESS
 
-__all__ = ["tree_below"]
-
 # The largest value of an attribute that Linux takes.
 _BYTES_MAX: Final = 65536
 # What an entry needs at least beside its name: '"":[1],'.

@@ -12,14 +12,13 @@ the locks are compatible.
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
 from typing import NamedTuple
 
 import trio
 
 from .ranges import Overlaps, Ranges
-
-__all__ = ["LAST_BYTE", "LOCKS_OF_USER_MAX", "FlockTable", "Lock", "LockTable"]
 
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
 LAST_BYTE = 2**63 - 1
@@ -38,16 +37,14 @@ class Lock(NamedTuple):
     uid: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Owner:
     """The locks that one owner holds on an inode. No byte is in both sets."""
 
-    __slots__ = ("pid", "reads", "uid", "writes")
-
-    def __init__(self, uid: int) -> None:
-        self.uid = uid
-        self.pid = 0
-        self.reads = Ranges()
-        self.writes = Ranges()
+    uid: int
+    pid: int = 0
+    reads: Ranges = field(default_factory=Ranges)
+    writes: Ranges = field(default_factory=Ranges)
 
     def __len__(self) -> int:
         return len(self.reads) + len(self.writes)
@@ -63,16 +60,14 @@ class _Owner:
         return Lock(kind, *found, self.pid, self.uid) if found is not None else None
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A request that waits. `woken`: it may try, and nobody behind it who would be in its way."""
 
-    __slots__ = ("event", "lock", "owner", "woken")
-
-    def __init__(self, owner: int, lock: Lock) -> None:
-        self.owner = owner
-        self.lock = lock
-        self.event = trio.Event()
-        self.woken = False
+    owner: int
+    lock: Lock
+    event: trio.Event = field(default_factory=trio.Event)
+    woken: bool = False
 
     def wake(self) -> None:
         self.woken = True
@@ -88,16 +83,14 @@ class _Waiter:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Inode:
     """The locks of one inode: by owner, and of all owners together."""
 
-    __slots__ = ("owners", "reads", "waiters", "writes")
-
-    def __init__(self) -> None:
-        self.owners: dict[int, _Owner] = {}
-        self.reads = Overlaps()
-        self.writes = Overlaps()
-        self.waiters: dict[_Waiter, None] = {}
+    owners: dict[int, _Owner] = field(default_factory=dict)
+    reads: Overlaps = field(default_factory=Overlaps)
+    writes: Overlaps = field(default_factory=Overlaps)
+    waiters: dict[_Waiter, None] = field(default_factory=dict)
 
     def conflicts(self, owner: int, lock: Lock) -> bool:
         """Return whether others hold what is in the way of a request."""
@@ -196,16 +189,9 @@ class LockTable:
         if not self._try_acquire(ino, owner, lock):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    async def acquire_wait(self, ino: int, owner: int, lock: Lock) -> None:
-        """Do as `acquire`, but wait until the range is free.
-
-        Raises OSError (EDEADLK) if it can only become free after this owner releases a lock.
-        """
-        while not self._try_acquire(ino, owner, lock):
-            await self.wait_free(ino, owner, lock)
-
     async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
-        """Wait for a moment at which the range is free. Raises OSError EDEADLK, as `acquire_wait`.
+        """Wait for a moment at which the range is free. Raises OSError EDEADLK if it can only become free
+        after this owner releases a lock.
 
         A caller that does not take the lock at once afterwards lets others have it.
         """

@@ -24,8 +24,6 @@ from ..inline import detach
 from ..mount_options import LockScope
 from .lock_tables import LAST_BYTE, FlockTable, Lock, LockTable
 
-__all__ = ["Locking"]
-
 log = logging.getLogger(__name__)
 
 
@@ -107,9 +105,6 @@ class Locking(LockHolder):
                 if not wait and not self._is_about_to_end(table, ino, owner, lock):
                     raise
             await detach(any_signal=wait)
-            if wait:
-                await table.acquire_wait(ino, owner, lock)
-                return
             await table.wait_free(ino, owner, lock)
 
     def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:

@@ -4,8 +4,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Change", "Overlaps", "Ranges", "Span"]
-
 Span = tuple[int, int]  # first and last byte, inclusive
 
 
@@ -22,8 +20,8 @@ class Change(NamedTuple):
         return len(self.after) - (self.last - self.first)
 
 
-class Ranges:
-    """Spans that neither overlap nor touch, in order."""
+class _Spans:
+    """The first bytes of spans, in order, and the last ones, in order."""
 
     __slots__ = ("_ends", "_starts")
 
@@ -31,15 +29,22 @@ class Ranges:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
+    def count(self, start: int, end: int) -> int:
+        """Return how many spans overlap a range: those that begin before its end, less those that
+        end before its beginning."""
+        return bisect_right(self._starts, end) - bisect_left(self._ends, start)
+
+
+class Ranges(_Spans):
+    """Spans that neither overlap nor touch, in order."""
+
+    __slots__ = ()
+
     def __len__(self) -> int:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[Span]:
         return zip(self._starts, self._ends, strict=True)
-
-    def count(self, start: int, end: int) -> int:
-        """Return how many spans overlap a range."""
-        return bisect_right(self._starts, end) - bisect_left(self._ends, start)
 
     def first(self, start: int, end: int) -> Span | None:
         """Return the first span that overlaps a range."""
@@ -47,11 +52,6 @@ class Ranges:
         if at == len(self._starts) or self._starts[at] > end:
             return None
         return self._starts[at], self._ends[at]
-
-    def covers(self, start: int, end: int) -> bool:
-        """Return whether one span holds the whole range."""
-        found = self.first(start, end)
-        return found is not None and found[0] <= start and end <= found[1]
 
     def adding(self, start: int, end: int) -> Change:
         """Return the change that adds a range, joined with what it overlaps or touches."""
@@ -82,19 +82,10 @@ class Ranges:
         return before
 
 
-class Overlaps:
+class Overlaps(_Spans):
     """Counts the spans of many owners, which may overlap each other."""
 
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def count(self, start: int, end: int) -> int:
-        """Return how many spans overlap a range: those that begin before its end, less those that
-        end before its beginning."""
-        return bisect_right(self._starts, end) - bisect_left(self._ends, start)
+    __slots__ = ()
 
     def replace(self, before: Sequence[Span], after: Sequence[Span]) -> None:
         for start, end in before:

@@ -27,8 +27,6 @@ from .calls import Attributes, Caller
 from .superblock import Part, Superblock
 from .waits import Waits
 
-__all__ = ["Since"]
-
 _DIGITS_MAX: Final = 18
 # A node's id has 16 bits that tell it from others of its inode.
 _NODES_MAX: Final = 1 << 15

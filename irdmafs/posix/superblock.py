@@ -7,8 +7,6 @@ from ..mount_options import MountOptions
 from .answers import Answers
 from .atimes import Atimes
 
-__all__ = ["Part", "Superblock"]
-
 
 class Superblock:
     """One mounted filesystem: its store, the contents that are open, what the kernel may believe, access

@@ -20,8 +20,6 @@ from ..coherence.nodes import Node
 from ..inline import detach
 from .calls import Caller
 
-__all__ = ["Waits"]
-
 _OF_ONE_USER_MAX: Final = 4096
 _WITHOUT_SIGNALS_MAX: Final = 48
 _LOOK_AT_CALLER_S: Final = 0.5

@@ -63,7 +63,7 @@ class Xattrs(Part):
                 own_xattrs.refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
                     await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-                await self._store.check_attribute(found, name, value)
+                await self._store.prepare_attribute(found, name, value)
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._answers.refresh_several(found.ino)
         if name == AWAITS and self._cache.kernel.can_forget:

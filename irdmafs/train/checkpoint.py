@@ -26,8 +26,6 @@ from .folders import Directory
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, gather
 
-__all__ = ["add_kept_files", "assemble", "files_of_index", "keep_files", "shown"]
-
 # Other files of the models' directory are kept if they are no larger, and so many of them: each version
 # has a name for each.
 _KEPT_MAX_BYTES = 64 << 20
@@ -38,7 +36,7 @@ _WEIGHT_MAP = "weight_map"
 def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: Path) -> None:
     """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
     files = layout.files
-    shards = layout.shards()
+    shards = layout.shards
     if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
@@ -59,7 +57,7 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
 
 def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
     path = params_of(version, shard)
-    return ShardFile.within(Directory(path.parent), path.name, version=number)
+    return ShardFile(path.name, Directory(path.parent), version=number)
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:

@@ -12,8 +12,6 @@ from typing import Any, Literal, NamedTuple
 from .errors import TrainError
 from .rules import RULES, is_fp32, make_rule
 
-__all__ = ["Sync", "TrainConfig", "parse_sync"]
-
 SyncKind = Literal["bsp", "quorum", "ssp", "async", "local"]
 Nonfinite = Literal["refuse", "skip", "count"]
 _SYNC = re.compile(r"(bsp|async)|(quorum|ssp|local):(\d{1,6})")

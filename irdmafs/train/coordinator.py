@@ -45,8 +45,6 @@ from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .status import StatusFile, text_of
 from .trees import Folder, Trees, look
 
-__all__ = ["Coordinator"]
-
 log = logging.getLogger(__name__)
 
 # The time that the coordinator removes old files for, before it looks again for what others wait for.
@@ -120,7 +118,7 @@ class Coordinator:
         if not enough:
             progress = (config, newest, waiting, awaited, self._members)
             self._status.show(partial(text_of, self._train, *progress))
-            return self._has_unread(self._trees.look(self._train.push).names)
+            return not self._looks.keys() >= set(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
@@ -200,9 +198,6 @@ class Coordinator:
             steps[push.worker] += 1
             self._settle(push, steps[push.worker])
         return list(self._pushes.values())
-
-    def _has_unread(self, names: Iterable[str]) -> bool:
-        return any(name not in self._looks for name in names)
 
     def _in_turns(self, names: Iterable[str], newest: Plan) -> Iterator[str]:
         """Return names in the order in which to look at them: those that were never looked at

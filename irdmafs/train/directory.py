@@ -406,8 +406,3 @@ def make_part(path: Path) -> None:
 def params_of(version: Path, shard: Shard) -> Path:
     """Return the file with the parameters of a shard of a version."""
     return version / shard.part / PARAMS / shard.name
-
-
-def state_of(version: Path, shard: Shard) -> Path:
-    """Return the file with what the rule keeps of a shard of a version."""
-    return version / shard.part / STATE / shard.name

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from ..client import _files
 
-__all__ = ["Directories", "Directory", "Past", "Seen", "is_published", "seen"]
-
 _PAST_MAX = 1 << 16
 _OPEN_MAX = 128
 _PRIVATE_VIEW = ".irdmafs-private"

@@ -15,8 +15,6 @@ from .errors import TrainError
 from .placement import host_of, is_here
 from .status import current, how_to_reduce, is_reduced
 
-__all__ = ["launch", "reducers_here"]
-
 # Processes that are to end are killed after so long, or at a further signal.
 _GRACE_S = 10.0
 # So long reducers go on after workers have ended, if there are pushes for a version.

@@ -13,18 +13,6 @@ from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
 from .scales import SUFFIX
 
-__all__ = [
-    "FLOAT_CODES",
-    "ModelLayout",
-    "Parameter",
-    "Run",
-    "Shard",
-    "Slice",
-    "canonical",
-    "cut",
-    "runs_of",
-]
-
 # Cuts within a parameter are at multiples of this many elements.
 ALIGN = 64
 FLOAT_CODES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -120,19 +108,16 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property
-    def _shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names, self.part_count)
 
     @cached_property
     def parts(self) -> dict[str, tuple[Shard, ...]]:
         """Return the shards of each part, in their order."""
         found: dict[str, tuple[Shard, ...]] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             found[shard.part] = (*found.get(shard.part, ()), shard)
         return found
-
-    def shards(self) -> tuple[Shard, ...]:
-        return self._shards
 
 
 def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:

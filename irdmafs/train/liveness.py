@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..client import _files
 
-__all__ = ["Lock", "WatchedLock", "is_locked"]
-
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -24,19 +22,6 @@ class Lock:
     def __init__(self, path: Path) -> None:
         """Open the file, which is made if there is none. Raises OSError."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    @classmethod
-    def take(cls, path: Path, content: bytes = b"") -> Lock | None:
-        """Lock a file; None if somebody else has it locked. `content`: as of hold(). Raises OSError."""
-        lock = cls(path)
-        try:
-            if lock.hold(content):
-                return lock
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()
-        return None
 
     def hold(self, content: bytes = b"") -> bool:
         """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.

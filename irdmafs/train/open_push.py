@@ -16,9 +16,6 @@ from .layout import ModelLayout, Shard
 from .pushes import arrays_of
 from .staging import Staging
 
-__all__ = ["OpenPush"]
-
-
 # Shards that are written at once: enough that the link is never idle, and few enough that one after the
 # other is there.
 _AT_ONCE = 3

@@ -36,8 +36,6 @@ from .reduction import PartFolders, Reduction
 from .speculation import Foreseen, Staged
 from .trees import Folder, look
 
-__all__ = ["Part"]
-
 log = logging.getLogger(__name__)
 
 
@@ -196,7 +194,7 @@ class Part:
                 }
             except (FileNotFoundError, ValueError, TrainError):
                 return None
-        in_order = [found[shard.name] for shard in self._layout.shards()]
+        in_order = [found[shard.name] for shard in self._layout.shards]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
     def _open_before(self, plan: Plan) -> PartFolders:

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..client._files import look_up
 
-__all__ = ["choose", "host_of", "is_here", "shard_names"]
-
 _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
 _CANDIDATES_MIN = 128

@@ -10,20 +10,6 @@ import msgspec
 from .config import TrainConfig
 from .rules import RULES
 
-__all__ = [
-    "Plan",
-    "Push",
-    "PushInPlan",
-    "Update",
-    "first_plan",
-    "is_foreseen",
-    "is_wanted",
-    "may_pull",
-    "next_plan",
-    "pending",
-    "without",
-]
-
 
 class Push(NamedTuple):
     """A push that is there, whole. `step`: 0: the worker's next. `path`: its name in push/. `base`: the

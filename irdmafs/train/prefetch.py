@@ -18,8 +18,6 @@ from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, copy_shard
 from .trees import GATHER_S, Folder, look
 
-__all__ = ["Prefetch"]
-
 # Shards that are fetched at once: of each node the next.
 _AT_ONCE = 16
 
@@ -71,7 +69,7 @@ class Prefetch:
         there = look(self._train.version(version))
         if version != self._version:
             return found
-        for shard in self._layout.shards():
+        for shard in self._layout.shards:
             fetch = self._fetches.get(shard.name)
             if fetch is None or fetch.file.exception() is not None:
                 continue
@@ -143,7 +141,7 @@ class Prefetch:
 
     def _open(self, shard: Shard, directory: Directory, before: Seen) -> ShardFile:
         try:
-            file = ShardFile.within(directory, shard.name, version=self._version, shown=self._shown)
+            file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
             self._past.add(before)

@@ -27,23 +27,6 @@ from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
 from .trees import Folder
 
-__all__ = [
-    "STEP",
-    "arrays_of",
-    "check_finite",
-    "check_shard",
-    "check_turn",
-    "has_nonfinite",
-    "inspect",
-    "name_in_file",
-    "name_in_shards",
-    "push_by_name",
-    "push_in_shards",
-    "read_file",
-    "slices_of",
-    "worker_of",
-]
-
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
 # The name of a file, without its suffix. Errors tell both forms:
@@ -240,17 +223,12 @@ def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
     shapes = {
         part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
     }
-    scaled = _scaled(shard)
+    scaled = {part.scales: part.parameter for part in shard.slices if part.scales}
     wanted = shapes.keys() | scaled.keys()
     tensors = header.tensors
     if not cut:
         tensors = {name: found for name, found in tensors.items() if name in wanted}
     _check_tensors(tensors, shapes, scaled)
-
-
-def _scaled(shard: Shard) -> dict[str, Parameter]:
-    """Return the parameters of a shard by the names of the tensors that have their scales."""
-    return {part.scales: part.parameter for part in shard.slices if part.scales}
 
 
 def _check_whole(layout: ModelLayout, tensors: Mapping[str, Layout]) -> None:

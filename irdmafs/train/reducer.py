@@ -28,8 +28,6 @@ from .plan import Plan, is_foreseen
 from .speculation import Staged
 from .trees import Folder, Trees
 
-__all__ = ["Reducer"]
-
 log = logging.getLogger(__name__)
 
 # A part whose place is another host is left to a reducer there for so long.

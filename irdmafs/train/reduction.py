@@ -38,8 +38,6 @@ from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
 
-__all__ = ["PartFolders", "Reduction", "first_state"]
-
 MASTER = "master"
 # The value of "state" in the metadata of params/K where there is no state/K.
 NOTHING = "none"
@@ -111,12 +109,12 @@ class Reduction:
         last = plan.version - 1
         is_kept = True
         if shard.is_fp32:
-            params = ShardFile.within(before.params, shard.name, version=last)
+            params = ShardFile(shard.name, before.params, version=last)
             self._master = _flat(params, shard)
             is_kept = bool(self.rule.state) and params.header.metadata.get(STATE) != NOTHING
         self._kept: dict[str, Array] = {}
         if is_kept:
-            state = ShardFile.within(before.state, shard.name, version=last)
+            state = ShardFile(shard.name, before.state, version=last)
             self._kept = {key: state.tensor(key) for key in state.header.tensors}
         if not shard.is_fp32:
             self._master = self._kept[MASTER]

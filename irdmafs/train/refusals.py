@@ -14,8 +14,6 @@ import msgspec
 from .directory import COMPLAINT, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 
-__all__ = ["Refusal", "complain", "complaints", "names", "newest", "note", "one_line", "read"]
-
 _KEPT = 32
 _SHOWN = 8
 _TEXT_MAX = 500

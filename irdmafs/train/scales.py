@@ -8,8 +8,6 @@ import numpy as np
 
 from .arithmetic import F32
 
-__all__ = ["BLOCK", "SUFFIX", "BlockScales", "blocks_of"]
-
 SUFFIX = "_scale_inv"
 BLOCK = 128
 

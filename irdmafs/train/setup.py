@@ -24,8 +24,6 @@ from .rules import Rule, make_rule
 from .shard_files import ShardFile
 from .status import how_to_reduce
 
-__all__ = ["begin", "end"]
-
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _AWAITS = "user.irdmafs.awaits"
@@ -45,7 +43,7 @@ def begin(
     train = TrainDirectory(directory)
     if not train.models.is_dir():
         raise TrainError(f"{train.models} is not a directory")
-    if not _files.lies_on_irdmafs(train.models):
+    if not _files.is_irdmafs(train.models.stat().st_dev):
         raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)
@@ -162,7 +160,7 @@ def _first_version(
     add_kept_files(train, keep_files(train, layout), target)
     for part in layout.parts:
         make_part(target / part)
-    for shard in layout.shards():
+    for shard in layout.shards:
         first_state(target / shard.part, shard, values, rule)
     plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,16 +19,6 @@ from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, p
 from .directory import VERSION
 from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
-
-__all__ = [
-    "NewFile",
-    "ShardFile",
-    "copy_shard",
-    "gather",
-    "in_parallel",
-    "new_file",
-    "read_header",
-]
 
 T = TypeVar("T")
 
@@ -41,19 +31,21 @@ class ShardFile:
 
     def __init__(
         self,
-        path: Path,
+        path: str | Path,
+        directory: Directory | None = None,
         *,
         version: int | None = None,
         shown: bool = False,
-        promised: bool = False,
         header_max_bytes: int = HEADER_MAX_BYTES,
     ) -> None:
-        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
-        given to programs, which may send them from where they lie; otherwise nobody does, which is
-        `promised` by a path in a private view. Raises FileNotFoundError, also if it is of another version,
-        and FormatError, also for a longer header."""
-        name = os.fspath(path)
-        open_file = _files.open_to_read if shown or promised else _files.open_privately
+        """`path`: from `directory`, if that is given, whose files are opened as the mount knows them.
+        `version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
+        given to programs, which may send them from where they lie; otherwise nobody does, which is promised
+        by a path in a private view. Raises FileNotFoundError, also if it is of another version, and
+        FormatError, also for a longer header."""
+        view = None if shown or directory is None else directory.view
+        name = os.path.join((view or directory.path) if directory is not None else "", path)
+        open_file = _files.open_privately if view is None and not shown else _files.open_to_read
         self.shown = shown
         with open_file(name) as (fd, status):
             self.seen = seen(status)
@@ -61,26 +53,6 @@ class ShardFile:
             if version is not None and self.header.metadata.get(VERSION) != str(version):
                 raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
             self._data = _files.Mapping(name, fd, status.st_size).bytes
-
-    @classmethod
-    def within(
-        cls,
-        directory: Directory,
-        name: str,
-        *,
-        version: int | None = None,
-        shown: bool = False,
-        header_max_bytes: int = HEADER_MAX_BYTES,
-    ) -> Self:
-        """Open a file as the mount knows it."""
-        view = None if shown else directory.view
-        return cls(
-            directory.file(name) if view is None else view / name,
-            version=version,
-            shown=shown,
-            promised=view is not None,
-            header_max_bytes=header_max_bytes,
-        )
 
     def elements(self, dtype: DType, offset: int, count: int) -> Array:
         """Return elements of this type from a place in the file on."""
@@ -104,7 +76,7 @@ def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dic
     """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
-    shards = layout.shards()
+    shards = layout.shards
     for shard, file in zip(shards, in_parallel(open_shard, shards), strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))

@@ -23,8 +23,6 @@ from .pushes import STEP, check_shard, push_in_shards
 from .shard_files import ShardFile
 from .trees import Folder, Trees
 
-__all__ = ["Foreseen", "Staged"]
-
 
 class _Push(NamedTuple):
     """A push in shards: its directory, and what is known to be in there."""
@@ -135,7 +133,7 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile.within(directory, shard.name, header_max_bytes=self._header_max_bytes)
+            file = ShardFile(shard.name, directory, header_max_bytes=self._header_max_bytes)
             if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_shard(shard, file.header, cut=True)
                 return file, before
@@ -159,7 +157,7 @@ class Staged:
             file, cut = ShardFile(path, header_max_bytes=most), False
         else:
             # The mount was told of the push before it was told of the plan.
-            file, cut = ShardFile.within(directory, shard.name, header_max_bytes=most), True
+            file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
         check_shard(shard, file.header, cut=cut)
         return file, cut
 

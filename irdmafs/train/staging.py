@@ -16,8 +16,6 @@ from .folders import Directories, Directory
 from .layout import Shard
 from .pushes import check_finite, slices_of
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """A worker's directory in staging/, in which nobody else writes."""

@@ -17,16 +17,6 @@ from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name
 
-__all__ = [
-    "StatusFile",
-    "current",
-    "how_to_reduce",
-    "is_reduced",
-    "no_reducer",
-    "report",
-    "text_of",
-]
-
 # So often the coordinator looks whether there is something to show.
 _PERIOD_S = 0.5
 # At most so many workers are listed that take no part and of whom nothing has counted: whoever may push may

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -31,25 +32,28 @@ class _Member:
     """A worker whose newest version is in the parameters of a model. A context manager: it takes part until
     it is closed."""
 
-    def _join(
+    @contextlib.contextmanager
+    def _joined(
         self,
         tensors: Mapping[str, Any],
         directory: str | os.PathLike[str],
         name: str | None,
         weight: float,
         timeout_s: float | None,
-    ) -> contextlib.ExitStack:
-        """Take part as a worker, and get its values. What returns takes it back at the end of its block,
-        unless its pop_all() was called. Raises TrainError and OSError."""
+    ) -> Iterator[None]:
+        """Take part as a worker, and get its values; take part no longer if the block raises. Raises
+        TrainError and OSError."""
         self._tensors = tensors
         self._weight = weight
         self._timeout_s = timeout_s
         self._worker = Worker(directory, name)
-        with contextlib.ExitStack() as joined:
-            joined.callback(self._worker.close)
+        try:
             _check_shapes(self._worker, tensors)
             self._worker.pull_since(0, out=tensors)
-            return joined.pop_all()
+            yield
+        except BaseException:
+            self._worker.close()
+            raise
 
     @property
     def worker(self) -> Worker:
@@ -111,11 +115,10 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         if not all(isinstance(one, tuple) for one in named):
             raise ValueError("parameters need names: give model.named_parameters()")
         tensors = dict(named)
-        with self._join(tensors, directory, name, weight, timeout_s) as joined:
+        with self._joined(tensors, directory, name, weight, timeout_s):
             super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
             self._early = _EarlyPush(self._worker, tensors) if overlap else None
             self._later = _LaterPull(self._worker, tensors, timeout_s) if delayed else None
-            joined.pop_all()
 
     def close(self) -> None:
         """Take part no longer. If `delayed`, wait for the version that the last push is in."""
@@ -215,16 +218,13 @@ class _EarlyPush:
         # By parameter: the gradient that was put, and how often it had been changed in place.
         self._put: dict[str, tuple[Any, int]] = {}
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._hook(name))
+            tensor.register_post_accumulate_grad_hook(partial(self._made, name))
             for name, tensor in tensors.items()
             if tensor.requires_grad
         ]
 
-    def _hook(self, name: str) -> Callable[[Any], None]:
-        def put(tensor: Any) -> None:
-            self._put_now(name, tensor.grad)
-
-        return put
+    def _made(self, name: str, tensor: Any) -> None:
+        self._put_now(name, tensor.grad)
 
     def _put_now(self, name: str, gradient: Any) -> None:
         if self._push is None:
@@ -281,13 +281,12 @@ class DiLoCo(_Member):
         """
         tensors = _parameters_of(inner)
         self.inner = inner
-        with self._join(tensors, directory, name, weight, timeout_s) as joined:
+        with self._joined(tensors, directory, name, weight, timeout_s):
             kind, self.every = self._worker.config.synchronization
             if kind != "local":
                 raise TrainError(f"{self._worker.train.config_path} has no sync local:H")
             self._steps = 0
             self._base = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            joined.pop_all()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

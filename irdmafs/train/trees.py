@@ -21,8 +21,6 @@ from ..client._files import look_up
 from .errors import TrainError
 from .folders import Seen, is_published, seen
 
-__all__ = ["GATHER_S", "Folder", "Trees", "count_changes", "look"]
-
 _TREE = "user.irdmafs.tree"
 _CHANGES = "user.irdmafs.changes"
 # Changes often come together: they are looked at so much later.

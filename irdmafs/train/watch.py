@@ -14,8 +14,6 @@ from .errors import Refused, TrainError
 from .pushes import worker_of
 from .status import is_reduced, no_reducer
 
-__all__ = ["Watch"]
-
 log = logging.getLogger(__name__)
 
 # Reducers and workers are often started together.

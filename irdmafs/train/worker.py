@@ -31,8 +31,6 @@ from .status import is_reduced, no_reducer
 from .trees import count_changes
 from .watch import Watch
 
-__all__ = ["Worker"]
-
 _LOOK_S = 1.0
 
 
@@ -61,7 +59,7 @@ class Worker:
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
-        self._shards = self.layout.shards()
+        self._shards = self.layout.shards
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None
@@ -130,9 +128,10 @@ class Worker:
         if is_locked(path):
             raise self._taken()
         hidden = path.with_name(f".{self.name}.{os.getpid()}")
-        lock = Lock.take(hidden, b"%d" % clock)
-        assert lock is not None, "nobody else has this name"
+        lock = Lock(hidden)
         try:
+            held = lock.hold(b"%d" % clock)
+            assert held, "nobody else has this name"
             os.rename(hidden, path)
         except BaseException:
             lock.close()

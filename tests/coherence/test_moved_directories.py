@@ -18,7 +18,6 @@ import trio
 import trio.testing
 from harness.clusters import Cluster, Plan
 
-from irdmafs.backend.namespace import Inode
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
 
@@ -96,9 +95,7 @@ def moves() -> tuple[Moves, KernelLocks]:
 
 
 def node_in(parent: int) -> Node:
-    node = Node(50, Inode(50, 0o40755, 0, 0, 0))
-    node.name = (parent, b"name")
-    return node
+    return Node(50, 50, name=(parent, b"name"))
 
 
 def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:

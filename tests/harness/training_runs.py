@@ -28,7 +28,8 @@ from irdmafs.train import (
     status,
     worker,
 )
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import STATE, TrainDirectory
+from irdmafs.train.layout import Shard
 from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file
 from irdmafs.train.shard_files import read_header
 
@@ -90,7 +91,7 @@ def check(run: Path, fd: int, name: str) -> None:
         push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
         check_turn(train, config, train.newest_plan(), push)
         return
-    shard = next(one for one in layout.shards() if one.name == last)
+    shard = next(one for one in layout.shards if one.name == last)
     assert push_in_shards(folders[-1]) is not None
     try:
         header = read_header(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
@@ -141,6 +142,11 @@ def reduce_until(reducer: Reducer, condition: Callable[[], bool], what: str) -> 
         return condition()
 
     eventually(goes_on, what, within_s=30)
+
+
+def state_of(version: Path, shard: Shard) -> Path:
+    """The file with what the rule keeps of a shard of a version."""
+    return version / shard.part / STATE / shard.name
 
 
 def newest(folder: Path) -> int:

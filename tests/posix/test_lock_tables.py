@@ -27,6 +27,16 @@ def unlock(start: int = 0, end: int = LAST_BYTE) -> Lock:
     return Lock(F_UNLCK, start, end, 0)
 
 
+async def acquire_wait(table: LockTable, ino: int, owner: int, lock: Lock) -> None:
+    """Wait for a lock as a mount does."""
+    while True:
+        try:
+            table.acquire(ino, owner, lock)
+            return
+        except BlockingIOError:
+            await table.wait_free(ino, owner, lock)
+
+
 class LocksAgainstEveryByte(RuleBasedStateMachine):
     """The model has one lock type for each (inode, owner, byte)."""
 
@@ -206,7 +216,7 @@ async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
     order: list[int] = []
 
     async def take(owner: int, lock: Lock) -> None:
-        await table.acquire_wait(INO, owner, lock)
+        await acquire_wait(table, INO, owner, lock)
         order.append(owner)
 
     async with trio.open_nursery() as nursery:
@@ -228,7 +238,7 @@ async def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable])
     table = kind()
     table.acquire(INO, 1, write())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(table.acquire_wait, INO, 2, write(pid=2))
+        nursery.start_soon(acquire_wait, table, INO, 2, write(pid=2))
         await trio.testing.wait_all_tasks_blocked()
         assert table.test(INO, 3, write()) == write(pid=1)
         table.release_owner(INO, 1)
@@ -240,7 +250,7 @@ async def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock
     table = LockTable()
     table.acquire(INO, 1, write())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(table.acquire_wait, INO, 2, read(50, 50))
+        nursery.start_soon(acquire_wait, table, INO, 2, read(50, 50))
         await trio.testing.wait_all_tasks_blocked()
         table.acquire(INO, 1, given)
     assert table.test(INO, 3, write(50, 50)) is not None
@@ -254,7 +264,7 @@ async def test_no_wakeup_is_lost_among_many_waiters(kind: type[LockTable]) -> No
     async def take_turns(owner: int) -> None:
         nonlocal inside, passed
         for _ in range(20):
-            await table.acquire_wait(INO, owner, write())
+            await acquire_wait(table, INO, owner, write())
             inside += 1
             assert inside == 1
             await trio.lowlevel.checkpoint()
@@ -279,11 +289,11 @@ async def test_a_cancelled_waiter_gets_nothing_and_keeps_nobody_waiting(
 
     async def wait_until_cancelled() -> None:
         with scope:
-            await table.acquire_wait(INO, 2, write())
+            await acquire_wait(table, INO, 2, write())
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait_until_cancelled)
-        nursery.start_soon(table.acquire_wait, INO, 3, write(pid=3))
+        nursery.start_soon(acquire_wait, table, INO, 3, write(pid=3))
         await trio.testing.wait_all_tasks_blocked()
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
@@ -298,18 +308,18 @@ async def test_a_circle_of_waiting_owners_is_refused() -> None:
     for owner in (1, 2, 3):
         table.acquire(INO + owner, owner, write())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(table.acquire_wait, INO + 2, 1, write())
-        nursery.start_soon(table.acquire_wait, INO + 3, 2, read())
+        nursery.start_soon(acquire_wait, table, INO + 2, 1, write())
+        nursery.start_soon(acquire_wait, table, INO + 3, 2, read())
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(OSError) as refused:
-            await table.acquire_wait(INO + 1, 3, write())
+            await acquire_wait(table, INO + 1, 3, write())
         assert refused.value.errno == errno.EDEADLK
         table.release_owner(INO + 3, 3)
         await trio.testing.wait_all_tasks_blocked()
         table.release_owner(INO + 2, 2)
     # Nobody waits any more: the same request is no circle now.
     table.release_owner(INO + 1, 1)
-    await table.acquire_wait(INO + 1, 3, write())
+    await acquire_wait(table, INO + 1, 3, write())
 
 
 async def test_an_upgrade_of_two_readers_is_a_deadlock() -> None:
@@ -317,10 +327,10 @@ async def test_an_upgrade_of_two_readers_is_a_deadlock() -> None:
     table.acquire(INO, 1, read())
     table.acquire(INO, 2, read())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(table.acquire_wait, INO, 1, write())
+        nursery.start_soon(acquire_wait, table, INO, 1, write())
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(OSError) as refused:
-            await table.acquire_wait(INO, 2, write())
+            await acquire_wait(table, INO, 2, write())
         assert refused.value.errno == errno.EDEADLK
         table.release_owner(INO, 2)
     assert table.test(INO, 3, read()) == write()
@@ -331,8 +341,8 @@ async def test_a_chain_of_waiting_owners_is_no_deadlock() -> None:
     table.acquire(INO, 1, write())
     table.acquire(INO + 1, 2, write())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(table.acquire_wait, INO, 2, write())
-        nursery.start_soon(table.acquire_wait, INO + 1, 3, write())
+        nursery.start_soon(acquire_wait, table, INO, 2, write())
+        nursery.start_soon(acquire_wait, table, INO + 1, 3, write())
         await trio.testing.wait_all_tasks_blocked()
         table.release_owner(INO, 1)
         table.release_owner(INO + 1, 2)
@@ -355,7 +365,7 @@ async def test_two_shared_flocks_can_both_become_exclusive_in_turn() -> None:
     table.acquire(INO, 2, read())
 
     async def upgrade(owner: int) -> None:
-        await table.acquire_wait(INO, owner, write())
+        await acquire_wait(table, INO, owner, write())
         table.release_owner(INO, owner)
 
     async with trio.open_nursery() as nursery:

@@ -426,7 +426,7 @@ def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copie
             fetch_ahead(a, reducer, reductions)
             copied.append({name: array.copy() for name, array in out.items()})
             values, more = arrays_of(a.layout, gradients(0, 2)), {STEP: "1"}
-            shard = a.layout.shards()[0]
+            shard = a.layout.shards[0]
             a._staging.write(written, Directory(written), shard, values, more, finite=True)
             step = publish(written, weight, lr)
             reduce_until(reducer, lambda: newest(run) == 1, "the version is made")

@@ -351,7 +351,7 @@ def good(training_mount: Mount) -> tuple[Path, dict[str, bytes]]:
     layout = TrainDirectory(run).layout()
     with Worker(run, "w") as worker:
         worker.push(ones())
-    for shard in layout.shards():
+    for shard in layout.shards:
         (file,) = (run / ".train" / "push").glob(f"w@1*/{shard.name}")
         pushes[f"w@1/{shard.name}"] = file.read_bytes()
     return run, pushes

@@ -24,11 +24,11 @@ from harness.storms.training_worker import (
     digest,
     gradients,
 )
-from harness.training_runs import reduce
+from harness.training_runs import reduce, state_of
 from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
-from irdmafs.train.directory import TrainDirectory, state_of
+from irdmafs.train.directory import TrainDirectory
 
 SEED = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
 KILLS = int(os.environ.get("IRDMAFS_KILLS") or 12)
@@ -59,9 +59,7 @@ def _start(folder: Path, kind: str, config: TrainConfig) -> TrainDirectory:
 
 def _state(train: TrainDirectory, version: int) -> Arrays:
     """Return what the rule keeps, whole."""
-    shards = [
-        load_file(state_of(train.version(version), shard)) for shard in train.layout().shards()
-    ]
+    shards = [load_file(state_of(train.version(version), shard)) for shard in train.layout().shards]
     return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
 

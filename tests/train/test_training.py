@@ -552,8 +552,8 @@ def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
 
 def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
     start(run, shards=2)
-    lock = Lock.take(run / ".train" / "reducers" / "coordinator")
-    assert lock is not None
+    lock = Lock(run / ".train" / "reducers" / "coordinator")
+    assert lock.hold()
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         train = reducer.train
         coordinator = Coordinator(train, reducer.layout, Trees())

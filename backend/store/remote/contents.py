@@ -268,17 +268,14 @@ class Contents(ExtentStore):
         place = self._places.get(extent)
         if place is None or extent in self._held:
             return
-        try:
-            self._hold(extent, place)
-        except FileNotFoundError:
-            self.lose(extent)
-            raise
-
-    def _hold(self, extent: ContentId, place: Place) -> None:
         holds = self._holds.get(place.store)
         if holds is None:
             holds = self._holds[place.store] = Holds(place.store)
-        self._held[extent] = holds.add(place.path, f"{extent:x}")
+        try:
+            self._held[extent] = holds.add(place.path, f"{extent:x}")
+        except FileNotFoundError:
+            self.lose(extent)
+            raise
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the

@@ -102,17 +102,8 @@ class Layouts:
             "in_sync": node in config.in_sync,
         }
 
-    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Check an attribute that is about to be set, and make a new placement rule known to the cluster.
-        Raises OSError EINVAL."""
-        if name not in attributes.NAMES:
-            return
-        if not inode.is_dir:
-            raise fail(errno.EINVAL, "only directories have a policy: for what is created below")
-        try:
-            attributes.check(name, value)
-        except ValueError as error:
-            raise fail(errno.EINVAL, str(error)) from None
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Make a placement rule that is about to be set known to the cluster. Raises OSError EROFS."""
         if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
             log.warning(
                 "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -48,39 +49,24 @@ _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
 
 
+@dataclass(slots=True, eq=False)
 class _Inode:
     """An inode that is locked here, or was recently. etcd has at least the claim `mine` of this host."""
 
-    __slots__ = (
-        "answers",
-        "asking",
-        "changing",
-        "coming_down",
-        "contended",
-        "idle_since",
-        "mine",
-        "moved",
-        "settling",
-        "unsure",
-        "used",
-        "wanting",
-        "yielding_to",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.mine = NOTHING
-        self.changing = trio.Lock()  # one transaction at a time
-        self.coming_down = False  # from sole: stores through mappings are being published
-        self.settling = False  # a task is about to reduce the claim
-        self.unsure = False  # etcd may have more of this host than `mine`
-        self.wanting: list[Claim] = []
-        self.asking = 0  # how many of these will not wait
-        self.answers = 0  # the last revision of an asking entry that is answered
-        self.moved = trio.Event()  # set and replaced when others' entries change
-        self.yielding_to: dict[int, float] = {}  # other hosts that wait, and since when
-        self.contended = -_CALM_S
-        self.used = True
-        self.idle_since = 0.0
+    mine: Entry = NOTHING
+    changing: trio.Lock = field(default_factory=trio.Lock)  # one transaction at a time
+    coming_down: bool = False  # from sole: stores through mappings are being published
+    settling: bool = False  # a task is about to reduce the claim
+    unsure: bool = False  # etcd may have more of this host than `mine`
+    wanting: list[Claim] = field(default_factory=list)
+    asking: int = 0  # how many of these will not wait
+    answers: int = 0  # the last revision of an asking entry that is answered
+    # Set, and replaced, when others' entries change.
+    moved: trio.Event = field(default_factory=trio.Event)
+    yielding_to: dict[int, float] = field(default_factory=dict)  # others that wait, and since when
+    contended: float = -_CALM_S
+    used: bool = True
+    idle_since: float = 0.0
 
     def entry(
         self, held: tuple[Claim, ...], wanted: tuple[Claim, ...], *, sole: bool = False

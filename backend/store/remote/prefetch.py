@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
@@ -17,20 +18,15 @@ _AT_ONCE = 8
 _REMEMBERED = 256
 
 
+@dataclass(slots=True)
 class Progress:
     """The work of one request: to be done, done, and failed. Sizes are in bytes."""
 
-    def __init__(self) -> None:
-        self.files = self.done = self.failed = self.bytes = self.bytes_done = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "files": self.files,
-            "done": self.done,
-            "failed": self.failed,
-            "bytes": self.bytes,
-            "bytes_done": self.bytes_done,
-        }
+    files: int = 0
+    done: int = 0
+    failed: int = 0
+    bytes: int = 0
+    bytes_done: int = 0
 
 
 class Prefetcher:
@@ -61,7 +57,7 @@ class Prefetcher:
     def progress(self, ino: int) -> dict[str, Any]:
         """Return the progress of the newest request for this file or directory; all zero if there was
         none."""
-        return self._progress.get(ino, Progress()).to_json()
+        return asdict(self._progress.get(ino, Progress()))
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         """Fetch a version that was published, if its directory is followed."""

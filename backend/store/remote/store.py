@@ -178,7 +178,7 @@ class RemoteStore:
         self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
         self.lend = pins.lend
         self.is_here, self.is_lent = pins.is_here, contents.is_lent
-        self.layout, self.check_attribute = layouts.of_name, layouts.check_attribute
+        self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.may_have_published = publisher.may_have_published
