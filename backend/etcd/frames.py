@@ -1,6 +1,4 @@
-"""HTTP/2 frames (RFC 9113) and header blocks (RFC 7541) as bytes."""
-
-from collections.abc import Iterable
+"""HTTP/2 frames (RFC 9113) as bytes."""
 
 from .errors import ProtocolError
 
@@ -15,30 +13,6 @@ REFUSED_STREAM, CANCEL = 7, 8
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16384  # the largest frame that either side may send without asking
-
-
-def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:
-    """Return an integer in HPACK's form (RFC 7541, 5.1); `first` has the bits before the prefix."""
-    limit = (1 << prefix_bits) - 1
-    if value < limit:
-        return bytes((first | value,))
-    encoded = bytearray((first | limit,))
-    value -= limit
-    while value >= 128:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def header_block(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Return headers as literals that enter no table (RFC 7541, 6.2.2)."""
-    block = bytearray()
-    for name, value in headers:
-        block += b"\0"
-        for text in (name.encode(), value.encode()):
-            block += integer(len(text), 7) + text
-    return bytes(block)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

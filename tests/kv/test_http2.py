@@ -2,6 +2,7 @@
 
 from collections.abc import Coroutine, Iterator
 
+import hpack
 import pytest
 
 from irdmafs.backend.etcd.errors import ConnectionLost, ProtocolError, RpcError
@@ -17,11 +18,15 @@ from irdmafs.backend.etcd.frames import (
     RST_STREAM,
     SETTINGS,
     frame,
-    header_block,
     window_update,
 )
 from irdmafs.backend.etcd.http2 import Http2
 from irdmafs.backend.etcd.stream import Stream
+
+
+def header_block(headers: list[tuple[str, str]]) -> bytes:
+    return hpack.Encoder().encode([(name, value, True) for name, value in headers])
+
 
 BLOCK = header_block([(":method", "POST")])
 # A peer says first that it keeps no table (RFC 7541, 6.3).
