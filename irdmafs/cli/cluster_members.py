@@ -26,7 +26,7 @@ from ..backend.model.records import (
     encode,
 )
 from ..backend.model.values import ConfigError
-from ..backend.trust.security import Identity, Role, expiry_of, identity_in
+from ..backend.trust.security import Identity, Role, identity_in
 from .cluster_admin import change_record
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
                 )
             continue
         record = CertificateRecord(
-            identity.name, identity.role, identity.owner, int(time.time()), expiry_of(path)
+            identity.name, identity.role, identity.owner, int(time.time()), identity.expires_s
         )
         await _know(engine, identity.serial, record)
         others.append(record)
