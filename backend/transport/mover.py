@@ -11,7 +11,7 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -172,7 +172,7 @@ class Others(Protocol):
     def device(self, node: int) -> NextNode: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Host:
     """A store node, for its operations and for movers. `nursery` ends with it; `is_gone` tells whether a
     peer's session is over. Connections to a mover's own port are accepted by the `door`. Readers reach
@@ -180,15 +180,16 @@ class Host:
 
     service: Service[Any]
     others: Others
-    door: Door
     address: str
     credentials: Credentials | None
     counters: ServerFigures
-    nursery: trio.Nursery
     timeout_s: float
     is_gone: Callable[[Peer], bool]
     etcd: EtcdForReaders | None
-    servings: "dict[Mover, Serving]"
+    # These are there while the node is being served.
+    door: Door = field(init=False)
+    nursery: trio.Nursery = field(init=False)
+    servings: "dict[Mover, Serving]" = field(default_factory=dict)
 
 
 class Mover(Protocol):

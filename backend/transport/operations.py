@@ -101,7 +101,7 @@ async def _status(host: Host, peer: Peer, request: Status) -> Report:
 async def _ask_etcd(host: Host, peer: Peer, request: AskEtcd) -> EtcdSaid:
     if host.etcd is None:
         raise OSError(errno.EOPNOTSUPP, "this node does not answer for etcd")
-    return await host.etcd.ask(peer, request)
+    return await host.etcd(peer, request)
 
 
 async def _put(host: Host, peer: Peer, request: Put) -> Done:

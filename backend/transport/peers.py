@@ -12,7 +12,6 @@ import trio
 
 from ..model.records import NodeAddress, Settings
 from ..trust.security import Credentials
-from . import Extent
 from .caller import Caller
 from .device import Device
 from .link import Link
@@ -113,10 +112,6 @@ class Peers:
         more. Raises OSError."""
         answer = await self.device(asked).link.ask(Suspect(group, node))
         return isinstance(answer, Verdict) and answer.yes
-
-    async def doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that it sent wrong bytes. Raises OSError."""
-        await self.device(node).doubt(extent)
 
     async def scrub(self, node: int) -> None:
         """Have a node check everything it keeps, beginning now. Raises OSError."""

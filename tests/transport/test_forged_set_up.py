@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.rdma import need_ports
+from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
 from harness.transport_place import KiB, Place, memory, mounted, random_bytes, until
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
@@ -78,7 +78,7 @@ class Party:
 
     async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
         """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
-        async with self.path._adapter.regions.using(self.file, 0, LENGTH, True) as mine:
+        async with registered(self.path._adapter.regions, self.file, 0, LENGTH, True) as mine:
             piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key, number)
             if way == "read":
                 await self.path._pair.read([piece])

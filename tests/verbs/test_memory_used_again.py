@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.clusters import Cluster, Plan
-from harness.rdma import need_address, ports
+from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, memory, mounted
 
@@ -256,7 +256,7 @@ async def path_to_first_again(nodes: Nodes) -> None:
 
 async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
     regions = path._adapter.regions
-    async with regions.using(nodes.target, 0, MiB, True) as mine:
+    async with registered(regions, nodes.target, 0, MiB, True) as mine:
         await path._pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
     return os.pread(nodes.target, MiB, 0)
 
