@@ -141,12 +141,9 @@ async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
 def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
     for record in page:
         try:
-            inode = Inode.decode(_number(record), record.value, record.mod_revision)
+            ino = int.from_bytes(record.key[1:], "big")
+            inode = Inode.decode(ino, record.value, record.mod_revision)
         except msgspec.DecodeError:
             continue  # nodes and mounts tell of it
         if inode.extent:
             yield inode.layout, inode.size
-
-
-def _number(record: KeyValue) -> int:
-    return int.from_bytes(record.key[1:], "big")

@@ -24,8 +24,8 @@ from ..trust.renewal import Renewable
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
 from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
+from .http2 import Stream
 from .methods import Message, Method, Response
-from .stream import Stream
 
 __all__ = ["Answers", "Client", "DirectClient", "Uncertain", "Unsent", "longer"]
 

@@ -13,8 +13,7 @@ import trio
 
 from ..unwrap import first_error
 from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError, Status
-from .http2 import Http2
-from .stream import Stream
+from .http2 import Http2, Stream
 
 _CALLS = 1024
 _RECEIVE_BYTES = 256 * 1024

@@ -300,7 +300,7 @@ class _Node:
         self._service = service = NodeService(cluster, catalog, agent, resync, scrub, self._status)
         self._listener = listener = Listener(
             service,
-            peers,
+            peers.device,
             movers,
             where.bind,
             where.port,

@@ -26,7 +26,7 @@ from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import VERSION, Refused, Welcome, describe_version
-from .mover import Host, Mover, Others
+from .mover import Host, Mover, NextNode
 from .operations import codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
@@ -45,13 +45,14 @@ class Listener:
 
     With credentials, only members of the cluster are served. `is_gone` tells whether a peer's session is
     known to be over, `is_revoked` whether a certificate, by its serial number, is not accepted any more.
-    Extents are moved by `movers`, and handed on to `others`. Readers reach etcd by `etcd`.
+    Extents are moved by `movers`, and handed on to the nodes that `device` returns. Readers reach etcd by
+    `etcd`.
     """
 
     def __init__(
         self,
         service: Service[Any],
-        others: Others,
+        device: Callable[[int], NextNode],
         movers: Sequence[Mover],
         address: str,
         control_port: int = 0,
@@ -71,7 +72,7 @@ class Listener:
         self._is_revoked = is_revoked
         self._connected: dict[trio.CancelScope, Peer] = {}
         self.host = Host(
-            service, others, address, credentials, self.counters, timeout_s, is_gone, etcd
+            service, device, address, credentials, self.counters, timeout_s, is_gone, etcd
         )
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,7 @@ import hpack
 import pytest
 
 from irdmafs.backend.etcd.errors import ConnectionLost, ProtocolError, RpcError
-from irdmafs.backend.etcd.frames import (
+from irdmafs.backend.etcd.http2 import (
     ACK,
     CANCEL,
     DATA,
@@ -17,11 +17,11 @@ from irdmafs.backend.etcd.frames import (
     INITIAL_WINDOW_SIZE,
     RST_STREAM,
     SETTINGS,
+    Http2,
+    Stream,
     frame,
     window_update,
 )
-from irdmafs.backend.etcd.http2 import Http2
-from irdmafs.backend.etcd.stream import Stream
 
 
 def header_block(headers: list[tuple[str, str]]) -> bytes:
