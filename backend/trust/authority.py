@@ -7,7 +7,6 @@ refuses a reader's certificate (see security).
 
 import contextlib
 import datetime
-import inspect
 import ipaddress
 import os
 import re
@@ -251,7 +250,17 @@ def _subject(name: str, unit: str, organization: str) -> "x509.Name":
 def _key_usage(**used: bool) -> "x509.KeyUsage":
     from cryptography import x509
 
-    names = inspect.signature(x509.KeyUsage).parameters
+    names = (
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
     return x509.KeyUsage(**{name: used.get(name, False) for name in names})
 
 
