@@ -96,7 +96,9 @@ def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     """Return the scope, as `may` does. Raises OSError EACCES if the role has no right."""
     scope = may(rights, role, asked)
     if scope is Scope.NONE:
-        raise PermissionError(errno.EACCES, f"a {role} may not {_verb(asked)}")
+        name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
+        text = f"a {role} may not send {name.lower()} to a store node"
+        raise PermissionError(errno.EACCES, text)
     return scope
 
 
@@ -104,11 +106,6 @@ def tell_of_denial(peer: Peer, error: PermissionError) -> None:
     """Log the first request of a peer that it had no right to."""
     peer.denials += 1
     log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
-
-
-def _verb(asked: Asked) -> str:
-    name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
-    return f"send {name.lower()} to a store node"
 
 
 def make_session_key() -> bytes:
