@@ -23,6 +23,7 @@ import msgspec
 
 from ..model.options import declared
 from ..model.values import ConfigError, Seconds, Size, from_text, split_host_port
+from ..transport.verbs.devices import local_address
 from .config_sections import SECTIONS, ClusterSection, LogSection, MountSection, NodeSection
 
 __all__ = ["ClusterConfig", "Listen", "find_config"]
@@ -102,13 +103,9 @@ class ClusterConfig:
         return Listen(bind, self._own_address() if address.is_unspecified else bind, port)
 
     def _own_address(self) -> str:
-        host, port = self.cluster.endpoints[0]
+        host, _ = self.cluster.endpoints[0]
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                # Sends no packet: connecting only selects the route.
-                probe.connect(address)
-                return str(probe.getsockname()[0])
+            return local_address(host)
         except OSError as error:
             raise ConfigError(
                 f"cannot tell which of this host's addresses reaches etcd at {host}: "

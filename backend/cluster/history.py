@@ -9,27 +9,42 @@ etcd that has lost changes. There are two ways to find out:
 
 A node that finds a loss puts a report into that etcd. Every process that sees a report stops, and checks
 again until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss
-(acceptance.py). Before an epoch begins, etcd's revision is raised above all that were seen, so that
+(`accept`). Before an epoch begins, etcd's revision is raised above all that were seen, so that
 revisions, and with them the numbers of sessions and contents, are never used twice.
 """
 
+import errno
 import logging
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Event, KeyValue, WentBack
+from ..kv import Compare, Conflict, Delete, Event, KeyValue, Put, WentBack
 from ..kv.faults import Faults
-from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
+from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, encode, key_of
 from .lease import Session
 
-__all__ = ["History", "described", "read_epoch", "read_reports", "report_key"]
+__all__ = [
+    "History",
+    "accept",
+    "described",
+    "goal",
+    "read_epoch",
+    "read_reports",
+    "report_key",
+]
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0
+# Nodes store the revision that they saw a moment later; mounts may have made more transactions since.
+_MARGIN_REVISIONS = 10_000
+_STEP_REVISIONS = 1000
+_COMPACTED_EVERY = 50
 
 
 class History:
@@ -128,3 +143,42 @@ async def read_reports(engine: EtcdEngine) -> dict[int, Report]:
 
 def report_key(node: int) -> bytes:
     return key_of(REPORT, node)
+
+
+def goal(reports: dict[int, Report], above: int = 0) -> int:
+    """Return a revision that is higher than any that was seen."""
+    return max(above, *(report.seen for report in reports.values())) + _MARGIN_REVISIONS
+
+
+async def accept(
+    engine: EtcdEngine, floor: int, progress: Callable[[int, int], Any]
+) -> Epoch | None:
+    """Raise etcd's revision to `floor`, begin a new epoch and return it; None: there is no report any more.
+    Raises OSError, and EBUSY when another report was made meanwhile; changes made so far are kept."""
+    start, steps = engine.revision, 0
+    while engine.revision < floor:
+        await engine.admin.spend(min(_STEP_REVISIONS, floor - engine.revision))
+        progress(min(engine.revision, floor) - start, floor - start)
+        steps += 1
+        if steps % _COMPACTED_EVERY == 0:
+            await engine.admin.room.compact(engine.revision)
+    reports = await read_reports(engine)
+    if not reports:
+        return None
+    if any(report.seen > engine.revision for report in reports.values()):
+        raise OSError(
+            errno.EBUSY, "another store node has seen a later revision; give the command again"
+        )
+    before = await engine.get(EPOCH_KEY)
+    known = await read_epoch(engine)
+    number = max(known.number, *(report.epoch for report in reports.values())) + 1
+    epoch = Epoch(number, secrets.token_hex(8), engine.revision)
+    compares: list[Compare] = [(EPOCH_KEY, before.mod_revision if before else 0)]
+    try:
+        await engine.transact(
+            compares,
+            [Put(EPOCH_KEY, encode(epoch)), *(Delete(report_key(node)) for node in reports)],
+        )
+    except Conflict:
+        raise OSError(errno.EBUSY, "somebody else has just accepted it") from None
+    return epoch

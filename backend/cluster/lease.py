@@ -19,6 +19,7 @@ import trio
 
 from ..etcd.engine import EtcdEngine
 from ..etcd.errors import NoAnswer
+from ..etcd.leases import LeaseEnded
 from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses
@@ -143,7 +144,7 @@ class Session:
         while not self.released:
             with trio.CancelScope() as self._keeping:
                 await self._keep()
-            self._end()
+            self.doubt()
             if not self.released:
                 log.warning("session %d is lost: registering anew", self.number)
                 on_lost()
@@ -152,9 +153,7 @@ class Session:
     async def release(self) -> None:
         """End the session for good: keys of its lease are deleted at once, not after the ttl."""
         self.released = True
-        self._end()
-        if self._keeping is not None:
-            self._keeping.cancel()
+        self.lose()
         if self.lease:
             try:
                 await self._engine.leases.revoke(self.lease)
@@ -179,30 +178,20 @@ class Session:
                 self.number = await self._engine.transact(
                     [self.compare()], [Put(self.key, encode(record), self.lease)]
                 )
-            except Conflict:
-                self.lose()
-            except OSError as error:
-                if error.errno != errno.ESTALE:  # LeaseEnded
-                    raise
+            except (Conflict, LeaseEnded):
                 self.lose()
             else:
                 self.record = record
 
     def lose(self) -> None:
         """Note that the key is gone, whether or not the lease lives."""
-        self._end()
+        self.doubt()
         if self._keeping is not None:
             self._keeping.cancel()
 
     def doubt(self) -> None:
         """Make the session invalid until the lease has been renewed once more."""
-        self._end()
-
-    def _end(self) -> None:
         self.valid_until = 0.0
-        self._notify()
-
-    def _notify(self) -> None:
         self._changed.unpark_all()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
@@ -210,7 +199,7 @@ class Session:
             return  # lost or released while the answer was on its way
         self.valid_until = max(self.valid_until, sent_s + ttl_s * (1 - MARGIN_SHARE))
         self._why = ""
-        self._notify()
+        self._changed.unpark_all()
 
     async def _register_again(self, verify: Callable[[], Awaitable[None]] | None) -> None:
         pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
@@ -246,8 +235,8 @@ class Session:
             try:
                 self.number = await self._put_key(lease)
                 return lease, sent_s
-            except OSError as error:
-                if error.errno != errno.ESTALE or self.released:  # LeaseEnded
+            except LeaseEnded:
+                if self.released:
                     raise
             log.warning(
                 "the lease ended before it was registered (this process, or etcd, stood still)"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,14 +17,6 @@ from .group_configs import Groups
 from .membership import Members
 
 __all__ = ["Cluster"]
-
-
-class Moving(NamedTuple):
-    """Replicas that are being filled, and an estimate of the bytes and seconds that takes."""
-
-    replicas: int
-    bytes: int
-    seconds: float
 
 
 class Cluster:
@@ -114,8 +106,9 @@ class Cluster:
         record = self.members.records.get(node)
         return record.state if record else "up"
 
-    def moving(self) -> Moving:
-        """Return the copies under way, as nodes report. For a node without a report, a replica is assumed
+    def moving(self) -> dict[str, int | float]:
+        """Return how many replicas are being filled, and about how many bytes and seconds that takes, as
+        nodes report. For a node without a report, a replica is assumed
         to be as large as the mean of those in sync, and to be filled at the usual rate."""
         used = sum(at.total_bytes - at.free_bytes for at in self.members.nodes.values())
         kept = sum(count for node, count in self.in_sync.items() if node in self.members.nodes)
@@ -130,7 +123,11 @@ class Cluster:
             longest_s = max(
                 longest_s, left / (rate if isinstance(rate, int) and rate else self._rate)
             )
-        return Moving(self.joining.total(), int(size_bytes), longest_s)
+        return {
+            "replicas": self.joining.total(),
+            "bytes_about": int(size_bytes),
+            "seconds_about": round(longest_s, 1),
+        }
 
     def missing(self) -> Counter[int]:
         """Return how many groups of the pools in use lack how many replicas."""

@@ -196,7 +196,6 @@ def report_of(found: Cluster) -> dict[str, Any]:
     """Return everything that was read, as JSON."""
     verdict, problems = health(found)
     settings = found.members.settings
-    moving = found.moving()
     return {
         "health": verdict,
         "problems": problems,
@@ -209,11 +208,7 @@ def report_of(found: Cluster) -> dict[str, Any]:
             "degraded": found.missing().total(),
             "missing_replicas": {str(lack): n for lack, n in found.missing().items()},
         },
-        "moving": {
-            "replicas": moving.replicas,
-            "bytes_about": moving.bytes,
-            "seconds_about": round(moving.seconds, 1),
-        },
+        "moving": found.moving(),
         "etcd_room": _etcd_json(found),
         "damaged_files": [
             {"ino": ino, "path": found.paths.get(ino), "may_be_mended": may_be_mended}

@@ -52,20 +52,13 @@ class Calls:
         self.doubt_listeners: list[Callable[[WentBack], None]] = []
         self.trust_listeners: list[Callable[[], None]] = []
         self._went_back: WentBack | None = None
-        self._closed = False
+        # Further calls are refused. Calls under way go on until the client is closed.
+        self.closed = False
         self._alarm_told = -_ALARM_TOLD_S
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def trusted(self) -> bool:
         return self._went_back is None
-
-    def close(self) -> None:
-        """Refuse further calls. Calls under way go on until the client is closed."""
-        self._closed = True
 
     async def ask(
         self, method: Method[Answer], request: Message, timeout_s: float | None = None
@@ -99,7 +92,7 @@ class Calls:
             self.revision = revision
 
     def check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise trio.ClosedResourceError("the engine is closed")
 
     def check_trusted(self) -> None:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import hpack
 import trio
 
 from ..pauses import Pauses
@@ -23,9 +24,8 @@ from ..trust.renewal import Renewable
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
 from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
-from .frames import header_block
+from .http2 import Stream
 from .methods import Message, Method, Response
-from .stream import Stream
 
 __all__ = ["Answers", "Client", "DirectClient", "Uncertain", "Unsent", "longer"]
 
@@ -376,13 +376,14 @@ class DirectClient(Client):
 @functools.cache
 def _header_block(path: str, secure: bool) -> bytes:
     """Return the encoded headers of a call of this method."""
-    headers = [
-        (":method", "POST"),
-        (":scheme", "https" if secure else "http"),
-        (":path", path),
-        (":authority", "etcd"),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-        ("hasleader", "true"),  # a member that is cut off refuses calls
-    ]
-    return header_block(headers)
+    headers = {
+        ":method": "POST",
+        ":scheme": "https" if secure else "http",
+        ":path": path,
+        ":authority": "etcd",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        "hasleader": "true",  # a member that is cut off refuses calls
+    }
+    # Each as one that must not enter a table, so that the block can be sent again.
+    return hpack.Encoder().encode([(name, value, True) for name, value in headers.items()])

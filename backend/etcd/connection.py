@@ -11,15 +11,17 @@ import ssl
 
 import trio
 
+from ..unwrap import first_error
 from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError, Status
-from .http2 import Http2
-from .stream import Stream
+from .http2 import Http2, Stream
 
 _CALLS = 1024
 _RECEIVE_BYTES = 256 * 1024
 # etcd closes connections that are pinged more often than every 5 s (--grpc-keepalive-min-time).
 _QUIET_S = 6.0
 _PONG_S = 4.0
+# How the tasks of a connection end.
+_ENDS = (OSError, ProtocolError, trio.ClosedResourceError)
 _DRAINED = "the server is shutting down"
 
 
@@ -42,17 +44,14 @@ class Connection:
         self._has_unsent = trio.Event()
         self._waiting_callers = trio.lowlevel.ParkingLot()
         self._ready = trio.Event()
-        self._reason: str | None = None
+        # Why the connection ended, if it has.
+        self.lost_because: str | None = None
         self._not_accepted = False
 
     @property
     def usable(self) -> bool:
         """Return whether new calls may be made."""
-        return self._reason is None and not self._http2.draining
-
-    @property
-    def lost_because(self) -> str | None:
-        return self._reason
+        return self.lost_because is None and not self._http2.draining
 
     @property
     def frames_received(self) -> int:
@@ -70,8 +69,8 @@ class Connection:
                 nursery.start_soon(self._watch_silence)
                 # In a task of its own: only one coroutine is resumed for what comes.
                 nursery.start_soon(self._read, nursery.cancel_scope)
-        except* (OSError, ProtocolError, trio.ClosedResourceError) as group:
-            error = _first(group)
+        except* _ENDS as group:
+            error = first_error(group, *_ENDS)
             reason = _reason(error)
             if self._tls is None and not self._http2.greeted:
                 reason += " (does it want TLS? Then give its CA)"
@@ -81,9 +80,9 @@ class Connection:
 
     def close(self, reason: str) -> None:
         """End all calls with ConnectionLost. Closing twice does nothing."""
-        if self._reason is not None:
+        if self.lost_because is not None:
             return
-        self._reason = reason
+        self.lost_because = reason
         self._http2.end(reason)
         self._waiting_callers.unpark_all()
         self._ready.set()
@@ -93,10 +92,9 @@ class Connection:
     async def wait_ready(self) -> None:
         """Return when the peer has sent its HTTP/2 settings. Raises ConnectionLost, NotAccepted."""
         await self._ready.wait()
-        if self._not_accepted and self._reason is not None:
-            raise NotAccepted(self._reason)
-        if self._reason is not None:
-            raise ConnectionLost(self._reason, sent=False)
+        if self.lost_because is not None:
+            kind = NotAccepted if self._not_accepted else ConnectionLost
+            raise kind(self.lost_because, sent=False)
 
     async def unary(self, block: bytes, message: bytes) -> bytes:
         """Return the answer to one request. Raises RpcError and ConnectionLost."""
@@ -115,7 +113,7 @@ class Connection:
         while self.usable and self._http2.calls >= _CALLS:
             await self._waiting_callers.park()
         if not self.usable:
-            raise ConnectionLost(self._reason or _DRAINED, sent=False)
+            raise ConnectionLost(self.lost_because or _DRAINED, sent=False)
         return self._http2.call(block, message)
 
     def _call_ended(self) -> None:
@@ -125,7 +123,7 @@ class Connection:
 
     def _send(self, data: bytes) -> None:
         """Send without waiting; `run` sends the rest that the socket does not accept now."""
-        if self._reason is not None:
+        if self.lost_because is not None:
             return
         sent = 0
         try:
@@ -144,9 +142,9 @@ class Connection:
             self._has_unsent.set()
 
     async def _write(self) -> None:
-        while self._reason is None:
+        while self.lost_because is None:
             await self._has_unsent.wait()
-            while self._out and self._reason is None:
+            while self._out and self.lost_because is None:
                 await trio.lowlevel.wait_writable(self._sock)
                 with contextlib.suppress(BlockingIOError):
                     del self._out[: self._sock.send(self._out)]
@@ -177,7 +175,7 @@ class Connection:
     async def _read(self, scope: trio.CancelScope) -> None:
         """Take what comes until the connection is closed, and then cancel `scope`."""
         http2 = self._http2
-        while self._reason is None:
+        while self.lost_because is None:
             await trio.lowlevel.wait_readable(self._sock)
             try:
                 data = self._sock.recv(_RECEIVE_BYTES)
@@ -221,12 +219,6 @@ class Connection:
                     await trio.sleep(_PONG_S / 20)
             if self.frames_received == before:
                 raise TimeoutError(f"it has been silent for {_QUIET_S + _PONG_S:g} s")
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,5 @@
 """Endpoints of etcd: addresses, TLS contexts and sockets."""
 
-import contextlib
-import errno
 import os
 import socket
 import ssl
@@ -9,6 +7,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import trio
+
+from ..unwrap import first_error
 
 DEFAULT_PORT = 2379
 
@@ -60,24 +60,15 @@ def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLCon
 
 async def connect(endpoint: Endpoint) -> socket.socket:
     """Return a connected, non-blocking socket. Raises OSError."""
-    addresses = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    failed: OSError | None = None
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect(address)
-            await trio.lowlevel.wait_writable(sock)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if not code:
-                return sock
-            failed = OSError(code, os.strerror(code))
-        except OSError as error:
-            failed = error
-        except BaseException:
-            sock.close()
-            raise
-        sock.close()
-    raise failed or OSError(errno.EHOSTUNREACH, "the name has no address")
+    try:
+        stream = await trio.open_tcp_stream(endpoint.host, endpoint.port)
+    except OSError as error:
+        # One for each address of the name.
+        if isinstance(error.__cause__, BaseExceptionGroup):
+            raise first_error(error.__cause__) from None
+        raise
+    # Undo a limit of trio's streams: the kernel may buffer a large request whole.
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 0)
+    sock = socket.socket(fileno=stream.socket.detach())
+    sock.setblocking(False)
+    return sock

@@ -32,7 +32,7 @@ _TRY_S_MIN = 0.5
 
 class EtcdEngine:
     """An ordered map of all keys of an etcd that begin with `prefix`, which other processes change, too. It
-    is reached by `client`; if that is None, at `endpoints` with these credentials.
+    is reached by `client`; if that is None, at `endpoints`, in clear.
 
     A context manager; `open` and `close` do the same. Calls are repeated for `timeout_s`, then they
     raise OSError (ETIMEDOUT: whether a transaction was applied is unknown then), and after `close`
@@ -44,15 +44,12 @@ class EtcdEngine:
         endpoints: Sequence[str],
         prefix: bytes,
         *,
-        ca: str | None = None,
-        cert: str | None = None,
-        key: str | None = None,
         timeout_s: float = 60.0,
         owner: int = 0,
         reader: bool = False,
         client: Client | None = None,
     ) -> None:
-        client = client or DirectClient(endpoints, ca=ca, cert=cert, key=key)
+        client = client or DirectClient(endpoints)
         calls = self._calls = Calls(client, prefix, timeout_s)
         self.past = EtcdPast(calls)
         self.leases = EtcdLeases(calls, owner)
@@ -71,7 +68,7 @@ class EtcdEngine:
     async def close(self) -> None:
         if self._calls.closed:
             return
-        self._calls.close()
+        self._calls.closed = True
         try:
             await self._transactions.end()
         finally:

@@ -50,9 +50,6 @@ class ConnectionLost(OSError):
 class NotAccepted(ConnectionLost):
     """The peer could be reached, but TLS or HTTP/2 could not be begun with it."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, sent=False)
-
 
 class ProtocolError(Exception):
     """The peer does not speak gRPC over HTTP/2."""

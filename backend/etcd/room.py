@@ -81,7 +81,7 @@ class EtcdRoom:
 
         `tell` is given a line for each step. Needs an admin's rights.
         """
-        alarms = list((await self._alarm(pb.AlarmRequest())).alarms)
+        alarms = list((await self._calls.call(ALARM, pb.AlarmRequest())).alarms)
         if any(alarm.alarm == pb.CORRUPT for alarm in alarms):
             await self._check_that_members_agree()
             tell("all members of etcd have the same data")
@@ -106,11 +106,10 @@ class EtcdRoom:
                 f"{after.file_bytes >> 20} MiB"
             )
         for alarm in alarms:
-            await self._alarm(
-                pb.AlarmRequest(
-                    action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID, alarm=alarm.alarm
-                )
+            request = pb.AlarmRequest(
+                action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID, alarm=alarm.alarm
             )
+            await self._calls.call(ALARM, request)
             tell(f"the alarm {pb.AlarmType.Name(alarm.alarm)} is taken back")
 
     async def compact(self, revision: int, *, at_once: bool = False) -> None:
@@ -148,9 +147,6 @@ class EtcdRoom:
                 f"the alarm CORRUPT stays: the members of etcd have different data (hashes: {told}). "
                 "Replace the one that differs, as etcd's documentation says, and give this command again",
             )
-
-    async def _alarm(self, request: pb.AlarmRequest) -> pb.AlarmResponse:
-        return await self._calls.call(ALARM, request)
 
     def _members(self) -> list[Client]:
         """Return a client for each address of etcd. The caller closes it."""

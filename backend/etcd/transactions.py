@@ -19,14 +19,13 @@ from typing import NamedTuple
 
 import trio
 
-from ..kv import Compacted, Compare, Conflict, Delete, NoSpace, Put
+from ..kv import Compacted, Compare, Conflict, Delete, Empty, Exists, NoSpace, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
 from .client import PAUSES_S, Uncertain, Unsent, longer
 from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
-from .messages import compare_of, differing, operation_of, question_of
 from .methods import DELETE, RANGE, REVOKE, TXN
 from .past import EtcdPast
 from .watch import Watches
@@ -90,9 +89,9 @@ class EtcdTransactions:
         identity = self._process + secrets.token_bytes(8)
         mark = Put(self.mark, identity)
         request = pb.TxnRequest(
-            compare=[compare_of(prefix, compare) for compare in compares],
-            success=[operation_of(prefix, operation) for operation in (*operations, mark)],
-            failure=[question_of(prefix, compare) for compare in compares],
+            compare=[_compare_of(prefix, compare) for compare in compares],
+            success=[_operation_of(prefix, operation) for operation in (*operations, mark)],
+            failure=[_question_of(prefix, compare) for compare in compares],
         )
         request.compare.add().CopyFrom(
             pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
@@ -103,13 +102,13 @@ class EtcdTransactions:
         """Return the revision at which all compares hold. Raises Conflict, OSError."""
         prefix = self._calls.prefix
         request = pb.TxnRequest(
-            compare=[compare_of(prefix, compare) for compare in compares],
-            failure=[question_of(prefix, compare) for compare in compares],
+            compare=[_compare_of(prefix, compare) for compare in compares],
+            failure=[_question_of(prefix, compare) for compare in compares],
         )
         answer = await self._calls.call(TXN, request)
         self._calls.check_trusted()
         if not answer.succeeded:
-            raise Conflict(differing(compares, answer) or b"")
+            raise Conflict(_differing(compares, answer) or b"")
         return answer.header.revision
 
     async def settle(self) -> None:
@@ -188,7 +187,7 @@ class EtcdTransactions:
             calls.heard(answer.header.revision)
             if answer.succeeded:
                 return answer.header.revision
-            key = differing(compares, answer)
+            key = _differing(compares, answer)
             if key is not None:
                 raise Conflict(key)
             self._drop_fence(fence)
@@ -284,3 +283,60 @@ def _last_in(answer: pb.RangeResponse) -> _Last:
     for last in answer.kvs:
         return _Last(last.mod_revision, last.value)
     return _Last(0, b"")
+
+
+def _compare_of(prefix: bytes, compare: Compare) -> pb.Compare:
+    if isinstance(compare, Exists):
+        return pb.Compare(
+            key=prefix + compare.key,
+            target=pb.Compare.CREATE,
+            result=pb.Compare.GREATER,
+            create_revision=0,
+        )
+    if isinstance(compare, Empty):
+        return pb.Compare(
+            key=prefix + compare.start,
+            range_end=prefix + compare.end,
+            target=pb.Compare.CREATE,
+            create_revision=0,
+        )
+    key, revision = compare
+    return pb.Compare(key=prefix + key, target=pb.Compare.MOD, mod_revision=revision)
+
+
+def _question_of(prefix: bytes, compare: Compare) -> pb.RequestOp:
+    """Return the request that tells, when a transaction fails, whether this compare held."""
+    if isinstance(compare, Empty):
+        request = pb.RangeRequest(
+            key=prefix + compare.start,
+            range_end=prefix + compare.end,
+            limit=1,
+            keys_only=True,
+        )
+    else:
+        key = compare.key if isinstance(compare, Exists) else compare[0]
+        request = pb.RangeRequest(key=prefix + key, keys_only=True)
+    return pb.RequestOp(request_range=request)
+
+
+def _operation_of(prefix: bytes, operation: Put | Delete) -> pb.RequestOp:
+    key = prefix + operation.key
+    if isinstance(operation, Delete):
+        return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+    put = pb.PutRequest(key=key, value=operation.value, lease=operation.lease)
+    return pb.RequestOp(request_put=put)
+
+
+def _differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | None:
+    """Return the key of the first compare that did not hold in a transaction that failed."""
+    for compare, response in zip(compares, answer.responses, strict=True):
+        found = response.response_range.kvs
+        if isinstance(compare, Empty):
+            if found:
+                return compare.start
+        elif isinstance(compare, Exists):
+            if not found:
+                return compare.key
+        elif (found[0].mod_revision if found else 0) != compare[1]:
+            return compare[0]
+    return None

@@ -32,7 +32,6 @@ __all__ = [
     "Digests",
     "Stripe",
     "digest_at_rest",
-    "digest_of",
     "digest_of_bytes",
     "fold",
 ]
@@ -115,14 +114,9 @@ def digest_of_bytes(data: bytes) -> bytes:
     return xxh3_64(b"".join(xxh3_64(block).digest() for block in blocks)).digest()
 
 
-async def digest_of(fd: int, offset: int, length: int) -> bytes:
-    """Return the digest of the stripe that lies at `offset` of a file. Raises OSError.
-
-    If the file is truncated meanwhile, the digest matches no content."""
-    return await Stripe(fd, offset, length).finish()
-
-
-async def digest_at_rest(fd: int, length: int, take: Callable[[int], Awaitable[None]]) -> bytes:
+async def digest_at_rest(
+    fd: int, length: int, take: Callable[[int], Awaitable[None]] | None = None
+) -> bytes:
     """Return the digest of a stripe that is a whole file, read in pieces. Before each piece `take` is
     called with its length in bytes, and may wait. A descriptor with O_DIRECT reads from the disk itself.
     Raises OSError."""
@@ -130,7 +124,8 @@ async def digest_at_rest(fd: int, length: int, take: Callable[[int], Awaitable[N
     step = _PIECE_BLOCKS * BLOCK_BYTES
     for start in range(0, length, step):
         count = min(step, length - start)
-        await take(count)
+        if take is not None:
+            await take(count)
         blocks += await trio.to_thread.run_sync(_hash, fd, start, count)
     return xxh3_64(b"".join(blocks)).digest()
 
@@ -171,7 +166,8 @@ class Stripe:
                 self._begun[block] = stop, state
 
     async def finish(self) -> bytes:
-        """Return the digest; all bytes must have arrived. Raises OSError."""
+        """Return the digest; all bytes must have arrived. If the file is truncated meanwhile, the digest
+        matches no content. Raises OSError."""
         start = 0
         for has_digest, run in itertools.groupby(list(self._blocks), bool):
             end = min(start + len(list(run)) * BLOCK_BYTES, self._length)

@@ -107,14 +107,12 @@ class ExtentStore:
         return os.fstatvfs(self._dir_fd)
 
 
-def copy_contents(source_fd: int, target_fd: int, length: int | None = None) -> None:
-    """Copy the first `length` bytes (all by default) of one file to another, inside the kernel.
+def copy_contents(source_fd: int, target_fd: int) -> None:
+    """Copy the bytes of one file to another one, which is empty, inside the kernel.
 
     Holes stay holes. Raises OSError (ENOSPC, EIO); the target is then incomplete.
     """
     size = os.fstat(source_fd).st_size
-    if length is not None:
-        size = min(size, length)
     offset = 0
     while offset < size:
         try:
@@ -127,7 +125,7 @@ def copy_contents(source_fd: int, target_fd: int, length: int | None = None) -> 
         while start < end:
             start += _copy_some(source_fd, target_fd, start, end - start)
         offset = max(end, offset + 1)
-    os.ftruncate(target_fd, size if length is None else max(size, length))
+    os.ftruncate(target_fd, size)
 
 
 def copy_all(source_fd: int, target_fd: int) -> None:

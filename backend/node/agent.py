@@ -40,6 +40,8 @@ PING_TIMEOUT_S = 2.0
 PING_FRESH_S = 0.5
 # A node with less free room than this share is given no groups to fill.
 ROOM_SHARE = 0.02
+# The most groups that a node joins at a time.
+_JOINING_AT_ONCE = 8
 
 
 class Agent:
@@ -54,11 +56,9 @@ class Agent:
         handover: Handover | None = None,
         *,
         rereplicate_after_s: float = 30.0,
-        joining_at_once: int = 8,
     ) -> None:
         self.node = cluster.node
         self.rereplicate_after_s = rereplicate_after_s
-        self.joining_at_once = joining_at_once
         self._cluster = cluster
         self._catalog = catalog
         self._ping = ping
@@ -159,7 +159,7 @@ class Agent:
             node for config, _ in self._cluster.groups.all().values() for node in config.joining
         )
         joinable = {
-            node for node in live if filling[node] < self.joining_at_once and self._is_welcome(node)
+            node for node in live if filling[node] < _JOINING_AT_ONCE and self._is_welcome(node)
         }
         changes: dict[int, tuple[int, GroupConfig]] = {}
         new: dict[int, list[int]] = {}  # node -> groups it would join
@@ -173,7 +173,7 @@ class Agent:
             for node in set(step.members) - set(config.members):
                 new.setdefault(node, []).append(group)
                 filling[node] += 1
-                if filling[node] >= self.joining_at_once:
+                if filling[node] >= _JOINING_AT_ONCE:
                     joinable.discard(node)
         for node, groups in new.items():
             if not await self._answers_now(node):

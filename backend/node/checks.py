@@ -51,10 +51,6 @@ class Source(Protocol):
     async def doubt(self, extent: Extent) -> None: ...
 
 
-async def _at_once(count: int) -> None:
-    pass
-
-
 class Checks:
     """The checks of extents on one store node."""
 
@@ -83,7 +79,7 @@ class Checks:
             forgotten = self._forgotten
             try:
                 size = self._files.size(extent) or 0
-                found = await digest_at_rest(held.fd, size, _at_once)
+                found = await digest_at_rest(held.fd, size)
             finally:
                 held.close()
             if self._forgotten == forgotten:

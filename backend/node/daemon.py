@@ -300,14 +300,14 @@ class _Node:
         self._service = service = NodeService(cluster, catalog, agent, resync, scrub, self._status)
         self._listener = listener = Listener(
             service,
-            peers,
+            peers.device,
             movers,
             where.bind,
             where.port,
             credentials=credentials,
             is_gone=self._is_gone,
             is_revoked=certificates.is_revoked,
-            etcd=Readers(for_readers, engine.prefix, kept, feed),
+            etcd=Readers(for_readers, engine.prefix, kept, feed).ask,
         )
         certificates.revoked.append(listener.cut)
         members.session_gone.append(listener.end_rights)
@@ -421,7 +421,7 @@ class _Node:
             self._resync.figures(),
             self._scrub.figures(),
             self._rdma.figures(),
-            self._etcd_watch.figures(),
+            self._etcd_watch.figures,
             NodeFigures(self._own_groups(), self._session.left_s()),
         ]
 

@@ -71,10 +71,9 @@ class StoreDirectory:
         if hardened:
             os.fsync(self.top)
 
-    def forget_ended_mounts(self) -> int:
-        """Remove the names in held/ of mounts that have ended, and return how many. For a worker thread:
+    def forget_ended_mounts(self) -> None:
+        """Remove the names in held/ of mounts that have ended. For a worker thread:
         memory of files without another name is freed here."""
-        count = 0
         for owner in os.listdir(self.held):
             try:
                 fd = os.open(owner, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.held)
@@ -85,13 +84,11 @@ class StoreDirectory:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for name in os.listdir(fd):
                     os.unlink(name, dir_fd=fd)
-                    count += 1
                 os.rmdir(owner, dir_fd=self.held)
             except BlockingIOError:
                 pass  # the mount lives
             finally:
                 os.close(fd)
-        return count
 
 
 def _opened(stack: ExitStack, path: str) -> int:

@@ -24,12 +24,9 @@ class EtcdWatch:
 
     def __init__(self, engine: EtcdEngine) -> None:
         self._engine = engine
-        self._figures = EtcdFigures()
+        self.figures = EtcdFigures()
         self._seen: deque[tuple[float, int]] = deque()  # times, and the bytes in use then
         self._told: tuple[object, ...] = (False,)  # the alarms, and whether there was a fault
-
-    def figures(self) -> EtcdFigures:
-        return self._figures
 
     async def run(self) -> None:
         while True:
@@ -46,7 +43,7 @@ class EtcdWatch:
         seen.append((now, room.used_bytes))
         while seen[0][0] < now - _GROWTH_S:
             seen.popleft()
-        self._figures = EtcdFigures(
+        self.figures = EtcdFigures(
             room.file_bytes,
             room.used_bytes,
             room.quota_bytes,

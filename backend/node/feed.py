@@ -66,10 +66,6 @@ class Feed:
         self._changed.set()
         self._changed = trio.Event()
 
-    def reaches(self, revision: int) -> bool:
-        """Return whether all changes after a revision are here."""
-        return revision >= self.before
-
     async def wait(self, revision: int) -> None:
         """Return when all changes up to a revision have come."""
         self._asked_until = time.monotonic() + _ASKED_S
@@ -80,7 +76,7 @@ class Feed:
         """Wait for changes of these keys after a revision, and return the first ones as etcd's answer to a
         watch; empty if they are not here any more."""
         self._asked_until = time.monotonic() + _ASKED_S
-        while self.reaches(revision):
+        while revision >= self.before:
             question = (key, range_end, revision)
             if self._last is None or self._last[0] != question:
                 self._last = question, self._encoded(*question)

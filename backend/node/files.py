@@ -328,7 +328,7 @@ class Files:
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
-        self.quarantine.give_back(extent, self.place.extents)
+        self.quarantine.move_out(extent, extent_name(extent), self.place.extents)
         self._find(extent, os.stat(extent_name(extent), dir_fd=self.place.extents))
 
     def tidy_quarantine(self, wanted_bytes: int = 0) -> int:

@@ -8,6 +8,8 @@ import itertools
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 
 from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
@@ -15,6 +17,7 @@ from ..transport.verbs.rdma import Rdma
 __all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]
 
 
+@dataclass(slots=True, eq=False)
 class StoredFile:
     """A file of the store: one that is being received, that of an extent, or a spare one.
 
@@ -24,26 +27,18 @@ class StoredFile:
     its extent, `since` when it became a spare file.
     """
 
-    __slots__ = (
-        "is_named",
-        "is_own",
-        "is_reusable",
-        "length",
-        "name",
-        "since",
-        "taken",
-        "users",
-    )
+    name: str
+    length: int
+    _: KW_ONLY
+    is_own: bool
+    is_reusable: bool = False
+    is_named: bool = False
+    users: int = 0
+    since: float = 0.0
+    taken: int = field(init=False)
 
-    def __init__(self, name: str, length: int, *, is_own: bool, is_reusable: bool = False) -> None:
-        self.name = name
-        self.length = length
-        self.is_own = is_own
-        self.is_reusable = is_reusable
-        self.is_named = False
-        self.taken = length
-        self.users = 0
-        self.since = 0.0
+    def __post_init__(self) -> None:
+        self.taken = self.length
 
 
 class Held:
@@ -213,16 +208,11 @@ class IncomingFiles:
     def has_condemned(self) -> bool:
         return bool(self._condemned)
 
-    def reap(self) -> int:
-        """Remove condemned files, and return how many."""
-        done = 0
-        while True:
-            try:
-                name = self._condemned.pop()
-            except IndexError:
-                return done
-            self.remove(name)
-            done += 1
+    def reap(self) -> None:
+        """Remove condemned files."""
+        with suppress(IndexError):
+            while True:
+                self.remove(self._condemned.pop())
 
 
 def working_copy(name: str) -> int | None:

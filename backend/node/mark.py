@@ -92,15 +92,10 @@ class NodeHistory(History):
         report = Report(self._seen(), self._engine.revision, number, time.time())
         await self._engine.transact([], [Put(report_key(self._node), encode(report))])
 
-    @property
-    def is_accepted(self) -> bool:
-        """Return whether a state of etcd was accepted that this store has not taken over yet."""
-        return self.epoch.number > self._identity.epoch.number
-
     async def take_over(self) -> None:
         """Take over the accepted state after this store's contents were compared with it. Raises
         OSError."""
-        if not self.is_accepted:
+        if self.epoch.number <= self._identity.epoch.number:
             return
         self._identity.admitted = False  # maybe this node was admitted after the backup was made
         log.warning("the restored state of etcd was accepted: this store follows it from now on")

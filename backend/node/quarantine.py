@@ -62,14 +62,9 @@ class Quarantine:
         os.utime(name, (now, now), dir_fd=self._fd)
         self._add(extent, size, now)
 
-    def give_back(self, extent: Extent, sealed_fd: int) -> None:
-        """Move an extent back to the sealed ones. Raises FileNotFoundError."""
-        self._forget(extent)
-        name = extent_name(extent)
-        os.rename(name, name, src_dir_fd=self._fd, dst_dir_fd=sealed_fd)
-
     def move_out(self, extent: Extent, name: str, to_fd: int) -> None:
-        """Give an extent up: move its file into another directory, as `name`. Raises FileNotFoundError."""
+        """Move an extent's file into another directory, as `name`: among the sealed ones again, or to be
+        removed. Raises FileNotFoundError."""
         self._forget(extent)
         os.rename(extent_name(extent), name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
 

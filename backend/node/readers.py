@@ -138,8 +138,8 @@ class _Account:
 
 
 class Readers:
-    """An EtcdForReaders. `client` reaches etcd with the node's own credentials, `kept` and `feed` are fed
-    by the node's replica."""
+    """etcd for readers: `ask` is an EtcdForReaders. `client` reaches etcd with the node's own credentials,
+    `kept` and `feed` are fed by the node's replica."""
 
     def __init__(self, client: Client, prefix: bytes, kept: Kept, feed: Feed) -> None:
         self._client = client

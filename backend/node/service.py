@@ -17,9 +17,8 @@ import trio
 from ..files.sparse import segments
 from ..model.records import session_of
 from ..transport import Extent, Fenced, Target, Unreachable
-from ..transport.rights import Peer
+from ..transport.rights import Peer, session_digest
 from ..transport.service import Service
-from ..transport.session_keys import session_digest
 from .agent import Agent
 from .catalog import Catalog
 from .files import Held, Incoming
@@ -53,7 +52,7 @@ class NodeService(Service[Incoming]):
         catalog: Catalog,
         agent: Agent,
         resync: Resync,
-        scrub: Scrub | None = None,
+        scrub: Scrub,
         figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.node = cluster.node
@@ -206,12 +205,9 @@ class NodeService(Service[Incoming]):
         return await self._agent.evict(group, node)
 
     def doubt(self, extent: Extent) -> None:
-        if self._scrub is not None:
-            self._scrub.doubt(extent)
+        self._scrub.doubt(extent)
 
     async def digest(self, extent: Extent) -> bytes:
-        if self._scrub is None:
-            raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
         return await self._scrub.checks.tell(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
@@ -223,8 +219,7 @@ class NodeService(Service[Incoming]):
             held.close()
 
     def scrub(self) -> None:
-        if self._scrub is not None:
-            self._scrub.begin()
+        self._scrub.begin()
 
     def status(self) -> dict[str, Any]:
         space = self._files.space()
@@ -240,7 +235,7 @@ class NodeService(Service[Incoming]):
             "free_bytes": space.free,
             "receiving": self._receiving,
             "closing": self._closed,
-            **(self._scrub.status() if self._scrub is not None else {}),
+            **self._scrub.status(),
             **self._figures(),
         }
 

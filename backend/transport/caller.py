@@ -143,7 +143,7 @@ class ControlClient:
         self._put_off = trio.Event()
         # Counts of received frames, and of calls that began to wait for one: `_watch` checks them
         # periodically, as reading the clock for each would cost more.
-        self._heard = self._began = 0
+        self.heard = self._began = 0
         self._wake = trio.Event()
         self._watchers = 0
         # Functions that are called with the reason when the connection ends.
@@ -164,11 +164,6 @@ class ControlClient:
             for close in self.closers:
                 close(why)
             self._scope.cancel()
-
-    @property
-    def heard(self) -> int:
-        """Return how many answers have come."""
-        return self._heard
 
     @property
     def _is_awaited(self) -> bool:
@@ -265,7 +260,7 @@ class ControlClient:
     async def _receive(self) -> None:
         while True:
             answer = self.caller.codec.decode_answer(await self._frames.receive())
-            self._heard += 1
+            self.heard += 1
             expected = self.waiting.get(answer.number)
             if expected is not None:
                 expected.take(answer)
@@ -274,7 +269,7 @@ class ControlClient:
         """Ping the node while calls wait for it, and periodically."""
         timeout_s = self.caller.timeout_s
         look_s = timeout_s / _LOOKS
-        heard, began = self._heard, self._began
+        heard, began = self.heard, self._began
         heard_at = silent_since = trio.current_time()
         while True:
             self._wake = trio.Event()
@@ -282,11 +277,11 @@ class ControlClient:
                 await self._wake.wait()
                 await trio.sleep(look_s)
             now = trio.current_time()
-            if self._heard != heard:
+            if self.heard != heard:
                 heard_at = silent_since = now
             if self._began != began:
                 silent_since = now
-            heard, began = self._heard, self._began
+            heard, began = self.heard, self._began
             if self._is_awaited and now - silent_since >= timeout_s:
                 why = f"it was silent for {timeout_s:g} s"
                 self._silent(why)

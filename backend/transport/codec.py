@@ -34,18 +34,18 @@ class Codec:
         for kind, row in self.rights.items():
             if OWN in row and not issubclass(kind, (AboutExtent, Abort)):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
-        self._asked = _decoder(self.rights)
-        self._answers = _decoder(kind for each in every for kind in each.answers)
+        self._asked: msgspec.msgpack.Decoder[Message] = _decoder(self.rights)
+        self._answers: msgspec.msgpack.Decoder[Answer] = _decoder(
+            kind for each in every for kind in each.answers
+        )
 
     def decode(self, body: bytes) -> Message:
         """Return a message to a node. Raises BadMessage."""
-        message: Message = _decoded(self._asked, body)
-        return message
+        return _decoded(self._asked, body)
 
     def decode_answer(self, body: bytes) -> Answer:
         """Return a node's answer. Raises BadMessage."""
-        answer: Answer = _decoded(self._answers, body)
-        return answer
+        return _decoded(self._answers, body)
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)

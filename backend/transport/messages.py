@@ -107,7 +107,10 @@ class ToTarget(AboutExtent):
 
     def check(self) -> None:
         check_extent(self.extent)
-        check_target(self.target)
+        target = self.target
+        if len(target.chain) > CHAIN_MAX:
+            raise BadMessage(f"a chain of {len(target.chain)} nodes")
+        check_numbers(target.group, target.config, *target.chain)
 
 
 class Ping(Request, tag=10):
@@ -259,13 +262,6 @@ class Mapped(Answer, tag=40):
     """The starts and lengths of an extent's data."""
 
     segments: list[tuple[int, int]]
-
-
-def check_target(target: Target) -> None:
-    """Raise BadMessage for an invalid target."""
-    if len(target.chain) > CHAIN_MAX:
-        raise BadMessage(f"a chain of {len(target.chain)} nodes")
-    check_numbers(target.group, target.config, *target.chain)
 
 
 def check_extent(extent: Extent) -> None:

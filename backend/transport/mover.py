@@ -11,7 +11,7 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -33,7 +33,6 @@ __all__ = [
     "Lasting",
     "Mover",
     "NotThisWay",
-    "Others",
     "Sending",
     "Serving",
     "Transfer",
@@ -166,29 +165,24 @@ class NextNode(Protocol):
         ...
 
 
-class Others(Protocol):
-    """The other store nodes."""
-
-    def device(self, node: int) -> NextNode: ...
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Host:
-    """A store node, for its operations and for movers. `nursery` ends with it; `is_gone` tells whether a
-    peer's session is over. Connections to a mover's own port are accepted by the `door`. Readers reach
-    `etcd` by it, if it is there. `servings` are the node's ends of its movers."""
+    """A store node, for its operations and for movers. `device` returns another node, `is_gone` tells
+    whether a peer's session is over. Readers reach `etcd` by it, if it is there."""
 
     service: Service[Any]
-    others: Others
-    door: Door
+    device: Callable[[int], NextNode]
     address: str
     credentials: Credentials | None
     counters: ServerFigures
-    nursery: trio.Nursery
     timeout_s: float
     is_gone: Callable[[Peer], bool]
     etcd: EtcdForReaders | None
-    servings: "dict[Mover, Serving]"
+    # While the node is served: the door accepts connections to a mover's own port, the nursery ends with
+    # the node, and the servings are its ends of its movers.
+    door: Door = field(init=False)
+    nursery: trio.Nursery = field(init=False)
+    servings: "dict[Mover, Serving]" = field(default_factory=dict)
 
 
 class Mover(Protocol):

@@ -101,7 +101,7 @@ async def _status(host: Host, peer: Peer, request: Status) -> Report:
 async def _ask_etcd(host: Host, peer: Peer, request: AskEtcd) -> EtcdSaid:
     if host.etcd is None:
         raise OSError(errno.EOPNOTSUPP, "this node does not answer for etcd")
-    return await host.etcd.ask(peer, request)
+    return await host.etcd(peer, request)
 
 
 async def _put(host: Host, peer: Peer, request: Put) -> Done:
@@ -115,7 +115,7 @@ async def _put(host: Host, peer: Peer, request: Put) -> Done:
             host.counters.received_bytes += len(data)
 
     async def forward(further: int, rest: Target) -> None:
-        await host.others.device(further).put(extent, rest, data)
+        await host.device(further).put(extent, rest, data)
         host.counters.sent_bytes += len(data)
 
     with closing(incoming) if incoming is not None else nullcontext():
@@ -143,7 +143,7 @@ async def _adopt(host: Host, peer: Peer, request: Adopt) -> Done:
 
     async def forward(further: int, rest: Target) -> None:
         size = os.fstat(fd).st_size
-        await host.others.device(further).write(extent, rest, FileRange(fd, 0, size))
+        await host.device(further).write(extent, rest, FileRange(fd, 0, size))
         host.counters.sent_bytes += size
 
     try:

@@ -7,12 +7,11 @@ reached every call to it fails at once, so that the caller can turn to a replica
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
+from typing import Any
 
 import trio
 
 from ..model.records import NodeAddress, Settings
-from ..trust.security import Credentials
-from . import Extent
 from .caller import Caller
 from .device import Device
 from .link import Link
@@ -36,30 +35,15 @@ async def open_peers(
     resolve: Callable[[int], NodeAddress | None],
     movers: Sequence[Mover],
     *,
-    credentials: Credentials | None = None,
     name: str,
     role: str,
-    session: Callable[[], int] = lambda: 0,
-    session_key: bytes = b"",
-    timeout_s: float = 5.0,
-    is_revoked: Callable[[str], bool] = lambda serial: False,
+    **options: Any,
 ) -> AsyncIterator["Peers"]:
     """Call store nodes for the duration of the block. The parameters are those of Caller and Peers."""
     failed: BaseException | None = None
     with ExitStack() as stack:
         async with trio.open_nursery() as nursery:
-            caller = Caller(
-                name,
-                role,
-                resolve,
-                codec_for(movers),
-                nursery,
-                credentials=credentials,
-                is_revoked=is_revoked,
-                session=session,
-                session_key=session_key,
-                timeout_s=timeout_s,
-            )
+            caller = Caller(name, role, resolve, codec_for(movers), nursery, **options)
             peers = stack.enter_context(closing(Peers(caller, movers)))
             nursery.start_soon(peers.run)
             try:
@@ -113,10 +97,6 @@ class Peers:
         more. Raises OSError."""
         answer = await self.device(asked).link.ask(Suspect(group, node))
         return isinstance(answer, Verdict) and answer.yes
-
-    async def doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that it sent wrong bytes. Raises OSError."""
-        await self.device(node).doubt(extent)
 
     async def scrub(self, node: int) -> None:
         """Have a node check everything it keeps, beginning now. Raises OSError."""

@@ -8,7 +8,9 @@ rights. Each operation has its row in operations.py, each message of a mover bes
 
 import enum
 import errno
+import hashlib
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,8 +27,10 @@ __all__ = [
     "Peer",
     "Row",
     "Scope",
+    "make_session_key",
     "may",
     "need",
+    "session_digest",
     "tell_of_denial",
 ]
 
@@ -43,6 +47,7 @@ class Scope(Enum):
 
 
 NONE, OWN, ANY = Scope.NONE, Scope.OWN, Scope.ANY
+_SESSION_KEY_BYTES = 32
 ROLES = ("node", "mount", "reader", "admin")
 
 # The scope for each of ROLES, in their order.
@@ -91,7 +96,9 @@ def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     """Return the scope, as `may` does. Raises OSError EACCES if the role has no right."""
     scope = may(rights, role, asked)
     if scope is Scope.NONE:
-        raise PermissionError(errno.EACCES, f"a {role} may not {_verb(asked)}")
+        name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
+        text = f"a {role} may not send {name.lower()} to a store node"
+        raise PermissionError(errno.EACCES, text)
     return scope
 
 
@@ -101,6 +108,12 @@ def tell_of_denial(peer: Peer, error: PermissionError) -> None:
     log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
 
 
-def _verb(asked: Asked) -> str:
-    name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
-    return f"send {name.lower()} to a store node"
+def make_session_key() -> bytes:
+    """Return a new key, by which a mount proves to store nodes that a session is its own."""
+    return secrets.token_bytes(_SESSION_KEY_BYTES)
+
+
+def session_digest(key: bytes) -> bytes:
+    """Return the digest of a session's key for the session's record. A reader of the record cannot
+    show the key."""
+    return hashlib.sha256(key).digest()

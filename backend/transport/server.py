@@ -26,7 +26,7 @@ from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import VERSION, Refused, Welcome, describe_version
-from .mover import Host, Mover, Others, Serving
+from .mover import Host, Mover, NextNode
 from .operations import codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
@@ -45,13 +45,14 @@ class Listener:
 
     With credentials, only members of the cluster are served. `is_gone` tells whether a peer's session is
     known to be over, `is_revoked` whether a certificate, by its serial number, is not accepted any more.
-    Extents are moved by `movers`, and handed on to `others`. Readers reach etcd by `etcd`.
+    Extents are moved by `movers`, and handed on to the nodes that `device` returns. Readers reach etcd by
+    `etcd`.
     """
 
     def __init__(
         self,
         service: Service[Any],
-        others: Others,
+        device: Callable[[int], NextNode],
         movers: Sequence[Mover],
         address: str,
         control_port: int = 0,
@@ -68,39 +69,21 @@ class Listener:
         self.control_port = control_port
         self._codec = codec_for(movers)
         self._movers = movers
-        self._address = address
-        self._service = service
-        self._credentials = credentials
-        self._is_gone = is_gone
         self._is_revoked = is_revoked
         self._connected: dict[trio.CancelScope, Peer] = {}
-        self._servings: dict[Mover, Serving] = {}
-
-        def host(nursery: trio.Nursery) -> Host:
-            return Host(
-                service,
-                others,
-                Door(nursery, self.counters),
-                address,
-                credentials,
-                self.counters,
-                nursery,
-                timeout_s,
-                is_gone,
-                etcd,
-                self._servings,
-            )
-
-        self._make_host = host
+        self.host = Host(
+            service, device, address, credentials, self.counters, timeout_s, is_gone, etcd
+        )
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
-            control = opened.enter_context(await listen(self._address, self.control_port))
+            host = self.host
+            control = opened.enter_context(await listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
-            nursery = await opened.enter_async_context(_nursery())
-            self.host = host = self._make_host(nursery)
+            host.nursery = await opened.enter_async_context(_nursery())
+            host.door = Door(host.nursery, self.counters)
             for mover in self._movers:
-                self._servings[mover] = await opened.enter_async_context(mover.serving(host))
+                host.servings[mover] = await opened.enter_async_context(mover.serving(host))
             host.door.open(control, self._serve_control)
             self._opened = opened.pop_all()
         return self
@@ -118,7 +101,9 @@ class Listener:
     def ports(self) -> dict[str, int]:
         """Return the movers by which this node can be reached, and the port of each (0: none)."""
         return {
-            mover.name: serving.port for mover, serving in self._servings.items() if mover.is_usable
+            mover.name: serving.port
+            for mover, serving in self.host.servings.items()
+            if mover.is_usable
         }
 
     # -- control ---------------------------------------------------------------------------------
@@ -140,7 +125,7 @@ class Listener:
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
-            if self._credentials is not None:
+            if self.host.credentials is not None:
                 stream, identity = await self._tls(plain, after)
             frames = Frames(stream, HELLO_BYTES_MAX)
             return frames, await self._meet(frames, address, identity)
@@ -181,9 +166,9 @@ class Listener:
         that `is_gone` tells. Such a right ends with the session, not only with the connection."""
 
         def is_over(peer: Peer) -> bool:
-            return bool(session and peer.session == session) or self._is_gone(peer)
+            return bool(session and peer.session == session) or self.host.is_gone(peer)
 
-        for serving in self._servings.values():
+        for serving in self.host.servings.values():
             serving.end_rights(is_over)
 
     async def _check_tls(self, stream: PromptStream) -> None:
@@ -191,7 +176,7 @@ class Listener:
         are, and tell it so, as another try would fail, too. Raises BadMessage."""
         start = await stream.peek()
         encrypted = begins_with_tls(start)
-        if not start or encrypted == (self._credentials is not None):
+        if not start or encrypted == (self.host.credentials is not None):
             return
         frames = Frames(stream, HELLO_BYTES_MAX)
         # Unread bytes would reset the connection before the peer has read the answer.
@@ -207,13 +192,13 @@ class Listener:
     async def _tls(
         self, stream: trio.abc.Stream, after: ExitStack
     ) -> tuple[trio.abc.Stream, Identity]:
-        assert self._credentials is not None
-        secure = trio.SSLStream(stream, self._credentials.server_context(), server_side=True)
+        assert self.host.credentials is not None
+        secure = trio.SSLStream(stream, self.host.credentials.server_context(), server_side=True)
         after.callback(let_go, secure)
         try:
             await secure.do_handshake()
         except trio.BrokenResourceError as error:
-            shown = f"; we show {self._credentials.cert} and trust {self._credentials.ca}"
+            shown = f"; we show {self.host.credentials.cert} and trust {self.host.credentials.ca}"
             raise BadMessage(broken_text(error) + shown) from None
         return secure, identity_of(secure)
 
@@ -225,17 +210,17 @@ class Listener:
         why = ""
         if hello.version != VERSION:
             why = describe_version(hello.version)
-        elif self._credentials is None and hello.role not in ROLES:
+        elif self.host.credentials is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
         elif identity is not None and self._is_revoked(identity.serial):
             why = _REVOKED
-        elif hello.wanted not in (0, self._service.node):
-            why = f"this is store node {self._service.node:x}, not {hello.wanted:x}"
+        elif hello.wanted not in (0, self.host.service.node):
+            why = f"this is store node {self.host.service.node:x}, not {hello.wanted:x}"
         if why:
             for_good = hello.version != VERSION or why == _REVOKED
             await frames.send(Refused(why, for_good=for_good))
             raise BadMessage(why)
-        await frames.send(Welcome(VERSION, self._service.node))
+        await frames.send(Welcome(VERSION, self.host.service.node))
         role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
         if identity is not None:
             role, name, owner, serial, expires_s = identity

@@ -1,7 +1,7 @@
 """The part of a store node that its transport calls: the protocol `Service`."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from . import Extent, Target
 from .messages import AskEtcd, EtcdSaid
@@ -124,13 +124,9 @@ class Service(Protocol[I]):
         ...
 
 
-class EtcdForReaders(Protocol):
-    """etcd as a store node lets readers use it."""
-
-    async def ask(self, peer: Peer, request: AskEtcd) -> EtcdSaid:
-        """Return etcd's answer. Raises OSError: EACCES for a request that readers may not make, EDQUOT for
-        one beyond a limit."""
-        ...
+# etcd as a store node lets readers use it. Returns etcd's answer. Raises OSError: EACCES for a request that
+# readers may not make, EDQUOT for one beyond a limit.
+EtcdForReaders: TypeAlias = Callable[[Peer, AskEtcd], Awaitable[EtcdSaid]]
 
 
 async def begin(

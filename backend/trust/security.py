@@ -15,7 +15,7 @@ import os
 import re
 import ssl
 import stat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from ..model.values import ConfigError
 from .renewal import Renewable
@@ -91,7 +91,7 @@ class Identity(NamedTuple):
 
 
 class _Peer(Protocol):
-    def getpeercert(self) -> Any: ...
+    def getpeercert(self, binary_form: Literal[True], /) -> bytes | None: ...
 
 
 class _Loaded(NamedTuple):
@@ -222,17 +222,10 @@ def check_user(path: str, before: Identity | None, now: Identity | None) -> None
 def peer_identity(connection: _Peer) -> Identity | None:
     """Return the peer's identity of a TLS connection (ssl.SSLObject, trio.SSLStream, ...) whose handshake
     is complete; None for a certificate without a role."""
-    certificate = connection.getpeercert() or {}
-    names: dict[str, list[str]] = {}
-    for part in certificate.get("subject", ()):
-        for key, value in part:
-            names.setdefault(key, []).append(value)
-    serial = str(certificate.get("serialNumber", "")).lower().lstrip("0")
-    until = certificate.get("notAfter")
-    return _identity(
-        names.get("organizationalUnitName", []), names.get("commonName", []), serial,
-        ssl.cert_time_to_seconds(until) if until else 0,
-    )  # fmt: skip
+    from cryptography import x509
+
+    shown = connection.getpeercert(True)
+    return _identity_of(x509.load_der_x509_certificate(shown)) if shown else None
 
 
 def identity_in(path: str) -> Identity | None:
@@ -329,13 +322,9 @@ def _identity_of(certificate: "x509.Certificate") -> Identity | None:
         return [str(found.value) for found in certificate.subject.get_attributes_for_oid(oid)]
 
     units, names = values(NameOID.ORGANIZATIONAL_UNIT_NAME), values(NameOID.COMMON_NAME)
-    expires_s = int(certificate.not_valid_after_utc.timestamp())
-    return _identity(units, names, f"{certificate.serial_number:x}", expires_s)
-
-
-def _identity(units: list[str], names: list[str], serial: str, expires_s: int) -> Identity | None:
     if len(units) != 1 or len(names) != 1 or units[0] not in ROLES:
         return None
     name, _, number = names[0].partition(_OWNER_MARK)
     owner = int(number, 16) if _OWNER.fullmatch(number) else 0
-    return Identity(units[0], name, owner, serial, expires_s)
+    expires_s = int(certificate.not_valid_after_utc.timestamp())
+    return Identity(units[0], name, owner, f"{certificate.serial_number:x}", expires_s)

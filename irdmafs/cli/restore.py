@@ -26,8 +26,7 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
     Files are again as they were when the backup was made. What is newer stays in the nodes' quarantine
     for a while. A file whose content was replaced or removed since cannot be read.
     """
-    from ..backend.cluster.acceptance import accept, goal
-    from ..backend.cluster.history import described, read_reports
+    from ..backend.cluster.history import accept, described, goal, read_reports
     from .cluster_status import Progress
 
     config = load(config_path)

@@ -88,6 +88,6 @@ class _Ferryman(Connection):
         try:
             growth = Growth(length, length, held.lend)
             whole = FileRange(held.fd, 0, length)
-            await self._host.others.device(node).write(extent, further, whole, growth=growth)
+            await self._host.device(node).write(extent, further, whole, growth=growth)
         finally:
             held.close()

@@ -4,7 +4,8 @@ import ctypes
 import importlib.util
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from harness.network import Unavailable
 from harness.roce import find_way
+from irdmafs.backend.transport.verbs.regions import Region, Regions
 
 DEVICES = Path("/sys/class/infiniband")
 IN_GUEST = "IRDMAFS_GUEST" in os.environ
@@ -233,3 +235,15 @@ class End:
             assert completion.status == 0, f"work completion status {completion.status}"
         if count:
             yield count
+
+
+@asynccontextmanager
+async def registered(
+    regions: Regions, fd: int, offset: int, length: int, writable: bool
+) -> AsyncIterator[Region]:
+    """A region over a range of a file, in use as long as the block."""
+    region = await regions.acquire(fd, offset, length, writable)
+    try:
+        yield region
+    finally:
+        regions.release(region)

@@ -45,6 +45,7 @@ from irdmafs.backend.node.copier import Copier, Throttle
 from irdmafs.backend.node.damage import WrongExtents
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.resync import Resync
+from irdmafs.backend.node.scrub import Scrub
 from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.node.state import ClusterState
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
@@ -122,9 +123,8 @@ class Node:
             return Link(cluster, self.id, there)
 
         checks = Checks(self.catalog, self.members, self.groups, device)
-        copier = Copier(
-            self.members, self.catalog, device, Throttle(), checks, WrongExtents(self.catalog)
-        )
+        wrong = WrongExtents(self.catalog)
+        copier = Copier(self.members, self.catalog, device, Throttle(), checks, wrong)
         self.resync = Resync(here, self.catalog, copier)
 
         async def ping(there: int) -> None:
@@ -134,7 +134,8 @@ class Node:
         self.agent = Agent(
             here, self.catalog, ping, rereplicate_after_s=cluster.rereplicate_after_s
         )
-        self.service = NodeService(here, self.catalog, self.agent, self.resync)
+        scrub = Scrub(here, self.catalog, checks, copier, wrong, bytes_per_s=0, period_s=0)
+        self.service = NodeService(here, self.catalog, self.agent, self.resync, scrub)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:

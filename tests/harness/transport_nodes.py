@@ -253,7 +253,7 @@ async def serving(
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data)
     async with (
         open_peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
-        Listener(service, peers, movers, host, is_gone=is_gone, **options) as listener,
+        Listener(service, peers.device, movers, host, is_gone=is_gone, **options) as listener,
     ):
         transports = sorted({"tcp", "verbs", *listener.ports})
         ports = (host, listener.control_port, listener.ports["tcp"], directory, transports)

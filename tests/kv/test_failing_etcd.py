@@ -659,7 +659,12 @@ class TestRefusal:
                 "cert": server.cert_file,
                 "key": server.key_file,
             }
-            async with EtcdEngine(server.endpoints, b"/", **ours) as engine:
+
+            def engine_with(credentials: dict[str, Any]) -> EtcdEngine:
+                direct = client.DirectClient(server.endpoints, **credentials)
+                return EtcdEngine((), b"/", client=direct)
+
+            async with engine_with(ours) as engine:
                 large = random.randbytes(1_000_000)
                 await engine.transact((), [Put(b"a", large)])
                 found = await engine.get(b"a")
@@ -671,7 +676,7 @@ class TestRefusal:
                 ({"ca": server.ca_file}, "TLS"),
             ]
             for credentials, said in cases:
-                error = await self.refusal(EtcdEngine(server.endpoints, b"/", **credentials))
+                error = await self.refusal(engine_with(credentials))
                 assert said in str(error)
                 assert error.errno == errno.EACCES
             error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
@@ -681,11 +686,11 @@ class TestRefusal:
         empty = tmp_path / "empty.pem"
         empty.write_text("")
         with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
-            EtcdEngine(["h:1"], b"/", ca=str(tmp_path / "missing.pem"))
+            client.DirectClient(["h:1"], ca=str(tmp_path / "missing.pem"))
         with pytest.raises(ValueError, match=r"empty\.pem"):
-            EtcdEngine(["h:1"], b"/", ca=str(empty))
+            client.DirectClient(["h:1"], ca=str(empty))
         with pytest.raises(ValueError, match="key"):
-            EtcdEngine(["h:1"], b"/", cert=str(empty))
+            client.DirectClient(["h:1"], cert=str(empty))
 
 
 def test_a_full_etcd_refuses_what_it_did_not_apply_and_can_still_be_read() -> None:

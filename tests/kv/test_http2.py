@@ -2,10 +2,11 @@
 
 from collections.abc import Coroutine, Iterator
 
+import hpack
 import pytest
 
 from irdmafs.backend.etcd.errors import ConnectionLost, ProtocolError, RpcError
-from irdmafs.backend.etcd.frames import (
+from irdmafs.backend.etcd.http2 import (
     ACK,
     CANCEL,
     DATA,
@@ -16,12 +17,16 @@ from irdmafs.backend.etcd.frames import (
     INITIAL_WINDOW_SIZE,
     RST_STREAM,
     SETTINGS,
+    Http2,
+    Stream,
     frame,
-    header_block,
     window_update,
 )
-from irdmafs.backend.etcd.http2 import Http2
-from irdmafs.backend.etcd.stream import Stream
+
+
+def header_block(headers: list[tuple[str, str]]) -> bytes:
+    return hpack.Encoder().encode([(name, value, True) for name, value in headers])
+
 
 BLOCK = header_block([(":method", "POST")])
 # A peer says first that it keeps no table (RFC 7541, 6.3).

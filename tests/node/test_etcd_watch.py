@@ -18,7 +18,7 @@ async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
         async with EtcdEngine(server.endpoints, b"/") as engine:
             watch = EtcdWatch(engine)
             await watch.look()
-            found = watch.figures()
+            found = watch.figures
             assert 0 < found.etcd_used_bytes <= found.etcd_file_bytes < found.etcd_quota_bytes
             assert found.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 0}
             assert not caplog.records
@@ -26,7 +26,7 @@ async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
             await engine._calls.call(ALARM, request)
             await watch.look()
             await watch.look()
-            assert watch.figures().etcd_alarms == {"CORRUPT": 0, "NOSPACE": 1}
+            assert watch.figures.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 1}
             [told] = caplog.messages
             assert "NOSPACE" in told
             assert "irdmafs cluster repair-etcd" in told

@@ -51,7 +51,7 @@ from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, Sh
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
-from irdmafs.backend.transport.session_keys import make_session_key, session_digest
+from irdmafs.backend.transport.rights import make_session_key, session_digest
 
 BUCKETS = 8
 TTL_S = 4

@@ -182,8 +182,8 @@ async def slander(cluster: Cluster) -> None:
         for node in cluster.nodes:
             for path in (node.store / "extents").iterdir():
                 content, stripe = (int(part, 16) for part in path.name.split("."))
-                await peers.doubt(node.node_id, Extent(content, stripe))
-            await peers.doubt(node.node_id, Extent(1 << 40, 7))
+                await peers.device(node.node_id).doubt(Extent(content, stripe))
+            await peers.device(node.node_id).doubt(Extent(1 << 40, 7))
             with pytest.raises(OSError) as caught:
                 await peers.scrub(node.node_id)
             assert caught.value.errno in (errno.EPERM, errno.EACCES)

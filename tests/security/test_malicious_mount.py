@@ -23,7 +23,7 @@ from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
-from irdmafs.backend.transport.session_keys import make_session_key, session_digest
+from irdmafs.backend.transport.rights import make_session_key, session_digest
 
 __all__ = ["folder"]
 

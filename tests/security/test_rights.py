@@ -12,6 +12,7 @@ from harness.secure_cluster import SecureCluster
 from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.membership import followed_key, seen_key
+from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.kv import Delete, Put
@@ -170,7 +171,8 @@ async def test_who_has_no_certificate_or_another_cluster_s_stays_out(
     prefix = b"/irdmafs/default/"
     ca = str(made.directory / "ca.pem")
     for cert, key in ((None, None), (stranger.cert, stranger.key)):
-        engine = EtcdEngine([made.etcd.endpoint], prefix, ca=ca, cert=cert, key=key, timeout_s=1)
+        client = DirectClient([made.etcd.endpoint], ca=ca, cert=cert, key=key)
+        engine = EtcdEngine((), prefix, client=client, timeout_s=1)
         with pytest.raises(OSError):
             await engine.open()
         await engine.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from irdmafs.backend.files import digest
-from irdmafs.backend.files.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
+from irdmafs.backend.files.digest import Digests, Stripe, digest_of_bytes, fold
 from irdmafs.backend.model.records import Layout
 from irdmafs.backend.namespace.inode import Inode
 
@@ -50,7 +50,7 @@ def test_bytes_have_the_same_digest_wherever_they_lie_and_however_they_are_split
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest, "_THREADS_MAX", threads)
         patch.setattr(os, "cpu_count", lambda: threads)
-        found = trio.run(digest_of, fd, len(before), len(data))
+        found = trio.run(Stripe(fd, len(before), len(data)).finish)
     os.close(fd)
     assert found == as_defined(data) == digest_of_bytes(data)
 
@@ -91,7 +91,7 @@ def test_a_changed_byte_is_another_digest(data: bytes, choose: st.DataObject) ->
 
 def test_a_file_that_is_cut_off_meanwhile_matches_nothing() -> None:
     fd = in_file(bytes(500))
-    assert trio.run(digest_of, fd, 0, 600) != digest_of_bytes(bytes(600))
+    assert trio.run(Stripe(fd, 0, 600).finish) != digest_of_bytes(bytes(600))
     os.close(fd)
 
 

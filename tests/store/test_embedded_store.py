@@ -165,18 +165,16 @@ def make_file(kind: str) -> int:
 @pytest.mark.parametrize("source_kind", ["tmpfs", "disk"])
 @pytest.mark.parametrize("target_kind", ["tmpfs", "disk"])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(layout=segments, length=st.none() | st.integers(0, 200_000))
+@given(layout=segments)
 def test_a_copy_has_the_same_bytes_and_the_same_holes(
-    source_kind: str, target_kind: str, layout: list[tuple[bool, int]], length: int | None
+    source_kind: str, target_kind: str, layout: list[tuple[bool, int]]
 ) -> None:
     source, target = make_file(source_kind), make_file(target_kind)
     try:
         content = write_segments(source, layout)
-        copy_contents(source, target, length)
-        copied = os.pread(target, len(content) + 200_001, 0)
-        wanted = content if length is None else content[:length].ljust(length, b"\0")
-        assert copied == wanted
-        if source_kind == target_kind == "tmpfs" and length in (None, len(content)):
+        copy_contents(source, target)
+        assert os.pread(target, len(content) + 1, 0) == content
+        if source_kind == target_kind == "tmpfs":
             assert data_ranges(target) == data_ranges(source)
             assert os.fstat(target).st_blocks == os.fstat(source).st_blocks
         assert os.pread(source, len(content) + 1, 0) == content

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.files import sparse
-from irdmafs.backend.files.digest import BLOCK_BYTES, digest_at_rest, digest_of, digest_of_bytes
+from irdmafs.backend.files.digest import BLOCK_BYTES, Stripe, digest_at_rest, digest_of_bytes
 from irdmafs.backend.files.sparse import allocated_bytes, empty, is_sparse, segments
 
 PAGE = mmap.PAGESIZE
@@ -85,9 +85,9 @@ def test_holes_have_the_digest_of_zeros() -> None:
         async def take(count: int) -> None:
             pass
 
-        return await digest_of(fd, 0, size), await digest_at_rest(fd, size, take)
+        return await Stripe(fd, 0, size).finish(), await digest_at_rest(fd, size, take)
 
     assert trio.run(both) == (expected, expected)
     os.ftruncate(fd, size - 1)
-    assert trio.run(digest_of, fd, 0, size) != expected
+    assert trio.run(Stripe(fd, 0, size).finish) != expected
     os.close(fd)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.rights import ROLES, Scope, may, need
-from irdmafs.backend.transport.session_keys import session_digest
+from irdmafs.backend.transport.rights import ROLES, Scope, may, need, session_digest
 from irdmafs.backend.transport.tcp.authentication import (
     CODE_BYTES,
     Authentication,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.rdma import need_ports
+from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
 from harness.transport_place import KiB, Place, memory, mounted, random_bytes, until
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
@@ -64,7 +64,7 @@ class Party:
         self.file = file
 
     async def ask(self, request: Request) -> Answer:
-        return await self.path._control.ask(request)
+        return await self.path.control.ask(request)
 
     async def expose(self) -> Exposed:
         exposed = await self.ask(Expose(SECRET, 0, LENGTH))
@@ -78,12 +78,12 @@ class Party:
 
     async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
         """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
-        async with self.path._adapter.regions.using(self.file, 0, LENGTH, True) as mine:
+        async with registered(self.path.adapter.regions, self.file, 0, LENGTH, True) as mine:
             piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key, number)
             if way == "read":
-                await self.path._pair.read([piece])
+                await self.path.pair.read([piece])
             else:
-                await self.path._pair.write([piece])
+                await self.path.pair.write([piece])
 
     def bytes(self) -> bytes:
         return os.pread(self.file, LENGTH, 0)
@@ -191,7 +191,7 @@ def test_an_address_and_a_key_are_of_no_use_to_another_member(
 def test_a_handle_completes_nothing_of_another_member(memory: Path) -> None:
     async def attack(scene: Scene) -> None:
         # A WRITE of nothing takes no right, and carries the victim's number.
-        await scene.attacker.path._pair.write([Piece(0, 0, 0, 0, 0, scene.reserved.handle)])
+        await scene.attacker.path.pair.write([Piece(0, 0, 0, 0, 0, scene.reserved.handle)])
         await scene.attacker.peers.ping(1)
         assert scene.service(1).leftovers
 
@@ -200,7 +200,7 @@ def test_a_handle_completes_nothing_of_another_member(memory: Path) -> None:
 
 def test_handles_and_queue_pairs_of_others_cannot_be_given_up(memory: Path) -> None:
     async def attack(scene: Scene) -> None:
-        control = scene.attacker.path._control
+        control = scene.attacker.path.control
         for handle in range(max(scene.exposed.handle, scene.reserved.handle) + 3):
             await control.say(Release(handle))
         for pair in range(QUEUE_PAIRS_MAX):
@@ -217,7 +217,7 @@ def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose
     """A replayed Attach names the victim's queue pair; a forged one the node's own for the victim."""
 
     async def attack(scene: Scene) -> None:
-        theirs = scene.victim.path._pair.end() if whose == "the victim's" else scene.node_end
+        theirs = scene.victim.path.pair.end() if whose == "the victim's" else scene.node_end
         (lane,) = scene.attacker.peers.device(1).way(VerbsWay).lanes._lanes  # type: ignore[union-attr]
         rail, other = lane.other, 1
         attached = await scene.attacker.ask(Attach(theirs, other, rail.name, rail.gid))
@@ -237,7 +237,7 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
 
     async def attack(scene: Scene) -> None:
         mine = await scene.attacker.expose()
-        await scene.attacker.path._control.say(Release(mine.handle))
+        await scene.attacker.path.control.say(Release(mine.handle))
         await scene.attacker.peers.ping(1)
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
             await scene.attacker.move("read", mine)

@@ -13,7 +13,7 @@ import pytest
 import trio
 from harness.clusters import Cluster as WholeCluster
 from harness.clusters import Plan
-from harness.rdma import need_address
+from harness.rdma import need_address, registered
 from harness.transport_nodes import Node, NodeProcess, serving
 from harness.transport_place import (
     KiB,
@@ -540,8 +540,8 @@ async def test_a_key_is_of_no_use_but_for_what_it_was_given(
     async with with_ends(address) as ends:
         adapter, owner = ends.adapter, ends.there
         async with (
-            adapter.regions.using(two_files[0], 0, MiB, True) as mine,
-            adapter.regions.using(two_files[1], 0, MiB, True) as yours,
+            registered(adapter.regions, two_files[0], 0, MiB, True) as mine,
+            registered(adapter.regions, two_files[1], 0, MiB, True) as yours,
         ):
             if misuse == "another's":
                 owner = adapter.queue_pair(next(iter(adapter._gids)), True)
@@ -576,8 +576,8 @@ async def test_a_transfer_that_is_cancelled_touches_memory_no_more(
     async with with_ends(address) as ends:
         adapter = ends.adapter
         async with (
-            adapter.regions.using(two_files[0], 0, MiB, True) as mine,
-            adapter.regions.using(two_files[1], 0, MiB, True) as yours,
+            registered(adapter.regions, two_files[0], 0, MiB, True) as mine,
+            registered(adapter.regions, two_files[1], 0, MiB, True) as yours,
         ):
             window = await ends.there.grant(yours, 0, MiB, writable=True)
             piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
@@ -595,7 +595,7 @@ async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
 ) -> None:
     async with with_ends(address) as ends:
         adapter = ends.adapter
-        async with adapter.regions.using(two_files[0], 0, MiB, True) as mine:
+        async with registered(adapter.regions, two_files[0], 0, MiB, True) as mine:
             piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.clusters import Cluster, Plan
-from harness.rdma import need_address, ports
+from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, memory, mounted
 
@@ -255,9 +255,9 @@ async def path_to_first_again(nodes: Nodes) -> None:
 
 
 async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
-    regions = path._adapter.regions
-    async with regions.using(nodes.target, 0, MiB, True) as mine:
-        await path._pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
+    regions = path.adapter.regions
+    async with registered(regions, nodes.target, 0, MiB, True) as mine:
+        await path.pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
     return os.pread(nodes.target, MiB, 0)
 
 
@@ -272,7 +272,7 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
         await nodes.write(2)
         assert nodes.reused == [0, 1]
         assert await read_window(nodes, path, exposed) == data
-        path._control.say_later(Release(exposed.handle))
+        path.control.say_later(Release(exposed.handle))
         await nodes.verbs.ping(1)
         nodes.free(2)
         await nodes.write(3)

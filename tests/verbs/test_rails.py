@@ -146,8 +146,11 @@ def test_rails_are_the_active_ports_with_an_address_of_this_host() -> None:
         find_rails(found[2:], "10.2.0.1")
 
 
-def test_this_hosts_own_addresses_have_prefixes() -> None:
-    assert networks.prefixes()[ipaddress.ip_address("127.0.0.1")] == 8
+def test_this_hosts_own_addresses_have_prefixes_and_interfaces() -> None:
+    loopback = ipaddress.ip_address("127.0.0.1")
+    assert networks.prefixes()[loopback] == 8
+    assert networks.interface_of(loopback) == "lo"
+    assert networks.interface_of(ipaddress.ip_address("192.0.2.255")) is None
 
 
 def test_a_device_is_near_a_process_that_may_run_beside_it() -> None:

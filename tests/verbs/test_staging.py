@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 from harness.clusters import Cluster, Plan, train
-from harness.rdma import need_address, ports
+from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import serving
 from harness.transport_place import KiB, MiB, memory, mounted, random_bytes
 
@@ -194,7 +194,7 @@ async def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) 
         await worker.write(1, data)
         staged_bytes = worker.adapter.staging.staged_bytes
         fd = worker.file(bytes(MiB))
-        async with worker.adapter.regions.using(fd, 0, MiB, writable=True):
+        async with registered(worker.adapter.regions, fd, 0, MiB, writable=True):
             await worker.device.read(Extent(1, 0), 0, FileRange(fd, 0, MiB))
             await worker.device.write(Extent(2, 0), NOWHERE, FileRange(fd, 0, MiB))
         assert os.pread(fd, MiB, 0) == data

@@ -271,7 +271,7 @@ class Fetcher:
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         try:
-            await self._cluster.peers.doubt(node, extent)
+            await self._cluster.peers.device(node).doubt(extent)
         except OSError as error:
             log.info("content %x: %s", extent.content, error)
 

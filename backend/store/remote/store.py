@@ -16,7 +16,7 @@ from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
-from ...transport.session_keys import make_session_key, session_digest
+from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error

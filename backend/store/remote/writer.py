@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...files.digest import Digests, Stripe, digest_of, fold
+from ...files.digest import Digests, Stripe, fold
 from ...kv import Compare
 from ...model.groups import has_still
 from ...model.records import GroupConfig, Layout, group_key
@@ -356,4 +356,4 @@ def _may_share(version: NewVersion, before: Inode) -> bool:
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
     """Return the digests for a version's record, of a file that holds the version's bytes."""
     spans = [layout.span(size, stripe) for stripe in range(layout.stripes(size))]
-    return fold([await digest_of(fd, *span) for span in spans])
+    return fold([await Stripe(fd, *span).finish() for span in spans])

@@ -28,14 +28,10 @@ _DRAIN_S = 1.0
 # How many times, within its patience, a node tells a caller that it is alive.
 _SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
-# Errors of a socket; other errors of sendfile and recv are those of the file.
+# Errors of a socket, beside ConnectionError; other errors of sendfile and recv are those of the file.
 _LOST_ERRNOS = frozenset(
     {
-        errno.EPIPE,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
         errno.ENOTCONN,
-        errno.ETIMEDOUT,
         errno.EHOSTUNREACH,
         errno.EHOSTDOWN,
         errno.ENETUNREACH,
@@ -43,7 +39,6 @@ _LOST_ERRNOS = frozenset(
         errno.EBADF,
     }
 )
-
 
 _threads = threading.local()
 
@@ -455,7 +450,7 @@ def _socket_failure(error: OSError) -> Exception:
         return BlockingIOError(errno.EAGAIN, "nothing could be done yet")
     if isinstance(error, ssl.SSLError):
         return Lost(f"TLS: {error.reason or error}")
-    if error.errno in _LOST_ERRNOS:
+    if isinstance(error, ConnectionError) or error.errno in _LOST_ERRNOS:
         return Lost(os.strerror(error.errno or 0))
     if error.errno == errno.EFAULT:
         # A page of a mapped file could not be allocated.

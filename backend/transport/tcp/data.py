@@ -37,7 +37,7 @@ class Data:
 
     def __init__(self, host: Host, transfers: Transfers) -> None:
         self._service = host.service
-        self._others = host.others
+        self._device = host.device
         self._transfers = transfers
         self._counters = host.counters
         self._places = trio.Semaphore(THREADS_MAX)
@@ -148,7 +148,7 @@ class Data:
         await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, onward: Onward) -> None:
-        pool = self._others.device(onward.node).way(TcpWay).pool
+        pool = self._device(onward.node).way(TcpWay).pool
         borrowed = await pool.borrow(1)
         try:
             (next_node,) = borrowed

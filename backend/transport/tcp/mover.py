@@ -1,14 +1,17 @@
 """The mover over TCP: it reaches every node, and moves everything but a device's memory."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
+from ..door import listen
 from ..link import Link
 from ..mover import Host, Mover, Serving
+from .channel import choose_congestion_control
 from .messages import MESSAGES
 from .pool import Pool
-from .serving import serving
+from .serving import TcpServing
 from .way import TcpWay
 
 __all__ = ["Tcp"]
@@ -35,8 +38,13 @@ class Tcp(Mover):
         self._pools.append(way.pool)
         return way
 
-    def serving(self, host: Host) -> AbstractAsyncContextManager[Serving]:
-        return serving(host, self._encrypt)
+    @asynccontextmanager
+    async def serving(self, host: Host) -> AsyncIterator[Serving]:
+        listening = await listen(host.address)
+        choose_congestion_control(listening)
+        served = TcpServing(host, self._encrypt, listening.getsockname()[1])
+        host.door.open(listening, served.serve)
+        yield served
 
     async def run(self) -> None:
         """Close data connections that have not been used for long."""

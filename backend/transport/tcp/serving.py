@@ -2,13 +2,12 @@
 
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import trio
 
 from ...trust.security import describe_tls_error
-from ..door import begins_with_tls, identity_of, listen
+from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
 from ..mover import Connection, Host, Serving
 from ..rights import Peer
@@ -17,46 +16,33 @@ from .channel import (
     Channel,
     EncryptedChannel,
     Lost,
-    choose_congestion_control,
 )
 from .data import Data
 from .tickets import Guest, Office
 from .transfers import Transfers
 from .wire import PREAMBLE_BYTES
 
-__all__ = ["TcpServing", "serving"]
+__all__ = ["TcpServing"]
 
 # Callers give idle connections up earlier.
 IDLE_S = 60.0
 
 
-@asynccontextmanager
-async def serving(host: Host, encrypt: bool) -> AsyncIterator["TcpServing"]:
-    """Listen for data connections. `encrypt` refuses those that are not encrypted; with credentials those
-    that are, are always welcome. Raises OSError."""
-    listening = await listen(host.address)
-    choose_congestion_control(listening)
-    served = TcpServing(host, encrypt, listening.getsockname()[1])
-    host.door.open(listening, served.serve)
-    yield served
-
-
 class TcpServing(Serving):
-    """The end of one node; made by `serving`."""
+    """The end of one node. `encrypt` refuses data connections that are not encrypted; with credentials
+    those that are, are always welcome."""
+
+    port = 0
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
         self._door = host.door
         self._credentials = host.credentials
         self._encrypt = encrypt
         self._timeout_s = host.timeout_s
-        self._port = port
+        self.port = port
         self._transfers = Transfers(host.service, host.nursery)
         self._data = Data(host, self._transfers)
         self.office = Office()
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
         return Guest(self.office, peer)

@@ -4,7 +4,6 @@ No device is opened and no library is needed here, so that `doctor` can explain 
 """
 
 import errno
-import fcntl
 import ipaddress
 import os
 import resource
@@ -12,9 +11,10 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from . import networks
+
 _SYS = "/sys/class/infiniband"
 _CAP_IPC_LOCK = 14
-_SIOCGIFADDR = 0x8915
 # With less than this, registering an ordinary model would fail.
 MEMLOCK_BYTES_MIN = 64 << 20
 _GIDS_MAX = 1024
@@ -255,27 +255,8 @@ def _leads_to(
         return gid.address == address
     if gid_index is None and gid.number != 0:
         return False
-    interface = interface_of(address)
+    interface = networks.interface_of(address)
     return interface is not None and _is_interface_of(interface, device.name, port.number)
-
-
-def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """Return the network interface whose first address is this one."""
-    if isinstance(address, ipaddress.IPv6Address):
-        for line in _text(Path("/proc/net/if_inet6")).splitlines():
-            digits, *_, name = line.split()
-            if bytes.fromhex(digits) == address.packed:
-                return name
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
-            except OSError:
-                continue
-            if answer[20:24] == address.packed:
-                return name
-    return None
 
 
 def _is_interface_of(interface: str, device: str, port: int) -> bool:

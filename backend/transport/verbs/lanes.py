@@ -50,7 +50,7 @@ class Lane:
 
     @property
     def is_usable(self) -> bool:
-        return self.path is not None and not self.path.failure
+        return self.path is not None and not self.path.pair.failure
 
 
 class Lanes:
@@ -186,7 +186,7 @@ class Lanes:
             return
         lane.path = path
         if not self.control.is_open:
-            path.fail("the control connection ended")
+            path.pair.fail("the control connection ended")
             return
         self.control.caller.nursery.start_soon(self._watch, lane, path)
         back = " is back" if lane.name in self._lost else ""
@@ -198,7 +198,7 @@ class Lanes:
         self._first.set()
 
     async def _watch(self, lane: Lane, path: Path) -> None:
-        await path.failed.wait()
+        await path.pair.failed.wait()
         await self.lose(lane, path)
 
     async def lose(self, lane: Lane, path: Path) -> None:
@@ -207,9 +207,9 @@ class Lanes:
             return
         lane.path = None
         if self.control.is_open:
-            self._cannot(path.failure, lane)
+            self._cannot(path.pair.failure, lane)
             self._broke.set()
-        await path.close(path.failure)
+        await path.close(path.pair.failure)
 
     def _cannot(self, why: str, lane: Lane | None = None) -> None:
         """Log that RDMA, or this lane, does not work; once until that changes."""
@@ -237,7 +237,7 @@ class Lanes:
         self._scope.cancel()
         for lane in self._lanes:
             if lane.path is not None:
-                lane.path.fail(why)
+                lane.path.pair.fail(why)
 
 
 async def _either(*events: trio.Event) -> None:

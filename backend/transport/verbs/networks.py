@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import struct
+from typing import NamedTuple
 
 _RTM_GETADDR, _RTM_NEWADDR, _NLMSG_DONE, _NLMSG_ERROR = 22, 20, 3, 2
 _NLM_F_DUMP_REQUEST = 0x301
@@ -15,12 +16,32 @@ _ANSWER_BYTES = 64 << 10
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
+class _Own(NamedTuple):
+    """An address of this host, with the length of its network's prefix and its interface's number."""
+
+    address: Address
+    bits: int
+    interface: int
+
+
 def prefixes() -> dict[Address, int]:
     """Return the prefix length of each address of this host. Raises OSError."""
+    return {own.address: own.bits for own in _addresses()}
+
+
+def interface_of(address: Address) -> str | None:
+    """Return the network interface that has this address. Raises OSError."""
+    for own in _addresses():
+        if own.address == address:
+            return socket.if_indextoname(own.interface)
+    return None
+
+
+def _addresses() -> list[_Own]:
     question = _MESSAGE.pack(
         _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
     ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-    found: dict[Address, int] = {}
+    found: list[_Own] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
         sock.send(question)
         while _take(sock.recv(_ANSWER_BYTES), found):
@@ -28,7 +49,7 @@ def prefixes() -> dict[Address, int]:
     return found
 
 
-def _take(answer: bytes, found: dict[Address, int]) -> bool:
+def _take(answer: bytes, found: list[_Own]) -> bool:
     """Add the addresses in `answer` to `found`. Return whether more answers will come."""
     at = 0
     while at + _MESSAGE.size <= len(answer):
@@ -36,12 +57,12 @@ def _take(answer: bytes, found: dict[Address, int]) -> bool:
         if kind in (_NLMSG_DONE, _NLMSG_ERROR) or length < _MESSAGE.size:
             return False
         if kind == _RTM_NEWADDR:
-            _, bits, *_ = _ADDRESS.unpack_from(answer, at + _MESSAGE.size)
+            _, bits, _, _, interface = _ADDRESS.unpack_from(answer, at + _MESSAGE.size)
             values = _attributes(answer[at + _MESSAGE.size + _ADDRESS.size : at + length])
             # On a point-to-point link IFA_ADDRESS is the peer's address.
             value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
             if value is not None:
-                found[ipaddress.ip_address(value)] = bits
+                found.append(_Own(ipaddress.ip_address(value), bits, interface))
         at += length + -length % 4
     return bool(answer)
 

@@ -8,6 +8,7 @@ moves the bytes in another way.
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import trio
 
@@ -52,33 +53,17 @@ def piece_bytes(length: int, is_handed_on: bool = False) -> int:
     return min(length, max(usual, -(-length // PIECES_MAX)))
 
 
+@dataclass(frozen=True, eq=False)
 class Path:
     """A queue pair to one store node, number `number` of its control connection, with which it ends. Made
     by `open_path`. Without `stages`, files are registered at first use; with it, their bytes pass through
     memory that stays registered, as each file is used once."""
 
-    def __init__(
-        self,
-        control: ControlClient,
-        adapter: Adapter,
-        pair: QueuePair,
-        number: int,
-        stages: bool,
-    ) -> None:
-        self._control = control
-        self._pair = pair
-        self._adapter = adapter
-        self._number = number
-        self._stages = stages
-
-    @property
-    def failure(self) -> str:
-        """Return why the queue pair is of no use any more, or "" if it is."""
-        return self._pair.failure
-
-    @property
-    def failed(self) -> trio.Event:
-        return self._pair.failed
+    control: ControlClient
+    adapter: Adapter
+    pair: QueuePair
+    number: int
+    stages: bool
 
     async def read(
         self,
@@ -90,16 +75,16 @@ class Path:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
-            exposed = await self._ask(Expose(extent, start, length, self._number))
+            exposed = await self._ask(Expose(extent, start, length, self.number))
             try:
                 if not regions:
                     remote = Remote(exposed.address, exposed.key)
-                    await self._adapter.staging.read(self._pair, remote, into, landed)
+                    await self.adapter.staging.read(self.pair, remote, into, landed)
                 else:
-                    await self._pair.read(_pieces_into(regions, into, exposed))
+                    await self.pair.read(_pieces_into(regions, into, exposed))
                     landed(0, length, None)
             finally:
-                self._control.say_later(Release(exposed.handle))
+                self.control.say_later(Release(exposed.handle))
 
     async def write(self, sending: Sending) -> None:
         """Do as Device.write. Raises OSError, NotThisWay."""
@@ -110,15 +95,15 @@ class Path:
         async with self._using(source, writable=False, is_whole=growth is not None) as regions:
             region = regions[0] if regions else None
             if region is None:
-                piece = self._adapter.staging.piece_bytes(length)
+                piece = self.adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
                     raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
-            with Expected(self._control, target.group) as sealed:
+            with Expected(self.control, target.group) as sealed:
                 told = piece if target.chain else length
                 exposed = await self._ask(
-                    Reserve(extent, target, length, told, sealed.number, self._number)
+                    Reserve(extent, target, length, told, sealed.number, self.number)
                 )
                 try:
                     if exposed.wanted and region is not None:
@@ -126,16 +111,16 @@ class Path:
                         await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
-                        await self._adapter.staging.write(
-                            self._pair, remote, source, exposed.handle, bool(target.chain), passed
+                        await self.adapter.staging.write(
+                            self.pair, remote, source, exposed.handle, bool(target.chain), passed
                         )
                     with _told_apart():
                         answer = await sealed.answer()
                 except BaseException:
-                    self._control.say_later(Release(exposed.handle))
+                    self.control.say_later(Release(exposed.handle))
                     raise
             if not isinstance(answer, Done):
-                raise Unreachable(self._control.node, "its answer makes no sense")
+                raise Unreachable(self.control.node, "its answer makes no sense")
 
     async def _write_from(
         self,
@@ -167,7 +152,7 @@ class Path:
                 )
                 for at in range(done, there, piece)
             ]
-            await self._pair.write(pieces)
+            await self.pair.write(pieces)
             done = there
 
     @asynccontextmanager
@@ -179,21 +164,21 @@ class Path:
         it."""
         regions = await self._acquire(file, writable, is_whole)
         if not regions:
-            await self._adapter.staging.make()
+            await self.adapter.staging.make()
         try:
             yield regions
         finally:
             for region in regions:
-                self._adapter.regions.release(region)
+                self.adapter.regions.release(region)
 
     async def _acquire(self, file: FileRange, writable: bool, is_whole: bool) -> list[Region]:
         """Return the regions as `_using` does. Raises NotThisWay."""
-        regions = self._adapter.regions
+        regions = self.adapter.regions
         try:
             if file.memory is not Memory.FILE:
                 return await regions.acquire_lent(file.fd, file.offset, file.length, file.memory)
             region = regions.find(file.fd, file.offset, file.length, writable)
-            if region is None and self._stages:
+            if region is None and self.stages:
                 return []
             if region is None and is_whole:
                 region = await regions.acquire_file(file.fd, file.length)
@@ -209,25 +194,21 @@ class Path:
 
     async def _ask(self, request: Request) -> Exposed:
         try:
-            answer = await ask(self._control, request)
+            answer = await ask(self.control, request)
         except OSError as error:
             if error.errno != NO_QUEUE_PAIR:
                 raise
-            self._pair.fail(f"the node gave it up: {error.strerror}")
-            raise Broken(self.failure) from None
+            self.pair.fail(f"the node gave it up: {error.strerror}")
+            raise Broken(self.pair.failure) from None
         if not isinstance(answer, Exposed):
-            raise Unreachable(self._control.node, "its answer makes no sense")
+            raise Unreachable(self.control.node, "its answer makes no sense")
         return answer
-
-    def fail(self, why: str) -> None:
-        """Fail the queue pair: transfers under way raise Broken."""
-        self._pair.fail(why)
 
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
-        self._pair.fail(why)
+        self.pair.fail(why)
         with trio.CancelScope(shield=True):
-            await self._control.say(Detach(self._number))
+            await self.control.say(Detach(self.number))
 
 
 async def open_path(

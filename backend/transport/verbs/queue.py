@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from ipaddress import IPv6Address
 from typing import Any, NamedTuple
 
 import trio
@@ -185,7 +186,9 @@ class QueuePair:
         OSError."""
         library, port = self._library, self.port
         route = library.GlobalRoute(
-            dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
+            dgid=library.GID(IPv6Address(peer.gid).exploded),
+            sgid_index=self._gid_index,
+            hop_limit=64,
         )
         attributes = library.QPAttr(
             port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
@@ -453,8 +456,3 @@ def _reason(status: int) -> str:
         "WR_FLUSH_ERR": "the connection was ended",
     }.get(name)
     return f"{name}: {what}" if what else name
-
-
-def _gid_text(gid: bytes) -> str:
-    digits = gid.hex()
-    return ":".join(digits[at : at + 4] for at in range(0, 32, 4))

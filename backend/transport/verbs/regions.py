@@ -15,8 +15,7 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,20 +123,9 @@ class Regions:
         self._of_file: dict[tuple[int, int], list[Region]] = {}
         self.counters = RegionCounters()
 
-    @asynccontextmanager
-    async def using(
-        self, fd: int, offset: int, length: int, writable: bool
-    ) -> AsyncIterator[Region]:
-        """Give a region over this range of a file, which must have its full length. Raises OSError: ENOMEM
-        if too much is registered or locked, or the kernel's error."""
-        region = await self.acquire(fd, offset, length, writable)
-        try:
-            yield region
-        finally:
-            self.release(region)
-
     async def acquire(self, fd: int, offset: int, length: int, writable: bool) -> Region:
-        """Return a region as `using` does; the caller has to `release` it."""
+        """Return a region over this range of a file, which must have its full length; the caller has to
+        `release` it. Raises OSError: ENOMEM if too much is registered or locked, or the kernel's error."""
         status = os.fstat(fd)
         file = status.st_dev, status.st_ino
         region = self._find(file, offset, length, writable)

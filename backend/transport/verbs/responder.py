@@ -305,7 +305,7 @@ class Responder(Connection):
         held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
-                await self._host.others.device(node).write(
+                await self._host.device(node).write(
                     arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
                 )
                 self._counters.sent_bytes += length

@@ -98,7 +98,7 @@ class VerbsWay(Way):
             try:
                 await move(path)
             except NotThisWay as error:
-                if not path.failure:
+                if not path.pair.failure:
                     raise
                 why = str(error)
                 counters.reroutes += 1

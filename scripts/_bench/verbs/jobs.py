@@ -33,7 +33,7 @@ from irdmafs.backend.transport.device import Device
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.peers import Peers, open_peers
-from irdmafs.backend.transport.session_keys import make_session_key, session_digest
+from irdmafs.backend.transport.rights import make_session_key, session_digest
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 from ..workers import serve_jobs
