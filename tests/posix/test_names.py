@@ -514,7 +514,7 @@ def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path) -> Non
 
 
 def test_unknown_attributes_of_ours_are_refused(folder: Path, mount: Mount) -> None:
-    file = folder / "file"
+    file = folder / f"{folder.name}-file"
     file.write_text("x")
     for path in (folder, file):
         with raises(errno.EINVAL):
