@@ -36,14 +36,6 @@ def test_what_never_waits_needs_no_task() -> None:
     assert run(outer()) == 14
 
 
-def test_an_exception_comes_out_of_run() -> None:
-    async def failing() -> None:
-        raise FileNotFoundError(2, "no such file")
-
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        run(failing())
-
-
 def test_detach_does_nothing_under_another_runner() -> None:
     async def main() -> int:
         with trio.testing.assert_no_checkpoints():
@@ -151,20 +143,6 @@ async def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> N
     assert results == [[3, 4, 7]]
 
 
-async def test_a_coroutine_detaches_from_however_deep_inside() -> None:
-    async def nested(depth: int) -> int:
-        if depth == 0:
-            await detach()
-            await trio.lowlevel.checkpoint()
-            return 0
-        return await nested(depth - 1) + 1
-
-    coro = nested(50)
-    with pytest.raises(Detached):
-        run(coro)
-    assert await resume(coro) == 50
-
-
 def test_a_detached_coroutine_may_run_others_inline() -> None:
     async def quick() -> str:
         return "quick"
@@ -184,32 +162,6 @@ def test_a_detached_coroutine_may_run_others_inline() -> None:
         return [*results, await resume(other)]
 
     assert trio.run(run_or_resume, outer()) == ["quick", "slow"]
-
-
-async def test_an_exception_of_the_detached_part_comes_out_of_resume() -> None:
-    async def failing() -> None:
-        await detach()
-        await trio.lowlevel.checkpoint()
-        raise PermissionError(1, "not allowed")
-
-    with pytest.raises(PermissionError, match="not allowed"):
-        await run_or_resume(failing())
-
-
-def test_an_exception_of_what_is_waited_for_can_be_caught_inside() -> None:
-    def failing() -> None:
-        raise OSError(28, "full")
-
-    async def catching() -> str:
-        await detach()
-        try:
-            await trio.to_thread.run_sync(failing)
-        except OSError as error:
-            await trio.lowlevel.checkpoint()
-            return f"caught {error.strerror}"
-        return "no error"
-
-    assert trio.run(run_or_resume, catching()) == "caught full"
 
 
 async def test_several_detached_coroutines_wait_at_the_same_time() -> None:

@@ -18,22 +18,6 @@ pytestmark = [
 ]
 
 
-def test_poll_wakes_when_a_newer_version_is_published(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    file.write_bytes(pattern(1, 10_000))
-    reader, writer = process(), process()
-    reader.do("fd = os.open(file, os.O_RDONLY)", file=str(file))
-    wait = "import select; p = select.poll(); p.register(fd, select.POLLPRI); p.poll(20_000)"
-    assert reader.do("import select; p = select.poll(); p.register(fd, 2); p.poll(0)") == []
-    reader.start(wait)
-    assert not reader.finished(within_s=0.2)
-    writer.do("open(file, 'wb').write(pattern(2, 10_000))", file=str(file))
-    assert [events & select.POLLPRI for _, events in reader.result()] == [select.POLLPRI]
-    assert version_of(reader.do("os.pread(fd, 10_000, 0)")) == 1
-    reader.do("os.close(fd); fd = os.open(file, os.O_RDONLY)", file=str(file))
-    assert version_of(reader.do("os.pread(fd, 10_000, 0)")) == 2
-
-
 def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:
     with open(folder / "file", "w+b") as file:
         poller = select.poll()
@@ -95,19 +79,6 @@ def test_reopening_through_proc_shares_what_the_descriptor_has(
     writer.do("w = open(file, 'wb', buffering=0); w.write(b'part')", file=str(file))
     assert writer.do("open(f'/proc/self/fd/{w.fileno()}', 'rb').read()") == b"part"
     assert version_of(reader.do("open(file, 'rb').read()", file=str(file))) == 2
-
-
-def test_copy_file_range_and_holes_between_versions(folder: Path) -> None:
-    source, target = folder / "source", folder / "target"
-    with open(source, "wb") as file:
-        file.write(b"a" * 10_000)
-        file.seek(1 << 20)
-        file.write(b"z")
-    with open(source, "rb") as one, open(target, "wb") as two:
-        copied = 0
-        while n := os.copy_file_range(one.fileno(), two.fileno(), 1 << 30, copied, copied):
-            copied += n
-    assert target.read_bytes() == source.read_bytes()
 
 
 NewMount = Callable[..., Mount]

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,36 @@ def has_ended(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return not Path(f"/proc/{pid}/cmdline").read_bytes()
     return True
+
+
+_MANY = """
+import os, sys, threading
+threading.stack_size(1 << 16)
+answers = []
+call = lambda: answers.append(eval(sys.argv[1]))
+threads = [threading.Thread(target=call) for _ in range(int(sys.argv[2]))]
+for thread in threads: thread.start()
+print('started', flush=True)
+for thread in threads: thread.join()
+print(len(answers), repr(set(answers)), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def many_waiting(call: str, count: int) -> Iterator[Callable[[], set[Any]]]:
+    """Have many threads of a process make a call that waits; yield what waits for all their answers."""
+    command = [sys.executable, "-c", _MANY, call, str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
+        assert waiters.stdout is not None
+        output = waiters.stdout
+        assert output.readline() == "started\n"
+
+        def answers() -> set[Any]:
+            answered, _, different = output.readline().partition(" ")
+            assert int(answered) == count
+            return set(ast.literal_eval(different))
+
+        yield answers
 
 
 class Process:

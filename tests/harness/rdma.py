@@ -247,3 +247,35 @@ async def registered(
         yield region
     finally:
         regions.release(region)
+
+
+def add_device(
+    sys: Path,
+    name: str,
+    gids: dict[int, tuple[str, str]],
+    *,
+    node_type: str = "1: CA",
+    state: str = "4: ACTIVE",
+    link_layer: str = "Ethernet",
+    driver: str = "",
+    netdev: str = "",
+) -> None:
+    """Add a device with one port to what stands for sysfs; `gids` are {index: (IPv6 notation, type)}."""
+    where = sys / name
+    port = where / "ports" / "1"
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+    (port / "gid_attrs" / "ndevs").mkdir()
+    (port / "gids").mkdir()
+    (where / "node_type").write_text(f"{node_type}\n")
+    (port / "state").write_text(f"{state}\n")
+    (port / "link_layer").write_text(f"{link_layer}\n")
+    for index in range(max(gids, default=-1) + 1):
+        value, kind = gids.get(index, ("::", ""))
+        (port / "gids" / str(index)).write_text(f"{value}\n")
+        (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
+        if netdev:
+            (port / "gid_attrs" / "ndevs" / str(index)).write_text(f"{netdev}\n")
+    if driver:
+        (sys.parent / f"{name}-pci" / driver).mkdir(parents=True)
+        (where / "device").mkdir()
+        (where / "device" / "driver").symlink_to(sys.parent / f"{name}-pci" / driver)

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.verbs.rdma import Rdma
+from irdmafs.backend.trust.authority import issue, make_ca
+from irdmafs.backend.trust.security import Credentials
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -30,6 +33,18 @@ def memory() -> Iterator[Path]:
     (directory / "addresses").mkdir()
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[dict[str, Credentials]]:
+    """Of each role, and one of another cluster: "foreign"."""
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        make_ca(ours, "ours")
+        make_ca(theirs, "theirs")
+        yield {
+            "foreign": issue(theirs, "one", "mount"),
+            **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
+        }
 
 
 class Place:

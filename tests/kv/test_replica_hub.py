@@ -4,8 +4,8 @@ import errno
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import pytest
 import trio
@@ -30,6 +30,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.watch import Watch
 from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
@@ -99,22 +100,32 @@ async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: E
             assert not told
 
 
+class LateWatch:
+    """A watch that begins when an event is set."""
+
+    def __init__(self, watch: Watch, late: trio.Event) -> None:
+        self._watch = watch
+        self._late = late
+        self.close = watch.close
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        await self._late.wait()
+        return await anext(self._watch)
+
+
 class LosesEvents(EtcdEngine):
     """Its first watch begins so late that etcd has forgotten what is to come first."""
 
     late: trio.Event | None = None
 
-    async def _late(self, start: bytes, end: bytes) -> AsyncIterator[Change]:
-        assert self.late is not None
-        await self.late.wait()
-        self.late = None
-        async for change in super().watch(start, end, 1):
-            yield change
-
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Any:
-        if self.late is not None:
-            return self._late(start, end)
-        return super().watch(start, end, from_revision)
+        if self.late is None:
+            return super().watch(start, end, from_revision)
+        late, self.late = self.late, None
+        return LateWatch(super().watch(start, end, 1), late)
 
 
 @pytest.fixture

@@ -27,18 +27,11 @@ def aside(files: Files) -> set[Extent]:
     return found
 
 
-def published(world: World, ino: int = 9) -> int:
-    content = world.session(5) << 24 | ino
-    world.keep(content)
-    world.name(ino, content, 100, one_stripe())
-    return content
-
-
 @pytest.mark.parametrize("how", ["restart", "reload"])
 def test_what_is_only_found_to_have_no_name_is_kept_and_comes_back_with_its_name(
     world: World, how: str
 ) -> None:
-    content = published(world)
+    content = world.published()
     now = dict(world.records)
     del world.records[key_of(b"i", 9)], world.records[key_of(b"m", 5)]
     getattr(world, how)()
@@ -52,7 +45,7 @@ def test_what_is_only_found_to_have_no_name_is_kept_and_comes_back_with_its_name
 
 
 def test_one_that_is_named_again_while_the_node_runs_comes_back_at_once(world: World) -> None:
-    content = published(world)
+    content = world.published()
     del world.records[key_of(b"i", 9)]
     world.reload()
     assert not world.has(content)
@@ -61,7 +54,7 @@ def test_one_that_is_named_again_while_the_node_runs_comes_back_at_once(world: W
 
 
 def test_what_was_seen_to_be_superseded_or_removed_is_freed_at_once(world: World) -> None:
-    content = published(world)
+    content = world.published()
     world.keep(content + 1)
     world.name(9, content + 1, 100, one_stripe())
     world.delete(9)
@@ -72,7 +65,7 @@ def test_what_was_seen_to_be_superseded_or_removed_is_freed_at_once(world: World
 
 
 def test_what_is_found_in_a_group_that_was_left_is_kept(world: World) -> None:
-    content = published(world)
+    content = world.published()
     world.configure(2 << 16, 7, 8)
     world.restart()
     world.wanted = False
@@ -83,7 +76,7 @@ def test_what_is_found_in_a_group_that_was_left_is_kept(world: World) -> None:
 
 
 def test_one_of_a_wrong_size_is_not_taken_back(world: World) -> None:
-    content = published(world)
+    content = world.published()
     world.name(9, content, 99, one_stripe())
     world.restart()
     assert not world.has(content)

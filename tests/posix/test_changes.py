@@ -5,8 +5,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process, is_waiting
+from harness.processes import Process, is_waiting, many_waiting
 
 from irdmafs.backend.namespace import ROOT_INO, watches
 from irdmafs.posix import waits
@@ -166,28 +164,13 @@ def test_who_is_killed_while_it_waits_ends(folder: Path) -> None:
 
 def test_others_are_served_while_many_wait(folder: Path, mount: Mount) -> None:
     waiting = 1000 if mount.session != "pyfuse3" else 40
-    source = (
-        "import os, sys, threading\n"
-        "directory, count, waiting = sys.argv[1:]\n"
-        "threading.stack_size(1 << 16)\n"
-        "answers = []\n"
-        "def wait():\n"
-        "    answers.append(os.getxattr(directory, 'user.irdmafs.changes.' + count))\n"
-        "threads = [threading.Thread(target=wait) for _ in range(int(waiting))]\n"
-        "for thread in threads: thread.start()\n"
-        "print('started', flush=True)\n"
-        "for thread in threads: thread.join()\n"
-        "print(len(answers), len(set(answers)), flush=True)\n"
-    )
-    command = [sys.executable, "-c", source, str(folder), str(count_of(folder)), str(waiting)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
-        assert waiters.stdout is not None
-        assert waiters.stdout.readline() == "started\n"
+    call = f"os.getxattr({str(folder)!r}, '{CHANGES}.{count_of(folder)}')"
+    with many_waiting(call, waiting) as answers:
         beside = mount.path / f"{folder.name}-beside"
         beside.write_bytes(b"served")
         assert beside.read_bytes() == b"served"
         (folder / "file").touch()
-        assert waiters.stdout.readline() == f"{waiting} 1\n"
+        assert len(answers()) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
@@ -215,23 +198,18 @@ def test_a_file_has_no_counter(folder: Path) -> None:
     assert refused.value.errno == errno.ENODATA
 
 
-def test_a_wait_ends_with_its_daemon(new_mount: Callable[..., Mount]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_wait_ends_with_its_daemon(
+    new_mount: Callable[..., Mount], number: signal.Signals
+) -> None:
     with new_mount() as mount, Process() as waiter:
         start_waiting(waiter, mount.path)
-        mount.kill9()
+        mount.kill9() if number == signal.SIGKILL else os.kill(mount.pid, number)
         with pytest.raises(OSError) as ended:
             waiter.result()
         assert ended.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-
-
-def test_a_wait_ends_when_the_daemon_is_told_to_unmount(new_mount: Callable[..., Mount]) -> None:
-    with new_mount() as mount, Process() as waiter:
-        start_waiting(waiter, mount.path)
-        os.kill(mount.pid, signal.SIGTERM)
-        with pytest.raises(OSError) as ended:
-            waiter.result()
-        assert ended.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-        eventually(lambda: not mount.is_mounted(), "it is unmounted")
+        if number == signal.SIGTERM:
+            eventually(lambda: not mount.is_mounted(), "it is unmounted")
 
 
 def test_a_remounted_daemon_repeats_no_counter(new_mount: Callable[..., Mount]) -> None:

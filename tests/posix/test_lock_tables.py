@@ -93,6 +93,8 @@ class LocksAgainstEveryByte(RuleBasedStateMachine):
             last = min(found.end, self.BYTES - 1)
             held = {self.model.get((ino, other, byte)) for byte in range(found.start, last + 1)}
             assert held == {found.type}, "it is held by that owner, whole"
+            beside = [self.model.get((ino, other, byte)) for byte in (found.start - 1, last + 1)]
+            assert found.type not in beside, "neighbours of one type are one lock"
             assert any(found.start <= byte <= last for who, byte in blockers if who == other)
 
     @rule(ino=inodes, owner=owners)
@@ -125,17 +127,6 @@ TestLocksAgainstEveryByte = LocksAgainstEveryByte.TestCase
 TestLocksAgainstEveryByte.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
-
-
-def test_neighbours_of_one_type_become_one_lock() -> None:
-    table = LockTable()
-    for byte in (0, 2, 1, 4):
-        table.acquire(INO, 1, write(byte, byte))
-    assert table.test(INO, 2, read(1, 1)) == write(0, 2)
-    assert table.test(INO, 2, read(3)) == write(4, 4)
-    table.acquire(INO, 1, read(1, 1))
-    assert table.test(INO, 2, write(1)) == read(1, 1)
-    assert table.test(INO, 2, read(2)) == write(2, 2)
 
 
 def test_a_lock_to_the_end_covers_the_largest_offset() -> None:

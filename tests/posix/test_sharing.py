@@ -86,23 +86,6 @@ def test_a_descriptor_that_wrote_nothing_changes_nothing_when_it_is_closed(
         assert file.read_bytes() == b"AAAA", (sync, rename, order)
 
 
-def test_ranks_that_append_to_a_new_log_lose_no_line(folder: Path, process: TakeProcess) -> None:
-    log, ranks = folder / "train.log", [process() for _ in range(4)]
-    for rank in ranks:
-        rank.start(
-            "f = open(log, 'a')\n"
-            "for line in range(50): f.write(f'{me} {line}\\n'); f.flush()\n"
-            "f.close()",
-            log=str(log),
-            me=rank.pid,
-        )
-    for rank in ranks:
-        rank.result()
-    lines = log.read_text().splitlines()
-    expected = [f"{rank.pid} {line}" for rank in ranks for line in range(50)]
-    assert sorted(lines) == sorted(expected)
-
-
 @pytest.mark.beyond_posix
 def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     folder: Path, process: TakeProcess

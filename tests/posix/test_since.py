@@ -4,15 +4,13 @@ import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process, is_waiting
+from harness.processes import Process, is_waiting, many_waiting
 
 # How waits end in the pyfuse3 session is told by test_changes.py.
 SESSIONS = ("kernel", CLUSTER)
@@ -82,14 +80,6 @@ def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
         assert reader.result() == b"version %d" % number
 
 
-def test_cat_waits_for_a_version(since: Path) -> None:
-    with subprocess.Popen(["cat", since / "3" / "model"], stdout=subprocess.PIPE) as cat:
-        eventually(lambda: is_waiting(cat.pid), "it waits", 30)
-        make_version(since.parent, 3)
-        assert cat.communicate()[0] == b"version 3"
-        assert cat.returncode == 0
-
-
 def test_the_first_version_is_waited_for_before_there_are_any(
     folder: Path, process: TakeProcess
 ) -> None:
@@ -132,26 +122,9 @@ def test_versions_that_are_removed_do_not_count(since: Path) -> None:
 
 
 def test_many_wait_for_one_version(since: Path) -> None:
-    waiting = 300
-    source = (
-        "import os, sys, threading\n"
-        "path, waiting = sys.argv[1:]\n"
-        "threading.stack_size(1 << 16)\n"
-        "answers = []\n"
-        "def wait():\n"
-        "    answers.append(os.readlink(path))\n"
-        "threads = [threading.Thread(target=wait) for _ in range(int(waiting))]\n"
-        "for thread in threads: thread.start()\n"
-        "print('started', flush=True)\n"
-        "for thread in threads: thread.join()\n"
-        "print(len(answers), *set(answers), flush=True)\n"
-    )
-    command = [sys.executable, "-c", source, str(since / "1"), str(waiting)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
-        assert waiters.stdout is not None
-        assert waiters.stdout.readline() == "started\n"
+    with many_waiting(f"os.readlink({str(since / '1')!r})", 300) as answers:
         make_version(since.parent, 1)
-        assert waiters.stdout.readline() == f"{waiting} ../versions/1\n"
+        assert answers() == {"../versions/1"}
 
 
 # -- the links themselves ----------------------------------------------------------------------------

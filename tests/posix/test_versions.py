@@ -135,22 +135,26 @@ def test_contents_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> Non
 # -- appending ----------------------------------------------------------------
 
 
-def test_appends_of_two_processes_lose_nothing(folder: Path, process: TakeProcess) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_appends_of_several_processes_lose_nothing(
+    folder: Path, process: TakeProcess, exists: bool
+) -> None:
     file = folder / "log"
-    file.write_bytes(b"")
+    if exists:
+        file.write_bytes(b"")
     append = """
 f = open(file, 'ab', buffering=0)
 for n in range(200):
     f.write(b'%c%07d\\n' % (letter, n))
 f.close()
 """
-    writers = [process(), process()]
-    for letter, writer in zip(b"ab", writers, strict=True):
+    writers = [process() for _ in range(4)]
+    for letter, writer in zip(b"abcd", writers, strict=True):
         writer.start(append, file=str(file), letter=letter)
     for writer in writers:
         writer.result()
     lines = file.read_bytes().splitlines()
-    for name in ("a", "b"):
+    for name in "abcd":
         expected = [f"{name}{n:07}".encode() for n in range(200)]
         assert [line for line in lines if line[:1] == name.encode()] == expected
 
@@ -218,17 +222,6 @@ def test_inode_number_stays_and_mtime_moves_over_versions(
     assert list(mtimes) == sorted(mtimes)
     assert mtimes[0] < mtimes[2]
     assert sizes == (10, 5000, 100)
-
-
-@pytest.mark.beyond_posix
-def test_reader_of_an_old_version_is_told_its_size(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
-    file.write_bytes(b"x" * 10_000)
-    reader = process()
-    reader.do("fd = os.open(file, os.O_RDONLY)", file=str(file))
-    file.write_bytes(b"y" * 20)
-    assert reader.do("os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END)") == (10_000, 10_000)
-    assert reader.do("os.stat(file).st_size", file=str(file)) == 20
 
 
 @pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR", "O_WRONLY | os.O_APPEND"])

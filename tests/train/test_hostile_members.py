@@ -54,28 +54,15 @@ MALFORMED: dict[str, Callable[[], bytes]] = {
     "garbage": lambda: b"garbage",
     "ones": lambda: b"\xff" * 100,
     "header of 100 MB": lambda: safetensors(b"{" + b" " * 99_999_998 + b"}"),
-    "longer header than file": lambda: struct.pack("<Q", 1 << 62) + b"{}",
     "many tensors": lambda: safetensors({str(n): entry(0, 0, [0]) for n in range(100_000)}),
-    "deep": lambda: safetensors(b'{"norm":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
     "metadata of 10 MB": lambda: safetensors({"__metadata__": {"step": "9" * 10_000_000}}),
     "metadata that is no text": lambda: safetensors({"__metadata__": {"step": 1}}),
     "step of many digits": lambda: safetensors({"__metadata__": {"step": "9" * 5000}}),
-    "overlap": lambda: safetensors(
-        {"norm": entry(0, 12, [3]), "scale": entry(8, 12, [])}, bytes(12)
-    ),
-    "out of range": lambda: safetensors({"norm": entry(1 << 40, (1 << 40) + 12, [3])}, bytes(12)),
-    "backwards": lambda: safetensors({"norm": entry(12, 0, [3])}, bytes(12)),
-    "negative shape": lambda: safetensors({"norm": entry(0, 12, [-3])}, bytes(12)),
-    "huge shape": lambda: safetensors({"norm": entry(0, 12, [1 << 62, 1 << 62])}, bytes(12)),
-    "many dimensions": lambda: safetensors({"norm": entry(0, 12, [3] + [1] * 1000)}, bytes(12)),
-    "unknown type": lambda: safetensors({"norm": entry(0, 12, [3], "F4")}, bytes(12)),
     "integers": lambda: safetensors({"norm": entry(0, 12, [3], "I32")}, bytes(12)),
     "name with NUL": lambda: safetensors({"no\0rm": entry(0, 12, [3])}, bytes(12)),
     "name of 1 MB": lambda: safetensors({"n" * 1_000_000: entry(0, 12, [3])}, bytes(12)),
     "name with newlines": lambda: safetensors({"a\nversion 9": entry(0, 12, [3])}, bytes(12)),
-    "no UTF-8": lambda: safetensors(b'{"\xff\xfe":{}}'),
     "hole": lambda: safetensors({"norm": entry(4, 16, [3])}, bytes(16)),
-    "tail": lambda: safetensors({"norm": entry(0, 12, [3])}, bytes(1000)),
 }
 
 

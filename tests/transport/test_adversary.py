@@ -7,12 +7,10 @@ one is used.
 
 import errno
 import gc
-import logging
 import os
 import socket
 import ssl
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,27 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from harness.transport_place import MiB, Place, memory, mounted, random_bytes, until
+from harness.transport_place import (
+    MiB,
+    Place,
+    certificates,
+    memory,
+    mounted,
+    random_bytes,
+    until,
+)
 from test_extents import TIMEOUT_S, in_cluster
-from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
+from test_strangers import (
+    CODEC,
+    TARGET,
+    connect,
+    data_connection,
+    frame,
+    hello,
+    is_closed,
+    receive_frame,
+    warnings,
+)
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import (
@@ -34,7 +50,6 @@ from irdmafs.backend.transport import (
 )
 from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, tickets, wire
@@ -43,22 +58,11 @@ from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
-from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
 
-__all__ = ["memory"]
+__all__ = ["certificates", "memory"]
 
-DOOR = "irdmafs.backend.transport.door"
-CODEC = codec_for(all_movers())
-TARGET = Target(1, 1, ())
 TO_NODE, TO_MOUNT = 0, 1
-
-
-@pytest.fixture(scope="module")
-def certificates() -> Iterator[dict[str, Credentials]]:
-    with tempfile.TemporaryDirectory() as directory:
-        make_ca(directory, "test")
-        yield {role: issue(directory, "one", role) for role in ("node", "mount", "reader", "admin")}
 
 
 class Passage:
@@ -164,14 +168,6 @@ async def attacked(
     ):
         with trio.fail_after(60):
             yield cluster, relay, peers
-
-
-def warnings(caplog: pytest.LogCaptureFixture, name: str = DOOR) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == name and record.levelno >= logging.WARNING
-    ]
 
 
 async def write(peers: Peers, cluster: Place, extent: Extent, content: bytes, *chain: int) -> None:
@@ -544,14 +540,3 @@ async def test_what_a_connection_took_is_free_when_it_has_ended(
             await until(lambda: connections() <= before)
         finally:
             gc.enable()
-
-
-async def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        stream = await connect(cluster)
-        await stream.send_all(hello(cluster, version=messages.VERSION - 1))
-        refused = decode_welcome(await receive_frame(stream))
-        assert isinstance(refused, messages.Refused)
-        assert refused.for_good
-        assert "have the same version of irdmafs on both hosts" in refused.text
-        await stream.aclose()

@@ -6,9 +6,8 @@ import os
 import random
 import socket
 import subprocess
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from harness.transport_nodes import NodeProcess, serving
 from harness.transport_place import (
     MiB,
     Place,
+    certificates,
     memory,
     mounted,
     random_bytes,
@@ -30,25 +30,14 @@ from harness.transport_place import (
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
-from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
 
-__all__ = ["memory"]
+__all__ = ["certificates", "memory"]
 
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
 NEVER_S = 10_000.0
 STREAMS = 4
-
-
-@pytest.fixture(scope="module")
-def credentials() -> Iterator[dict[str, Credentials]]:
-    with tempfile.TemporaryDirectory() as directory:
-        make_ca(directory, "test")
-        yield {
-            "node": issue(directory, "one", "node"),
-            "mount": issue(directory, "one", "mount"),
-        }
 
 
 @asynccontextmanager
@@ -76,11 +65,11 @@ async def in_cluster(
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("length", [0, 1, 100_000, 4 * MiB, 33 * MiB + 5])
 async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
-    memory: Path, credentials: dict[str, Credentials], length: int, secured: str
+    memory: Path, certificates: dict[str, Credentials], length: int, secured: str
 ) -> None:
     options: dict[str, Any] = {}
     if secured != "plain":
-        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
+        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
     async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
         await write_and_read(cluster, length)
 
@@ -648,14 +637,14 @@ def file_with_holes(cluster: Place, size: int, data: dict[int, bytes]) -> int:
 @pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("segments", [0, 1, 40])
 async def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
-    memory: Path, credentials: dict[str, Credentials], segments: int, secured: str
+    memory: Path, certificates: dict[str, Credentials], segments: int, secured: str
 ) -> None:
     size = 512 * MiB + 5
     data = {number * 12 * MiB + 4096: random_bytes(70_000) for number in range(segments)}
     extent = Extent(5, 7)
     options: dict[str, Any] = {}
     if secured != "plain":
-        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
+        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
     async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
         source = file_with_holes(cluster, size, data)
         # Once more to those that have it, too.

@@ -16,8 +16,16 @@ import pytest
 import trio
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
-from harness.transport_place import KiB, Place, memory, mounted, random_bytes, until
-from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
+from harness.transport_place import (
+    KiB,
+    Place,
+    certificates,
+    memory,
+    mounted,
+    random_bytes,
+    until,
+)
+from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, on_the_way
 from test_strangers import frame
 
 from irdmafs.backend.transport import Extent, FileRange, Target

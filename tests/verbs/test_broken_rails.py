@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 from harness import rdma as rdma_ports
+from harness.programs.breakable import break_pair
 from harness.transport_nodes import Node, NodeProcess, serving
 from harness.transport_place import MiB, Place, memory, mounted, until
 
@@ -143,13 +144,6 @@ def when_posted(
 
 def goes_through(device: str) -> Callable[[QueuePair], bool]:
     return lambda pair: pair.port.name == device
-
-
-def break_it(pair: QueuePair) -> None:
-    """As hardware does."""
-    library = pair._library
-    attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
-    pair._pair.modify(attributes, library.enum("QP_STATE"))
 
 
 # -- several rails and queue pairs ---------------------------------------------------------------
@@ -345,7 +339,7 @@ async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_repla
         batch = post(self, requests)
         if posted % 40 == 0 and len(broken) < 6:
             broken.append(self)
-            break_it(self)
+            break_pair(self)
         return batch
 
     monkeypatch.setattr(QueuePair, "_post", posting)

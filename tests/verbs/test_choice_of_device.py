@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 from harness.clusters import Cluster, Plan, run_irdmafs
+from harness.rdma import add_device
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,35 +40,6 @@ def sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sys"
 
 
-def add(
-    sys: Path,
-    name: str,
-    gids: dict[int, tuple[str, str]],
-    *,
-    node_type: str = "1: CA",
-    state: str = "4: ACTIVE",
-    link_layer: str = "Ethernet",
-    driver: str = "",
-) -> None:
-    """A device with one port; `gids` are {index: (IPv6 notation, type)}."""
-    where = sys / name
-    port = where / "ports" / "1"
-    (port / "gid_attrs" / "types").mkdir(parents=True)
-    (port / "gid_attrs" / "ndevs").mkdir()
-    (port / "gids").mkdir()
-    (where / "node_type").write_text(f"{node_type}\n")
-    (port / "state").write_text(f"{state}\n")
-    (port / "link_layer").write_text(f"{link_layer}\n")
-    for index in range(max(gids, default=-1) + 1):
-        value, kind = gids.get(index, ("::", ""))
-        (port / "gids" / str(index)).write_text(f"{value}\n")
-        (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
-    if driver:
-        (sys.parent / f"{name}-pci" / driver).mkdir(parents=True)
-        (where / "device").mkdir()
-        (where / "device" / "driver").symlink_to(sys.parent / f"{name}-pci" / driver)
-
-
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 ONE, TWO = "0000:0000:0000:0000:0000:ffff:0a09:0001", "0000:0000:0000:0000:0000:ffff:0a09:0101"
 
@@ -76,8 +48,8 @@ ONE, TWO = "0000:0000:0000:0000:0000:ffff:0a09:0001", "0000:0000:0000:0000:0000:
 
 
 def test_the_gid_of_the_address_on_the_way_is_chosen_and_roce_v2_before_v1(sys: Path) -> None:
-    add(sys, "a", {0: (TWO, V1), 1: (TWO, V2)})
-    add(sys, "b", {0: ("fe80::1", V1), 2: (ONE, V1), 3: (ONE, V2)})
+    add_device(sys, "a", {0: (TWO, V1), 1: (TWO, V2)})
+    add_device(sys, "b", {0: ("fe80::1", V1), 2: (ONE, V1), 3: (ONE, V2)})
     route = devices.choose(devices.find(str(sys)), "10.9.0.1")
     assert (route.device, route.port, route.gid.number, route.gid.kind) == ("b", 1, 3, "RoCE v2")
     route = devices.choose(devices.find(str(sys)), "10.9.1.1")
@@ -85,14 +57,14 @@ def test_the_gid_of_the_address_on_the_way_is_chosen_and_roce_v2_before_v1(sys: 
 
 
 def test_hardware_comes_before_software(sys: Path) -> None:
-    add(sys, "a", {1: (ONE, V2)})
-    add(sys, "b", {1: (ONE, V2)}, driver="mlx5_core")
+    add_device(sys, "a", {1: (ONE, V2)})
+    add_device(sys, "b", {1: (ONE, V2)}, driver="mlx5_core")
     assert devices.choose(devices.find(str(sys)), "10.9.0.1").device == "b"
 
 
 def test_what_is_asked_for_is_taken_or_nothing(sys: Path) -> None:
-    add(sys, "a", {0: (ONE, V1), 1: (ONE, V2)})
-    add(sys, "b", {0: (TWO, V2)})
+    add_device(sys, "a", {0: (ONE, V1), 1: (ONE, V2)})
+    add_device(sys, "b", {0: (TWO, V2)})
     found = devices.find(str(sys))
     assert devices.choose(found, "10.9.0.1", "a", 0).gid.number == 0
     for device, index in (("b", None), ("a", 5), ("c", None)):
@@ -102,7 +74,7 @@ def test_what_is_asked_for_is_taken_or_nothing(sys: Path) -> None:
 
 
 def test_an_address_that_no_device_has_leads_nowhere(sys: Path) -> None:
-    add(sys, "a", {1: (ONE, V2)})
+    add_device(sys, "a", {1: (ONE, V2)})
     with pytest.raises(OSError, match=r"no GID for this host's address 127\.0\.0\.1 on a"):
         devices.choose(devices.find(str(sys)), "127.0.0.1")
 
@@ -127,7 +99,7 @@ def test_an_address_that_no_device_has_leads_nowhere(sys: Path) -> None:
 def test_a_device_is_named_and_what_stops_it_is_said(
     sys: Path, changes: dict[str, object], kind: str, says: str
 ) -> None:
-    add(sys, "a", **{"gids": {1: (ONE, V2)}, **changes})  # type: ignore[arg-type]
+    add_device(sys, "a", **{"gids": {1: (ONE, V2)}, **changes})  # type: ignore[arg-type]
     (device,) = devices.find(str(sys))
     assert device.kind == kind
     assert says in device.obstacle
@@ -140,7 +112,7 @@ def test_a_device_is_named_and_what_stops_it_is_said(
 def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
     assert devices.explain(devices.find(str(sys))) == "this host has no RDMA device"
     assert devices.find(str(sys / "nothing")) == []
-    add(sys, "a", {1: (ONE, V2)})
+    add_device(sys, "a", {1: (ONE, V2)})
     other = devices.explain(devices.find(str(sys)), "b")
     assert (other.found, other.remedy[:12]) == ("there is no RDMA device b", "there are: a")
     other = devices.explain(devices.find(str(sys)), "a", 7)

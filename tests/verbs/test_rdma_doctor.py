@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness.mountpoint import irdmafs
-from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, need_ports
+from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, add_device, need_ports
 
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.rdma import Choice
@@ -97,23 +97,11 @@ def test_a_low_limit_of_locked_memory_comes_with_the_command_that_raises_it() ->
 # -- a device as sysfs shows it ------------------------------------------------------------------
 
 
-def add_card(sys: Path, name: str, *, state: str, link_layer: str = "Ethernet") -> None:
-    port = sys / name / "ports" / "1"
-    (port / "gid_attrs" / "types").mkdir(parents=True)
-    (port / "gid_attrs" / "ndevs").mkdir()
-    (port / "gids").mkdir()
-    (sys / name / "node_type").write_text("1: CA\n")
-    (port / "state").write_text(f"{state}\n")
-    (port / "link_layer").write_text(f"{link_layer}\n")
-    entries = (
-        ("fe80::1", "RoCE v2"),
-        ("::ffff:10.9.0.1", "IB/RoCE v1"),
-        ("::ffff:10.9.0.1", "RoCE v2"),
-    )
-    for index, (value, kind) in enumerate(entries):
-        (port / "gids" / str(index)).write_text(f"{value}\n")
-        (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
-        (port / "gid_attrs" / "ndevs" / str(index)).write_text("eth7\n")
+GIDS = {
+    0: ("fe80::1", "RoCE v2"),
+    1: ("::ffff:10.9.0.1", "IB/RoCE v1"),
+    2: ("::ffff:10.9.0.1", "RoCE v2"),
+}
 
 
 @pytest.fixture
@@ -131,7 +119,7 @@ def checks(choice: Choice = Choice()) -> dict[str, Check]:  # noqa: B008
 
 
 def test_each_device_port_and_gid_has_a_line(sysfs: Path) -> None:
-    add_card(sysfs, "card0", state="4: ACTIVE")
+    add_device(sysfs, "card0", GIDS, netdev="eth7")
     found = checks()
     assert found["RDMA"].verdict == "ok"
     assert "ACTIVE, Ethernet on eth7" in found["card0 port 1"].found
@@ -142,7 +130,7 @@ def test_each_device_port_and_gid_has_a_line(sysfs: Path) -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 9])
 def test_a_wrong_gid_is_answered_with_the_right_ones(sysfs: Path, index: int) -> None:
-    add_card(sysfs, "card0", state="4: ACTIVE")
+    add_device(sysfs, "card0", GIDS, netdev="eth7")
     found = checks(Choice(gid_index=index))["RDMA"]
     assert found.verdict == "warn"
     assert f"GID {index}" in found.found
@@ -155,7 +143,7 @@ def test_a_wrong_gid_is_answered_with_the_right_ones(sysfs: Path, index: int) ->
 def test_a_port_that_is_down_comes_with_the_command_that_raises_it(
     sysfs: Path, link_layer: str, remedy: str
 ) -> None:
-    add_card(sysfs, "card0", state="1: DOWN", link_layer=link_layer)
+    add_device(sysfs, "card0", GIDS, state="1: DOWN", link_layer=link_layer, netdev="eth7")
     found = checks()
     for name in ("RDMA", "card0"):
         assert "port 1 is DOWN" in found[name].found
