@@ -126,6 +126,13 @@ class World:
         self.catalog.sealed(extent)
         return extent
 
+    def publish(self) -> int:
+        """A content of the session of lease 5 that inode 9 names."""
+        content = self.session(5) << 24 | 1
+        self.keep(content)
+        self.name(9, content, 100, one_stripe())
+        return content
+
     def has(self, content: int, stripe: int = 0) -> bool:
         return Extent(content, stripe) in self.files
 
@@ -174,18 +181,14 @@ def test_a_superseded_and_a_deleted_content_is_freed(world: World) -> None:
 
 
 def test_changing_a_files_attributes_frees_nothing(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.name(9, content, 100, one_stripe())
     assert world.has(content)
     assert world.catalog.bytes_by_group == {2 << 16: 100}
 
 
 def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.change(
         (key_of(b"i", 9), None), (key_of(b"i", 10), record(10, content, 100, one_stripe()))
     )
@@ -197,9 +200,7 @@ def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
 
 
 def test_a_pinned_content_stays_until_the_last_pin_goes(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.pin(content, 5)
     world.pin(content, 6)
     world.delete(9)
@@ -212,9 +213,7 @@ def test_a_pinned_content_stays_until_the_last_pin_goes(world: World) -> None:
 
 
 def test_a_pin_on_a_named_content_frees_nothing_when_it_goes(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.pin(content, 5)
     world.unpin(content, 5)
     assert world.has(content)
@@ -231,9 +230,7 @@ def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World
 
 
 def test_giving_up_what_was_published_does_nothing(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.catalog.give_up(content)
     assert world.has(content)
     world.reload()
@@ -249,9 +246,7 @@ def test_an_extent_that_arrives_after_its_content_came_and_went_is_freed(world: 
 
 
 def test_extents_of_a_group_that_was_left_go_when_nobody_wants_them_here(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.configure(2 << 16, 7, 8)
     world.catalog.tidy(time.monotonic())
     assert world.has(content), "the node may be back in a moment"
@@ -274,9 +269,7 @@ def test_extents_of_a_group_that_was_left_go_in_time_or_for_room(world: World) -
 
 
 def test_a_node_that_comes_back_to_a_group_keeps_what_it_had(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.configure(2 << 16, 7, 8)
     world.configure(2 << 16, 7, world.files.node)
     world.wanted = False
@@ -330,9 +323,7 @@ def test_files_of_an_embedded_store_and_directories_name_nothing_here(world: Wor
 
 
 def test_a_damaged_record_frees_nothing(world: World) -> None:
-    content = world.session(5) << 24 | 1
-    world.keep(content)
-    world.name(9, content, 100, one_stripe())
+    content = world.publish()
     world.change((key_of(b"i", 9), b"\xff damaged"))
     assert world.has(content)
 

@@ -242,15 +242,10 @@ class Writer:
         found = self.groups.get(self.group(self.layout(seed)))
         return found[0].in_sync if found else ()
 
-    async def ensure_groups(self) -> None:
-        replicas = self.place.settings.replicas
-        await self.groups.ensure(
-            self.engine, replicas, self.place.settings, self.members.placement().target
-        )
-
 
 @asynccontextmanager
 async def writing(place: Place) -> AsyncIterator[Writer]:
+    """A mount without a mountpoint, where the groups of the nodes that there are have been made."""
     async with (
         EtcdEngine(place.etcd.endpoints, place.prefix) as engine,
         trio.open_nursery() as nursery,
@@ -269,6 +264,12 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session_key=writer.session_key,
         ) as writer.peers:
             with trio.fail_after(90):
+                await writer.groups.ensure(
+                    engine,
+                    place.settings.replicas,
+                    place.settings,
+                    writer.members.placement().target,
+                )
                 yield writer
         await writer.session.release()
         nursery.cancel_scope.cancel()
@@ -290,7 +291,6 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
 async def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(place: Place) -> None:
     nodes = [place.add(), place.add()]
     async with writing(place) as writer:
-        await writer.ensure_groups()
         large = os.urandom(LARGE)
         small = await writer.publish(b"small", b"few bytes")
         content = await writer.publish(b"large", large)
@@ -306,7 +306,6 @@ async def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(pla
 async def test_a_working_copy_is_adopted_by_the_node_on_this_host_and_sent_on(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout, content, data = writer.layout(), writer.content(), os.urandom(LARGE)
         first, target = writer.target(layout)
         path = nodes[first].store / f"incoming/{content:x}"
@@ -325,7 +324,6 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
     place.add()
     place.add()
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout = writer.layout()
         node, target = writer.target(layout)
         device = writer.peers.device(node)
@@ -357,7 +355,6 @@ async def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
     try:
         node = place.add(store=small / "store")
         async with writing(place) as writer:
-            await writer.ensure_groups()
             kept = await writer.publish(b"kept", bytes(LARGE))
             with pytest.raises(OSError) as caught:
                 await writer.write(writer.content(), bytes(32 << 20), writer.layout())
@@ -380,7 +377,6 @@ async def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
 async def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place) -> None:
     nodes = [place.add(), place.add()]
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout = writer.layout()
         await writer.publish(b"overwritten", b"first")
         second = await writer.publish(b"overwritten", b"second")
@@ -403,42 +399,7 @@ async def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place:
         await writer.until(lambda: all(node.extents() == left for node in nodes))
 
 
-async def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
-    node = place.add()
-    place.add()
-    async with writing(place) as writer:
-        await writer.ensure_groups()
-        content = await writer.publish(b"a", b"bytes")
-        inode = writer.namespace.lookup(ROOT_INO, b"a")
-        assert inode is not None
-        await writer.namespace.set_attributes(inode.ino, mode=0o600)
-        await writer.namespace.link(inode.ino, ROOT_INO, b"b")
-        await writer.namespace.rename(ROOT_INO, b"a", ROOT_INO, b"c", 0)
-        await writer.namespace.unlink(ROOT_INO, b"c")
-        await writer.publish(b"last", b"so that the node has seen the rest")
-        assert Extent(content, 0) in node.extents()
-        await writer.namespace.unlink(ROOT_INO, b"b")
-        await writer.until(lambda: Extent(content, 0) not in node.extents())
-
-
 # -- who serves ------------------------------------------------------------------------------------
-
-
-async def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(
-    place: Place,
-) -> None:
-    nodes = {node.id: node for node in (place.add(), place.add())}
-    async with writing(place) as writer:
-        await writer.ensure_groups()
-        content = await writer.publish(b"before", b"the pause")
-        paused = nodes[writer.in_sync()[0]]
-        (other,) = nodes.keys() - {paused.id}
-        paused.pause()
-        missed = await writer.publish(b"during", b"the pause")
-        assert writer.in_sync() == (other,)
-        paused.resume()
-        await writer.until(lambda: set(writer.in_sync()) == set(nodes))
-        assert paused.extents() == {Extent(content, 0), Extent(missed, 0)}
 
 
 async def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_need(
@@ -446,7 +407,6 @@ async def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_wit
 ) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
     async with writing(place) as writer:
-        await writer.ensure_groups()
         group = writer.group(writer.layout())
         first, second = writer.in_sync()
         assert not await writer.peers.suspect(first, group, second)
@@ -464,7 +424,6 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
     node = place.add("--metrics-port", "0")
     place.add()
     async with writing(place) as writer:
-        await writer.ensure_groups()
         content = await writer.publish(b"name", b"x" * 1000)
         await writer.put(writer.content(), b"pending", writer.layout())
         # Once the node knows that it was published, it does not take it for pending any more.
@@ -490,11 +449,13 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
 # -- ends and beginnings ---------------------------------------------------------------------------
 
 
-async def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on a disk"])
+async def test_a_killed_node_comes_back_with_what_it_had(
+    place: Place, tmp_path: Path, on_disk: bool
+) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
-    node = place.add()
+    node = place.add(store=tmp_path / "store" if on_disk else None)
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout = writer.layout()
         data = os.urandom(LARGE)
         content = await writer.publish(b"name", data)
@@ -523,44 +484,9 @@ async def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
         await writer.publish(b"name", b"and it takes part again")
 
 
-async def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
-    place: Place,
-) -> None:
-    nodes = {node.id: node for node in (place.add(), place.add())}
-    async with writing(place) as writer:
-        await writer.ensure_groups()
-        data = os.urandom(LARGE)
-        content = await writer.publish(b"large", data)
-        small = await writer.publish(b"small", b"few bytes")
-        await writer.until(lambda: set(writer.in_sync()) == set(nodes))
-        node = nodes[writer.in_sync()[0]]
-        node.kill9()
-        for path in (node.store / "extents").iterdir():
-            path.unlink()
-        await trio.to_thread.run_sync(node.serve)
-        await writer.replica.barrier()
-        await writer.until(
-            lambda: (
-                node.id in writer.in_sync()
-                and node.extents() == {Extent(content, 0), Extent(small, 0)}
-            )
-        )
-        assert await writer.read(node.id, content, LARGE) == data
-
-
-def test_a_wiped_store_is_a_new_node(place: Place) -> None:
-    node = place.add()
-    before = node.id
-    node.terminate()
-    shutil.rmtree(node.store)
-    node.serve()
-    assert node.id != before
-
-
 async def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
     async with writing(place) as writer:
-        await writer.ensure_groups()
         await writer.publish(b"name", b"with two replicas")
         primary = writer.in_sync()[0]
         stopped = nodes.pop(primary)
@@ -577,7 +503,6 @@ async def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Pla
 async def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
     nodes = {node.id: node for node in (place.add(), place.add())}
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout = writer.layout()
         first, target = writer.target(layout)
         hung = nodes[target.chain[0]]
@@ -623,7 +548,6 @@ async def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add()
     async with writing(place) as writer:
-        await writer.ensure_groups()
         layout, content = writer.layout(), writer.content()
         data = os.urandom(64 << 20)
         stored = False
@@ -674,7 +598,6 @@ async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back
         place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
         node = place.add()
         async with writing(place) as writer:
-            await writer.ensure_groups()
             content = await writer.publish(b"name", b"bytes")
             layout, late = writer.layout(), writer.content()
             await trio.to_thread.run_sync(own.kill9)
@@ -724,20 +647,6 @@ async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place)
         assert here.said.count("This node waits for it") == 1
         os.kill(int((store / "lock").read_text()), signal.SIGTERM)
         here.kill9()
-
-
-async def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
-    place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
-    node = place.add(store=tmp_path / "store")
-    async with writing(place) as writer:
-        await writer.ensure_groups()
-        data = os.urandom(LARGE)
-        contents = [await writer.publish(b"large", data), await writer.publish(b"small", b"few")]
-        node.kill9()
-        await trio.to_thread.run_sync(node.serve)
-        await writer.replica.barrier()  # where it is now
-        assert node.extents() == {Extent(content, 0) for content in contents}
-        assert await writer.read(node.id, contents[0], LARGE) == data
 
 
 async def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(
