@@ -498,6 +498,9 @@ async def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Pla
         assert writer.in_sync() == tuple(nodes)
         await writer.publish(b"name", b"with one")
         assert "stopping" in stopped.said
+        (last,) = nodes.values()
+        assert await trio.to_thread.run_sync(last.terminate) == 0
+        assert f"{BUCKETS} groups have no other replica" in last.said
 
 
 async def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
