@@ -538,21 +538,6 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
                 os.close(fd)
 
 
-async def test_groups_of_a_dead_node_are_filled_elsewhere(keys: EtcdKeys) -> None:
-    async with watched(keys, 3) as (made, watcher, writer, _):
-        for size in (1, 1000, 200_000):
-            for _ in range(8):
-                await writer.publish(random.randbytes(size))
-        await settled(writer, watcher, 3)
-        victim = random.choice(list(made.running))
-        await notice(made, victim)
-        await settled(writer, watcher, 2)
-        assert all(victim not in config.members for config, _ in writer.groups.all().values())
-        assert_readable(made, writer)
-        copied = sum(node.resync.figures().resync_bytes for node in made.running.values())
-        assert copied > 0
-
-
 async def test_node_that_comes_back_copies_only_what_it_lacks(keys: EtcdKeys) -> None:
     async with watched(keys, 2) as (made, watcher, writer, _):
         for _ in range(20):
@@ -607,35 +592,6 @@ async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
         await made.add()
         await settled(writer, watcher, 2)  # what is nowhere keeps nobody from joining
         assert "they are lost" in caplog.text
-
-
-async def test_draining_node_gives_its_groups_away(keys: EtcdKeys) -> None:
-    async with watched(keys, 3) as (made, watcher, writer, _):
-        for _ in range(20):
-            await writer.publish(random.randbytes(1000))
-        await settled(writer, watcher, 3)
-        node = random.choice(list(made.running))
-        record = NodeRecord("draining", 1.0, {})
-        await made.running[node].engine.transact((), [Put(key_of(b"N", node), encode(record))])
-        with trio.fail_after(60):
-            await until(
-                lambda: all(
-                    node not in config.members for config, _ in writer.groups.all().values()
-                ),
-                writer.groups.changed,
-            )
-        await settled(writer, watcher, 2)
-        assert_readable(made, writer)
-
-
-async def test_new_node_is_filled_with_its_share(keys: EtcdKeys) -> None:
-    async with watched(keys, 2) as (made, watcher, writer, _):
-        for _ in range(20):
-            await writer.publish(random.randbytes(1000))
-        new = await made.add()
-        load = await on_target(writer, watcher)
-        assert load[new] in (10, 11)  # of 32
-        assert_readable(made, writer)
 
 
 def groups_of(writer: Writer, node: int) -> set[int]:
@@ -816,16 +772,6 @@ async def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
                 nursery.start_soon(node.agent.run)
                 await trio.testing.wait_all_tasks_blocked()
                 await node.session.release()
-
-
-async def test_node_that_stops_leaves_its_groups_to_the_others(keys: EtcdKeys) -> None:
-    async with watched(keys, 2) as (made, watcher, writer, _):
-        await settled(writer, watcher, 2)
-        one, other = made.running.values()
-        assert await one.agent.leave() == 0
-        await writer.replica.barrier()
-        assert all(c.in_sync == (other.id,) for c, _ in writer.groups.all().values())
-        assert await other.agent.leave() == len(writer.groups.all())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small store needs root")

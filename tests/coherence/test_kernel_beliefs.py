@@ -118,19 +118,7 @@ def exists(path: Path) -> bool:
 # -- what it saves
 
 
-def test_stat_of_what_was_looked_at_before_asks_nobody(
-    pair: list[Path], by_itself: ClusterMount
-) -> None:
-    one, other = pair
-    (one / "file").write_bytes(b"x")
-    believe(by_itself, other / "file")
-    requests = Requests(by_itself)
-    for _ in range(200):
-        os.stat(other / "file")
-    assert requests.count("LOOKUP", "GETATTR") < 20  # once a second at most
-
-
-def test_a_warm_open_is_one_request_and_no_question_to_etcd(
+def test_stat_asks_nobody_and_a_warm_open_is_one_request_and_no_question_to_etcd(
     pair: list[Path], by_itself: ClusterMount
 ) -> None:
     one, other = pair
@@ -140,9 +128,10 @@ def test_a_warm_open_is_one_request_and_no_question_to_etcd(
     barriers = _status(by_itself)["cluster"]["barriers"]
     requests = Requests(by_itself)
     for _ in range(100):
+        os.stat(other / "file")
         os.close(os.open(other / "file", os.O_RDONLY))
     assert requests.count("OPEN") == 100
-    assert requests.count("LOOKUP", "GETATTR") < 20
+    assert requests.count("LOOKUP", "GETATTR") < 20  # once a second at most
     assert _status(by_itself)["cluster"]["barriers"] == barriers
 
 
@@ -187,15 +176,29 @@ def test_listing_again_what_the_kernel_knows_shows_what_others_changed(
         (one / f"file{i + 1}").touch()
 
 
-def test_an_unlinked_file_is_gone_at_once(believing: list[Path], follower: ClusterMount) -> None:
-    one, other = believing
+@pytest.mark.parametrize(
+    ("make", "remove"),
+    [(Path.touch, Path.unlink), (Path.mkdir, Path.rmdir)],
+    ids=["file", "directory"],
+)
+@pytest.mark.parametrize("name", ["file", "file{}"], ids=["one name", "many names"])
+def test_what_is_removed_is_gone_at_once(
+    believing: list[Path],
+    follower: ClusterMount,
+    make: Callable[[Path], None],
+    remove: Callable[[Path], None],
+    name: str,
+) -> None:
     requests = Requests(follower)
     for i in range(ROUNDS):
-        (one / f"file{i}").touch()
-        os.stat(other / f"file{i}")
-        (one / f"file{i}").unlink()
-        assert not exists(other / f"file{i}")
-        assert f"file{i}" not in os.listdir(other)
+        here, there = (directory / name.format(i) for directory in believing)
+        make(here)
+        os.stat(there)
+        remove(here)
+        assert not exists(there)
+        assert there.name not in os.listdir(there.parent)
+        with pytest.raises(FileNotFoundError):
+            os.open(there, os.O_RDONLY)
     assert requests.told() >= ROUNDS
 
 
@@ -322,18 +325,6 @@ def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
         with contextlib.suppress(OSError):
             maker.result()
         assert not exists(other / f"file{i}")
-
-
-def test_a_removed_directory_is_gone_at_once(believing: list[Path]) -> None:
-    one, other = believing
-    for _ in range(ROUNDS):
-        (one / "directory").mkdir()
-        os.stat(other / "directory")
-        assert os.listdir(other / "directory") == []
-        (one / "directory").rmdir()
-        assert not exists(other / "directory")
-        with pytest.raises(FileNotFoundError):
-            os.listdir(other / "directory")
 
 
 def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(

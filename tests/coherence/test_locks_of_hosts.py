@@ -59,10 +59,10 @@ for _ in range(times):
 COUNT_IN_PLACE = """
 fd = os.open(d + '/count', os.O_RDWR)
 for _ in range(times):
-    fcntl.lockf(fd, fcntl.LOCK_EX)
+    getattr(fcntl, lock)(fd, fcntl.LOCK_EX)
     number = int(os.pread(fd, 20, 0))
     os.pwrite(fd, b'%d' % (number + 1), 0)
-    fcntl.lockf(fd, fcntl.LOCK_UN)
+    getattr(fcntl, lock)(fd, fcntl.LOCK_UN)
 os.close(fd)
 """
 
@@ -96,8 +96,7 @@ def on_hosts(two: tuple[Path, Path], process: Callable[[], Process]) -> tuple[Pr
     (two[0] / "file").write_bytes(b"x" * 100)
     found = process(), process()
     for one, directory in zip(found, two, strict=True):
-        one.do(PREPARE)
-        one.do("fd = os.open(d + '/file', os.O_RDWR)", d=str(directory))
+        _opened(one, directory, "file")
     return found
 
 
@@ -258,8 +257,7 @@ def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_en
     one, other = failing.mounts
     with Process() as holder, Process() as tries:
         _locked(one, holder)
-        tries.do(PREPARE)
-        tries.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        _opened(tries, other.path)
         for _ in range(20):
             assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
         one.pause()
@@ -295,26 +293,22 @@ for _ in range(2000):
     one.result()
 
 
-@pytest.mark.parametrize(("lock", "mode"), [("lockf", "a"), ("flock", "a"), ("flock", "w")])
-def test_counter_in_another_file_loses_no_update(
-    two: tuple[Path, Path], lock: str, mode: str
-) -> None:
+@pytest.mark.parametrize(
+    ("count", "lock", "mode"),
+    [
+        (COUNT, "lockf", "a"),
+        (COUNT, "flock", "a"),
+        (COUNT, "flock", "w"),
+        (COUNT_IN_PLACE, "lockf", ""),
+    ],
+    ids=["beside, lockf", "beside, flock", "beside, emptied", "in the locked file itself"],
+)
+def test_counter_loses_no_update(two: tuple[Path, Path], count: str, lock: str, mode: str) -> None:
     (two[0] / "count").write_text("0")
     with contextlib.ExitStack() as stack:
         counting = [stack.enter_context(Process()) for _ in range(4)]
         for number, process in enumerate(counting):
-            process.start(COUNT, d=str(two[number % 2]), lock=lock, mode=mode, times=15)
-        for process in counting:
-            process.result()
-    assert (two[0] / "count").read_text() == "60"
-
-
-def test_counter_in_the_locked_file_itself_loses_no_update(two: tuple[Path, Path]) -> None:
-    (two[0] / "count").write_text("0")
-    with contextlib.ExitStack() as stack:
-        counting = [stack.enter_context(Process()) for _ in range(4)]
-        for number, process in enumerate(counting):
-            process.start(COUNT_IN_PLACE, d=str(two[number % 2]), times=15)
+            process.start(count, d=str(two[number % 2]), lock=lock, mode=mode, times=15)
         for process in counting:
             process.result()
     assert (two[0] / "count").read_text() == (two[1] / "count").read_text() == "60"
@@ -444,12 +438,14 @@ def failing() -> Iterator[Cluster]:
         yield made
 
 
-def _locked(mount: ClusterMount, process: Process) -> None:
+def _opened(process: Process, directory: Path, name: str = "lock") -> None:
     process.do(PREPARE)
-    process.do(
-        "fd = os.open(d + '/lock', os.O_RDWR | os.O_CREAT); fcntl.flock(fd, fcntl.LOCK_EX)",
-        d=str(mount.path),
-    )
+    process.do("fd = os.open(f, os.O_RDWR | os.O_CREAT)", d=str(directory), f=str(directory / name))
+
+
+def _locked(mount: ClusterMount, process: Process) -> None:
+    _opened(process, mount.path)
+    process.do("fcntl.flock(fd, fcntl.LOCK_EX)")
 
 
 def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cluster) -> None:
@@ -457,8 +453,7 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cl
     (other.path / "count").write_text("0")
     with Process() as holder, Process() as waiter:
         _locked(one, holder)
-        waiter.do(PREPARE)
-        waiter.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        _opened(waiter, other.path)
         # Paused for less than the lease lives: nothing is lost.
         one.pause()
         assert not waiter.finished(NEVER_S)
@@ -491,8 +486,7 @@ def test_process_that_asks_again_for_a_lost_lock_is_told_first(failing: Cluster)
     one, other = failing.mounts
     with Process() as holder, Process() as waiter:
         _locked(one, holder)
-        waiter.do(PREPARE)
-        waiter.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        _opened(waiter, other.path)
         waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
         failing.isolate(one)
         assert waiter.result(30) == "mine"
@@ -513,12 +507,9 @@ def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
     (one.path / "count").write_text("0")
     with Process() as here, Process() as there:
         for process, mount in ((here, one), (there, other)):
-            process.do("fd = os.open(d + '/count', os.O_RDWR)", d=str(mount.path))
+            _opened(process, mount.path, "count")
         here.do(ADD_IN_PLACE)
-        if how == "stopped":
-            one.pause()
-        else:
-            failing.isolate(one)
+        one.pause() if how == "stopped" else failing.isolate(one)
         there.start(ADD_IN_PLACE)
         assert there.result(30) == 2
         one.resume() if how == "stopped" else failing.heal_all()
@@ -531,8 +522,7 @@ def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster
     (one.path / "count").write_text("0")
     with Process() as here, Process() as there:
         for process, mount in ((here, one), (there, other)):
-            process.do(PREPARE)
-            process.do("fd = os.open(d + '/count', os.O_RDWR)", d=str(mount.path))
+            _opened(process, mount.path, "count")
         here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
         failing.isolate(one)
         here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")
@@ -593,20 +583,13 @@ def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[P
         assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
 
 
-LOCK_AND_WRITE = """
-reader = os.open(d + '/file', os.O_RDONLY)
-fd = os.open(d + '/file', os.O_RDWR)
-fcntl.flock(fd, fcntl.LOCK_EX)
-os.pwrite(fd, b'new', 0)
-"""
-
-
 def test_flock_is_free_for_whoever_asks_after_the_last_close(two: tuple[Path, Path]) -> None:
     """Nobody waits for a release, and this one looks for what was stored through a mapping."""
     (two[0] / "file").write_bytes(bytes(30_000_000))
     with Process() as process:
-        process.do(PREPARE)
         for _ in range(3):
-            process.do(LOCK_AND_WRITE, d=str(two[0]))
+            _opened(process, two[0], "file")
+            process.do("reader = os.open(f, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)")
+            process.do("os.pwrite(fd, b'new', 0)")
             assert process.do("os.close(fd); try_flock(reader, fcntl.LOCK_SH)")
             process.do("os.close(reader)")

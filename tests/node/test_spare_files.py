@@ -6,7 +6,7 @@ import mmap
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -129,15 +129,19 @@ def test_a_file_that_anybody_has_open_or_mapped_is_not_used_again(
             assert not is_used_again(files, number)
 
 
-def test_a_file_with_another_name_is_not_used_again(files: Files, memory: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.link(path, path.with_name("backup")),
+        lambda path: os.truncate(path, LENGTH - 1),
+    ],
+    ids=["it has another name", "it was cut short"],
+)
+def test_a_file_that_was_changed_is_not_used_again(
+    files: Files, memory: Path, change: Callable[[Path], None]
+) -> None:
     keep(files, 1)
-    os.link(memory / "store/extents/1.0", memory / "backup")
-    assert not is_used_again(files, 1)
-
-
-def test_a_file_that_was_cut_short_is_not_used_again(files: Files, memory: Path) -> None:
-    keep(files, 1)
-    os.truncate(memory / "store/extents/1.0", LENGTH - 1)
+    change(memory / "store/extents/1.0")
     assert not is_used_again(files, 1)
 
 
@@ -162,20 +166,17 @@ def borrowing(memory: Path) -> Iterator[Contents]:
 def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)
-    store = f"{memory}/store"
-    for number in (1, 2):
-        keep(files, number)
-    assert contents.borrow(ContentId(1), store)
-    fd = contents.open(ContentId(1))
-    os.close(fd)
-    contents.free(ContentId(1))
-    assert not is_used_again(files, 1)
-    assert is_used_again(files, 2)
-    assert not list((memory / "store/lent").iterdir())
-    assert not contents.borrow(ContentId(2), store), "it is gone"
-    assert not list((memory / "store/lent").iterdir())
-    contents.close()
+    with borrowing(memory) as contents:
+        for number in (1, 2):
+            keep(files, number)
+        assert contents.borrow(ContentId(1), f"{memory}/store")
+        os.close(contents.open(ContentId(1)))
+        contents.free(ContentId(1))
+        assert not is_used_again(files, 1)
+        assert is_used_again(files, 2)
+        assert not list((memory / "store/lent").iterdir())
+        assert not contents.borrow(ContentId(2), f"{memory}/store"), "it is gone"
+        assert not list((memory / "store/lent").iterdir())
 
 
 def test_what_came_again_under_the_name_of_something_borrowed_is_not_lent_unseen(
@@ -372,26 +373,18 @@ def test_a_file_of_the_right_length_fits_into_a_full_store(memory: Path) -> None
         assert files.space().free == LENGTH
 
 
-def test_spare_files_are_limited_in_bytes(memory: Path) -> None:
+@pytest.mark.parametrize(("spares_max", "kept"), [(reuse.SPARES_MAX, 5), (3, 3)])
+def test_spare_files_are_limited_in_bytes_and_in_number(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, spares_max: int, kept: int
+) -> None:
+    monkeypatch.setattr(reuse, "SPARES_MAX", spares_max)
     with Files(f"{memory}/store", limit_bytes=10 * LENGTH) as files:
         for number in range(8):
             keep(files, number)
         for number in range(8):
             files.free(Extent(number, 0))
         files.reap()
-        assert len(list((memory / "store/incoming").iterdir())) == 5
-
-
-def test_spare_files_are_limited_in_number(
-    files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reuse, "SPARES_MAX", 3)
-    for number in range(8):
-        keep(files, number, SPARE_BYTES_MIN)
-    for number in range(8):
-        files.free(Extent(number, 0))
-    files.reap()
-    assert len(list((memory / "store/incoming").iterdir())) == 3
+        assert len(list((memory / "store/incoming").iterdir())) == kept
 
 
 def test_nothing_is_spare_when_there_is_hardly_any_room(memory: Path) -> None:

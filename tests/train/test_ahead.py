@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -349,19 +350,6 @@ def lies_in(files: Sequence[ShardFile], array: NDArray[Any]) -> bool:
     return any(0 <= begin - file._data.ctypes.data < file._data.size for file in files)
 
 
-def test_pull_gives_what_was_fetched_ahead(run: Path, reductions: list[bool]) -> None:
-    start(run, model(), shards=SHARDS)
-    with Reducer(run) as reducer, Worker(run, "a") as a:
-        a.pull()
-        push = put_all(a, gradients(0, 1))
-        fetch_ahead(a, reducer, reductions)
-        files = files_ahead(a)
-        found = finish(run, reducer, push)
-        pulled = a.pull(timeout_s=LONG_S)
-        assert same_bits(pulled, found)
-        assert lies_in(files, pulled["norm"]), "no other file was opened"
-
-
 @pytest.mark.parametrize("copied", [False, True], ids=["shown", "copied"])
 def test_only_files_that_are_shown_to_a_program_are_opened_for_it(
     run: Path, reductions: list[bool], copied: bool
@@ -380,34 +368,22 @@ def test_only_files_that_are_shown_to_a_program_are_opened_for_it(
         assert lies_in(files, pulled["norm"]) == (not copied)
 
 
+@pytest.mark.parametrize("by", ["the same reducer", "another one"])
 def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
-    run: Path, reductions: list[bool]
+    run: Path, reductions: list[bool], by: str
 ) -> None:
     start(run, model(), shards=SHARDS)
-    with Reducer(run) as reducer, Worker(run, "a") as a:
+    with ExitStack() as stack, Worker(run, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
+        reducer = stack.enter_context(Reducer(run))
         fetch_ahead(a, reducer, reductions)
+        if by == "another one":
+            reducer.close()
+            reducer = stack.enter_context(Reducer(run))
         for name, value in gradients(0, 2).items():
             push.put(name, value)
         found = finish(run, reducer, push)
-        assert same_bits(a.pull(timeout_s=LONG_S), found)
-    assert same_bits(found, plainly(run, {"a": gradients(0, 2)}))
-
-
-def test_pull_gives_the_version_if_another_reducer_has_made_it(
-    run: Path, reductions: list[bool]
-) -> None:
-    start(run, model(), shards=SHARDS)
-    with Worker(run, "a") as a:
-        a.pull()
-        push = put_all(a, gradients(0, 1))
-        with Reducer(run) as reducer:
-            fetch_ahead(a, reducer, reductions)
-        for name, value in gradients(0, 2).items():
-            push.put(name, value)
-        with Reducer(run) as other:
-            found = finish(run, other, push)
         assert same_bits(a.pull(timeout_s=LONG_S), found)
     assert same_bits(found, plainly(run, {"a": gradients(0, 2)}))
 

@@ -99,47 +99,35 @@ def test_number_that_is_infinite_in_fp32_is_refused(place: Path) -> None:
 # -- what is in the place of a run's files ---------------------------------------------------------
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def huge(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
 
 
-def garbage(path: Path) -> None:
-    path.write_bytes(b"\xff" * 100)
-
-
-def deep(path: Path) -> None:
-    path.write_bytes(b"lr = " + b"[" * 200_000)
-
-
-def empty(path: Path) -> None:
-    path.touch()
+PUT: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "loop": lambda path: path.symlink_to(path.name),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+    "huge": huge,
+    "garbage": lambda path: path.write_bytes(b"\xff" * 100),
+    "deep": lambda path: path.write_bytes(b"lr = " + b"[" * 200_000),
+    "empty": Path.touch,
+}
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("put", [fifo, loop, device, Path.mkdir, huge, garbage, deep, empty])
+@pytest.mark.parametrize("what", PUT)
 @pytest.mark.parametrize("file", ["config.toml", "layout.json", "versions/0/version.json"])
 def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
-    run: Path, place: Path, file: str, put: Callable[[Path], None]
+    run: Path, place: Path, file: str, what: str
 ) -> None:
     start(run)
     save_file(ones(), place / "push")
     path = run / ".train" / file
     path.rename(run / "was there")
-    put(path)
-    if file == "config.toml" and put is empty:
+    PUT[what](path)
+    if file == "config.toml" and what == "empty":
         assert verdict(run, place / "push") is None, "all keys have defaults"
         return
     with (place / "push").open("rb") as content, pytest.raises((OSError, TrainError)):
@@ -155,10 +143,10 @@ def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("put", [fifo, loop, device, huge, garbage])
+@pytest.mark.parametrize("what", ["fifo", "loop", "device", "huge", "garbage"])
 @pytest.mark.parametrize("beside", ["push", "push/b@1", "workers", "refused", "next", "versions"])
 def test_reducer_goes_on_whatever_is_put_beside_its_files(
-    run: Path, beside: str, put: Callable[[Path], None]
+    run: Path, beside: str, what: str
 ) -> None:
     start(run, sync="async")
     with Reducer(run) as reducer, Worker(run, "a") as worker:
@@ -166,7 +154,7 @@ def test_reducer_goes_on_whatever_is_put_beside_its_files(
         folder.mkdir(exist_ok=True)
         name = {"push": "x.safetensors", "push/b@1": TrainDirectory(run).layout().shard_names[0]}
         try:
-            put(folder / name.get(beside, "1.x"))
+            PUT[what](folder / name.get(beside, "1.x"))
         except OSError:
             assert beside.startswith("push"), "the mount refuses it"
         for version in (1, 2):
@@ -344,26 +332,16 @@ def good(training_mount: Mount) -> tuple[Path, dict[str, bytes]]:
     return run, pushes
 
 
+ODD = (b'"', b"{", b"[", b"-1", b"1e9", b"9" * 21, b"\\ud800", b"null", b"NaN")
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(
     st.integers(0, 2),
     st.lists(
         st.tuples(
             st.integers(0, 1000),
-            st.binary(min_size=1, max_size=8)
-            | st.sampled_from(
-                [
-                    b'"',
-                    b"{",
-                    b"[",
-                    b"-1",
-                    b"1e9",
-                    b"999999999999999999999",
-                    b"\\ud800",
-                    b"null",
-                    b"NaN",
-                ]
-            ),
+            st.binary(min_size=1, max_size=8) | st.sampled_from(ODD),
         ),
         max_size=4,
     ),

@@ -182,16 +182,20 @@ def test_worker_goes_on_with_parameters_that_have_its_own_push(run: Path, sync: 
         assert a.pull(timeout_s=5)["norm"].tolist() == [1] * 3
 
 
-def test_staleness_lowers_the_learning_rate_of_a_push(run: Path) -> None:
-    start(run, rule="sgd", lr=1.0, sync="async", staleness="inverse")
+@pytest.mark.parametrize(("others", "counted", "kept"), [(3, 2, [0, 1, 2, 3]), (7, 1, [6, 7])])
+def test_async_push_counts_less_by_its_staleness_also_if_its_version_is_gone(
+    run: Path, others: int, counted: int, kept: list[int]
+) -> None:
+    start(run, rule="sgd", lr=1.0, sync="async", staleness="inverse", keep=len(kept))
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         b.pull()
-        for _ in range(3):
+        for _ in range(others):
             a.push(ones(0))
             reduce(reducer)
+        assert TrainDirectory(run).version_numbers() == kept
         b.push(ones(-8))
         reduce(reducer)
-        assert everywhere(run, 2)
+        assert everywhere(run, counted)
 
 
 def test_learning_rate_0_changes_no_parameter(run: Path) -> None:
@@ -203,19 +207,6 @@ def test_learning_rate_0_changes_no_parameter(run: Path) -> None:
         worker.push(ones())
         reduce(reducer)
         assert everywhere(run, -1)
-
-
-def test_async_push_from_a_version_that_is_gone_counts_less(run: Path) -> None:
-    start(run, sync="async", staleness="inverse", keep=2)
-    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
-        b.pull()
-        for _ in range(7):
-            a.push(ones(0))
-            reduce(reducer)
-        assert TrainDirectory(run).version_numbers() == [6, 7]
-        b.push(ones(8))
-        reduce(reducer)
-        assert everywhere(run, 1)
 
 
 def test_ssp_bounds_how_far_ahead_a_worker_is(run: Path) -> None:
@@ -310,25 +301,20 @@ def test_parameters_that_are_not_pushed_stay(run: Path, shards: int) -> None:
     assert not found["embedding"].any()
 
 
-def test_pull_copies_into_arrays_of_the_caller(run: Path) -> None:
+def test_pull_copies_into_arrays_of_the_caller_in_any_order(run: Path) -> None:
     start(run, model(), shards=3)
     with Worker(run, "a") as worker:
         shown, out = worker.pull(), zeros()
         assert worker.pull(out)["norm"] is out["norm"]
         assert same_bits(shown, out)
+        out = {name: np.zeros(shape, np.float32, order="F") for name, shape in SHAPES.items()}
+        worker.pull(out)
+        assert all(np.array_equal(out[name], array) for name, array in shown.items())
         assert not shown["embedding"].flags.writeable
         with pytest.raises(KeyError):
             worker.pull({"unknown": np.zeros(3)})
         with pytest.raises(ValueError, match="for the parameter"):
             worker.pull({"norm": np.zeros(4, np.float32)})
-
-
-def test_pull_copies_what_shards_cut_into_arrays_of_any_order(run: Path) -> None:
-    start(run, model(), shards=3)
-    out = {name: np.zeros(shape, np.float32, order="F") for name, shape in SHAPES.items()}
-    with Worker(run, "a") as worker:
-        worker.pull(out)
-        assert all(np.array_equal(out[name], array) for name, array in worker.pull().items())
 
 
 def test_open_push_of_one_shard_leaves_nothing_where_it_was_written(run: Path) -> None:
@@ -440,30 +426,19 @@ def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None
     assert load_file(run / "other.safetensors")["b"].astype(np.float32).tolist() == [[2] * 3] * 2
 
 
-def test_reducer_whose_filesystem_fails_while_it_takes_its_part_goes_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(run)
-    with Worker(run, "w") as worker, Reducer(run) as reducer:
-        worker.push(ones())
-        with monkeypatch.context() as patch:
-            patch.setattr("irdmafs.train.reducer.Coordinator", Mock(side_effect=OSError))
-            with pytest.raises(OSError):
-                reducer.step()
-        reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
-
-
-def test_reducer_that_cannot_write_its_name_leaves_its_part_to_another(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["irdmafs.train.reducer.Coordinator", "os.ftruncate"])
+def test_reducer_whose_filesystem_fails_while_it_takes_its_part_leaves_it_to_all(
+    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     start(run)
     with Worker(run, "w") as worker, Reducer(run) as fails, Reducer(run) as other:
         worker.push(ones())
         with monkeypatch.context() as patch:
-            patch.setattr(os, "ftruncate", Mock(side_effect=OSError(errno.EIO, "broken")))
+            patch.setattr(what, Mock(side_effect=OSError(errno.EIO, "broken")))
             with pytest.raises(OSError, match="broken"):
                 fails.step()
-        reduce_until(other, lambda: newest(run) == 1, "the version is made")
+        goes_on = fails if what.endswith("Coordinator") else other
+        reduce_until(goes_on, lambda: newest(run) == 1, "the version is made")
 
 
 def test_files_that_were_being_written_when_a_process_was_killed_are_removed(run: Path) -> None:

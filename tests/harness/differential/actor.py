@@ -37,34 +37,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 for _name in ("read", "write"):
     getattr(_libc, _name).restype = ctypes.c_ssize_t
     getattr(_libc, _name).argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.renameat2.argtypes = (
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint,
-)
-_libc.linkat.argtypes = (
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-)
+_libc.renameat2.argtypes = (*(ctypes.c_int, ctypes.c_char_p) * 2, ctypes.c_uint)
+_libc.linkat.argtypes = (*(ctypes.c_int, ctypes.c_char_p) * 2, ctypes.c_int)
 
 Value = Any  # what marshal can carry: None, int, str, bytes, tuple, list
 
@@ -95,6 +76,53 @@ def _content(data: bytes) -> Value:
 def _payload(mark: int, length: int) -> bytes:
     """Bytes that are those of one step only."""
     return (mark.to_bytes(4, "big") * (length // 4 + 1))[:length]
+
+
+def _times(file: str | int, times: list[int] | None) -> None:
+    os.utime(file, ns=(times[0], times[1])) if times else os.utime(file)
+
+
+def _set_xattr(file: str | int, name: str, mark: int, length: int, flags: int) -> None:
+    os.setxattr(file, name, _payload(mark, length), flags)
+
+
+def _get_xattr(file: str | int, name: str) -> Value:
+    return _content(os.getxattr(file, name))
+
+
+def _listed(path: str) -> Value:
+    with os.scandir(path) as entries:
+        return tuple(sorted((entry.name, ("ino", entry.inode())) for entry in entries))
+
+
+# Steps that are one call for a file: that of a path, or what is open in a slot.
+_ON_FILES: dict[str, Callable[..., Value]] = {
+    "read": lambda fd, length: _content(os.read(fd, length)),
+    "pread": lambda fd, offset, length: _content(os.pread(fd, length, offset)),
+    "write": lambda fd, mark, length: os.write(fd, _payload(mark, length)),
+    "fsync": lambda fd, data_only: (os.fdatasync if data_only else os.fsync)(fd),
+    "mkdir": os.mkdir,
+    "symlink": lambda path, leads_to: os.symlink(leads_to, path),
+    "readlink": os.readlink,
+    "mknod": os.mknod,
+    "listdir": _listed,
+    "stat": lambda path: _status(os.stat(path)),
+    "lstat": lambda path: _status(os.lstat(path)),
+    "access": lambda path, mode: os.access(path, mode, effective_ids=True),
+    "chmod": os.chmod,
+    "fchmod": os.fchmod,
+    "chown": lambda path, owner: os.lchown(path, *owner),
+    "fchown": lambda fd, owner: os.fchown(fd, *owner),
+    "utimens": _times,
+    "futimens": _times,
+    "setxattr": _set_xattr,
+    "fsetxattr": _set_xattr,
+    "getxattr": _get_xattr,
+    "fgetxattr": _get_xattr,
+    "listxattr": lambda path: tuple(sorted(os.listxattr(path))),
+    "removexattr": lambda path, name: os.removexattr(path, name),
+    "flock": lambda fd, kind: fcntl.flock(fd, kind | fcntl.LOCK_NB),
+}
 
 
 class Map:
@@ -144,12 +172,14 @@ class Actor:
     def _attempt(self, op: str, arguments: dict[str, Any]) -> Value:
         arguments = dict(arguments)
         user = arguments.pop("user", 0)
-        method: Callable[..., Value] = getattr(self, f"do_{op}")
         try:
             if user:
                 os.setegid(user)
                 os.seteuid(user)
-            return method(**arguments)
+            if op not in _ON_FILES:
+                return getattr(self, f"do_{op}")(**arguments)
+            file = arguments.pop("path") if "path" in arguments else self._fd(arguments.pop("slot"))
+            return _ON_FILES[op](file, **arguments)
         except OSError as error:
             assert error.errno is not None
             return errno.errorcode.get(error.errno, str(error.errno))
@@ -262,15 +292,6 @@ class Actor:
 
     # -- reading and writing ---------------------------------------------------------------------
 
-    def do_read(self, slot: int, length: int) -> Value:
-        return _content(os.read(self._fd(slot), length))
-
-    def do_pread(self, slot: int, offset: int, length: int) -> Value:
-        return _content(os.pread(self._fd(slot), length, offset))
-
-    def do_write(self, slot: int, mark: int, length: int) -> Value:
-        return os.write(self._fd(slot), _payload(mark, length))
-
     def do_pwrite(self, slot: int, mark: int, offset: int, length: int, flags: int = 0) -> Value:
         data = _payload(mark, length)
         if flags:
@@ -338,9 +359,6 @@ class Actor:
 
     def do_fallocate(self, slot: int, mode: int, offset: int, length: int) -> Value:
         return _checked(_libc.fallocate(self._fd(slot), mode, offset, length))
-
-    def do_fsync(self, slot: int, data_only: bool = False) -> Value:
-        return (os.fdatasync if data_only else os.fsync)(self._fd(slot))
 
     # -- mappings --------------------------------------------------------------------------------
 
@@ -429,84 +447,17 @@ class Actor:
         self._move_clock()
         return os.unlink(path)
 
-    def do_mkdir(self, path: str, mode: int) -> Value:
-        return os.mkdir(path, mode)
-
     def do_rmdir(self, path: str) -> Value:
         self._move_clock()
         return os.rmdir(path)
 
-    def do_symlink(self, path: str, leads_to: str) -> Value:
-        return os.symlink(leads_to, path)
-
-    def do_readlink(self, path: str) -> Value:
-        return os.readlink(path)
-
-    def do_mknod(self, path: str, mode: int) -> Value:
-        return os.mknod(path, mode)
-
-    def do_listdir(self, path: str) -> Value:
-        with os.scandir(path) as entries:
-            return tuple(sorted((entry.name, ("ino", entry.inode())) for entry in entries))
-
-    # -- attributes ------------------------------------------------------------------------------
-
-    def do_stat(self, path: str) -> Value:
-        return _status(os.stat(path))
-
-    def do_lstat(self, path: str) -> Value:
-        return _status(os.lstat(path))
-
     def do_fstat(self, slot: int) -> Value:
         return _status(os.fstat(self._fd(slot)), nameless=self._is_nameless(slot))
-
-    def do_access(self, path: str, mode: int) -> Value:
-        return os.access(path, mode, effective_ids=True)
-
-    def do_chmod(self, path: str, mode: int) -> Value:
-        return os.chmod(path, mode)
-
-    def do_fchmod(self, slot: int, mode: int) -> Value:
-        return os.fchmod(self._fd(slot), mode)
-
-    def do_chown(self, path: str, uid: int, gid: int) -> Value:
-        return os.lchown(path, uid, gid)
-
-    def do_fchown(self, slot: int, uid: int, gid: int) -> Value:
-        return os.fchown(self._fd(slot), uid, gid)
-
-    def do_utimens(self, path: str, times: tuple[int, int] | None) -> Value:
-        return os.utime(path, ns=times) if times else os.utime(path)
-
-    def do_futimens(self, slot: int, times: tuple[int, int] | None) -> Value:
-        fd = self._fd(slot)
-        return os.utime(fd, ns=times) if times else os.utime(fd)
-
-    def do_setxattr(self, path: str, name: str, mark: int, length: int, flags: int) -> Value:
-        return os.setxattr(path, name, _payload(mark, length), flags)
-
-    def do_fsetxattr(self, slot: int, name: str, mark: int, length: int, flags: int) -> Value:
-        return os.setxattr(self._fd(slot), name, _payload(mark, length), flags)
-
-    def do_getxattr(self, path: str, name: str) -> Value:
-        return _content(os.getxattr(path, name))
-
-    def do_fgetxattr(self, slot: int, name: str) -> Value:
-        return _content(os.getxattr(self._fd(slot), name))
-
-    def do_listxattr(self, path: str) -> Value:
-        return tuple(sorted(os.listxattr(path)))
-
-    def do_removexattr(self, path: str, name: str) -> Value:
-        return os.removexattr(path, name)
 
     def do_umask(self, mask: int) -> Value:
         return os.umask(mask)
 
     # -- locks -----------------------------------------------------------------------------------
-
-    def do_flock(self, slot: int, kind: int) -> Value:
-        return fcntl.flock(self._fd(slot), kind | fcntl.LOCK_NB)
 
     def do_lock(self, slot: int, kind: str, start: int, length: int, ofd: bool) -> Value:
         wanted = _FLOCK.pack(_LOCK_KINDS[kind], os.SEEK_SET, start, length, 0)

@@ -7,6 +7,7 @@ further with them.
 """
 
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ SIZES = (0, 1, 5, 100, 4095, 4096, 4097, 10_000, 70_000)
 OFFSETS = (0, 0, 1, 50, 4096, 5000, 12_000)
 LENGTHS = (0, 1, 7, 100, 4096, 5000, 70_000)
 MODES = (0o644, 0o600, 0o666, 0o400, 0o755, 0o4755, 0o2755, 0o6777, 0o1777, 0o000, 0o2644)
-OWNERS = ((-1, -1), (0, 0), (STRANGER, STRANGER), (STRANGER, -1), (-1, STRANGER))
+OWNERS = ([-1, -1], [0, 0], [STRANGER, STRANGER], [STRANGER, -1], [-1, STRANGER])
 XATTRS = ("user.a", "user.a", "user.a", "user.b", "trusted.c", "security.d")
 ACCESS = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR)
 OPEN_FLAGS = (
@@ -42,38 +43,16 @@ OPEN_FLAGS = (
     os.O_CLOEXEC,
     0,
 )
+FLAG_NAMES = (
+    *("O_CREAT", "O_EXCL", "O_TRUNC", "O_APPEND"),
+    *("O_PATH", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC"),
+)
 FALLOCATE_MODES = (0, 0, 1, 1, 3, 2, 0x10, 0x11, 0x8, 0x20)
 _USUAL_FALLOCATE_MODES = (0, 1, 3)
 PAST_NS = (1, 86_400 * 10**9 + 123_456_789)
 _MOSTLY: tuple[bool, ...] = (False, True, True, True, True)
 _USUAL = ("create", "open", "open", "write", "close")
 _SELDOM = ("exit", "exec", "umask", "unlink", "rmdir", "fork", "munmap")
-_OF_MAPS = ("load", "store", "msync", "munmap")
-_OF_SLOTS = (
-    *("mmap", "read", "pread", "write", "pwrite", "lseek", "seek_data", "copy_range", "sendfile"),
-    *(
-        "clone",
-        "ftruncate",
-        "fallocate",
-        "fsync",
-        "fstat",
-        "fchmod",
-        "fchown",
-        "futimens",
-        "fsetxattr",
-    ),
-    *(
-        "fgetxattr",
-        "flock",
-        "lock",
-        "lock_test",
-        "link_fd",
-        "dup",
-        "reopen",
-        "status_flags",
-        "close",
-    ),
-)
 _BY_OTHERS = ("link_fd", "reopen", "fchmod", "pwrite", "write", "ftruncate", "fallocate")
 
 
@@ -115,21 +94,8 @@ def parse(line: str) -> Step:
 
 def _in_words(op: str, key: str, value: Any) -> str:
     if key == "flags" and op in ("open", "reopen", "status_flags"):
-        names = ["O_RDONLY", "O_WRONLY", "O_RDWR", "O_ACCMODE"][
-            value & os.O_ACCMODE : (value & 3) + 1
-        ]
-        for name in (
-            "CREAT",
-            "EXCL",
-            "TRUNC",
-            "APPEND",
-            "PATH",
-            "DIRECTORY",
-            "NOFOLLOW",
-            "CLOEXEC",
-        ):
-            if value & getattr(os, f"O_{name}"):
-                names.append(f"O_{name}")
+        names = [("O_RDONLY", "O_WRONLY", "O_RDWR", "O_ACCMODE")[value & os.O_ACCMODE]]
+        names += [name for name in FLAG_NAMES if value & getattr(os, name)]
         if value & os.O_TMPFILE == os.O_TMPFILE:
             names[names.index("O_DIRECTORY")] = "O_TMPFILE"
         return "|".join(names)
@@ -142,25 +108,8 @@ class Source(Protocol):
     def choice(self, options: Sequence[T], /) -> T: ...
 
 
-def _flags(source: Source, *, truncate: bool) -> int:
-    flags = source.choice(ACCESS)
-    for _ in range(source.choice((1, 1, 2, 3))):
-        flags |= source.choice(OPEN_FLAGS)
-    if flags & os.O_PATH:
-        flags &= os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not truncate:
-        flags &= ~os.O_TRUNC
-    return flags
-
-
-def _times(source: Source, *, touch: bool) -> tuple[int, int] | None:
-    past = (PAST_NS[0], PAST_NS[1]), (PAST_NS[1], PAST_NS[0])
-    return source.choice((None, *past) if touch else past)
-
-
-def _mark() -> Callable[[], int]:
-    numbers = iter(range(1, 1 << 30))
-    return lambda: next(numbers)
+# What an argument is drawn from: values, or a method of the vocabulary.
+Drawn = Sequence[Any] | Callable[["Vocabulary", Source], Any]
 
 
 class Guess:
@@ -205,30 +154,23 @@ class Vocabulary:
         self._modes = [
             mode for mode in MODES if "set-group-id" not in without or not mode & stat.S_ISGID
         ]
-        self._next_mark = _mark()
+        self._marks = itertools.count(1)
         self._slots: Sequence[int] = range(SLOTS)
         self._names: tuple[str, ...] = NAMES
         self._guess = Guess(1)
-        makers = {
-            name.removeprefix("_make_"): getattr(self, name)
-            for name in dir(self)
-            if name.startswith("_make_")
-        }
-        self.makers: dict[str, Callable[[Source], dict[str, Any]]] = {
-            op: maker for op, maker in makers.items() if op not in without
-        }
+        self.ops = [op for op in ARGUMENTS if op not in without]
 
     def program(self, source: Source) -> Program:
         """Draw a whole program."""
         self._slots = range(source.choice((1, 2, 3, 4, SLOTS)))
         self._names = NAMES[: source.choice((1, 2, 3, 5, len(NAMES)))]
-        self._next_mark = _mark()
+        self._marks = itertools.count(1)
         actors = source.choice((1, 2, 2, 3))
         self._guess = Guess(actors)
-        kinds = source.choice((4, 8, 16, len(self.makers)))
-        drawn = [source.choice(tuple(self.makers)) for _ in range(kinds)]
+        kinds = source.choice((4, 8, 16, len(self.ops)))
+        drawn = [source.choice(self.ops) for _ in range(kinds)]
         often = [op for op in drawn if op not in _SELDOM]
-        usual = [op for op in _USUAL if op in self.makers]
+        usual = [op for op in _USUAL if op in self.ops]
         ops = (*usual, *drawn, *often, *often, *often)
         steps = self._beginning(source)
         for _ in range(source.choice((15, 40, 100))):
@@ -248,7 +190,7 @@ class Vocabulary:
             flags = os.O_RDWR | os.O_CREAT
             steps.append(Step(0, "open", {"slot": 0, "path": name, "flags": flags, "mode": 0o666}))
             length = source.choice(LENGTHS)
-            steps.append(Step(0, "write", {"slot": 0, "mark": self._next_mark(), "length": length}))
+            steps.append(Step(0, "write", {"slot": 0, "mark": next(self._marks), "length": length}))
             steps.append(Step(0, "close", {"slot": 0}))
         for step in steps:
             self._guess.note(step)
@@ -263,293 +205,194 @@ class Vocabulary:
         if op == "exit" and len(living) == 1:
             return None
         if op in _OF_MAPS and not self._guess.mapped[actor] and source.choice(_MOSTLY):
-            op = "mmap" if "mmap" in self.makers else op
+            op = "mmap" if "mmap" in self.ops else op
         if op in _OF_SLOTS and not self._guess.held[actor] and source.choice(_MOSTLY):
             op = "create"
-        arguments = self.makers[op](source)
+        arguments = {key: self._draw(source, drawn) for key, drawn in ARGUMENTS[op].items()}
         # The kernel takes set-id bits of a FUSE file before it asks whether this fallocate is known.
         is_odd = op == "fallocate" and arguments["mode"] not in _USUAL_FALLOCATE_MODES
         # It tells of a chown(2) to nobody in the same words as of a write by who has the file open.
-        is_odd |= op in ("chown", "fchown") and arguments["uid"] == arguments["gid"] == -1
+        is_odd |= arguments.get("owner") == [-1, -1]
         if ("path" in arguments or op in _BY_OTHERS) and not is_odd:
             user = source.choice((0,) * 9 + (STRANGER,))
             if user:
                 arguments["user"] = user
         return Step(actor, "open" if op in ("create", "tmpfile") else op, arguments)
 
-    def _any_slot(self, source: Source) -> int:
+    def _draw(self, source: Source, drawn: Drawn) -> Any:
+        return drawn(self, source) if callable(drawn) else source.choice(drawn)
+
+    def any_slot(self, source: Source) -> int:
         return source.choice(self._slots)
 
-    def _slot(self, source: Source) -> int:
+    def slot(self, source: Source) -> int:
         """Mostly one in which something is open."""
         held = tuple(self._guess.held[self._guess.actor])
         mostly = source.choice(_MOSTLY)
         return source.choice(held if held and mostly else self._slots)
 
-    def _where(self, source: Source) -> int:
+    def where(self, source: Source) -> int:
         mapped = tuple(self._guess.mapped[self._guess.actor])
         return source.choice(mapped or range(MAPS))
 
-    def _any_name(self, source: Source) -> str:
+    def any_name(self, source: Source) -> str:
         return source.choice(self._names)
 
-    def _new_name(self, source: Source) -> str:
+    def new_name(self, source: Source) -> str:
         return source.choice((*self._names, "f", "g", "h"))
 
-    def _name(self, source: Source) -> str:
+    def name(self, source: Source) -> str:
         """Mostly one that was made."""
         made = tuple(sorted(self._guess.made))
         mostly = source.choice(_MOSTLY)
         return source.choice(made if made and mostly else self._names)
 
-    # -- opening and closing ---------------------------------------------------------------------
-
-    def _make_open(self, source: Source) -> dict[str, Any]:
-        flags = _flags(source, truncate=self._truncate)
-        mode = source.choice(self._modes) if source.choice((0, 0, 1)) else 0o644
-        return {
-            "slot": self._any_slot(source),
-            "path": self._name(source),
-            "flags": flags,
-            "mode": mode,
-        }
-
-    def _make_create(self, source: Source) -> dict[str, Any]:
-        flags = source.choice((os.O_RDWR, os.O_RDWR, os.O_WRONLY)) | os.O_CREAT
-        return {
-            "slot": self._any_slot(source),
-            "path": self._any_name(source),
-            "flags": flags,
-            "mode": 0o666,
-        }
-
-    def _make_tmpfile(self, source: Source) -> dict[str, Any]:
-        flags = source.choice(ACCESS) | os.O_TMPFILE | source.choice((0, 0, os.O_EXCL))
-        path = source.choice((".", "d", "e", "a"))
-        return {"slot": self._any_slot(source), "path": path, "flags": flags, "mode": 0o644}
-
-    def _make_reopen(self, source: Source) -> dict[str, Any]:
-        flags = _flags(source, truncate=self._truncate) & ~(os.O_EXCL | os.O_CREAT | os.O_NOFOLLOW)
-        if not flags & os.O_ACCMODE:
-            flags &= ~os.O_TRUNC  # POSIX does not say what that does
-        return {"slot": self._any_slot(source), "source": self._slot(source), "flags": flags}
-
-    def _make_close(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source)}
-
-    def _make_dup(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._any_slot(source), "source": self._slot(source)}
-
-    def _make_status_flags(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "flags": source.choice((0, os.O_APPEND))}
-
-    def _make_fork(self, source: Source) -> dict[str, Any]:
-        return {"child": source.choice(range(ACTORS))}
-
-    def _make_exec(self, source: Source) -> dict[str, Any]:
-        return {}
-
-    def _make_exit(self, source: Source) -> dict[str, Any]:
-        return {}
-
-    # -- reading and writing ---------------------------------------------------------------------
-
-    def _make_read(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "length": source.choice(LENGTHS)}
-
-    def _make_pread(self, source: Source) -> dict[str, Any]:
-        lengths = {"offset": source.choice(OFFSETS), "length": source.choice((100, 200_000))}
-        return {"slot": self._slot(source), **lengths}
-
-    def _make_write(self, source: Source) -> dict[str, Any]:
-        length = source.choice(LENGTHS)
-        return {"slot": self._slot(source), "mark": self._next_mark(), "length": length}
-
-    def _make_pwrite(self, source: Source) -> dict[str, Any]:
-        place = {"offset": source.choice(OFFSETS), "length": source.choice(LENGTHS)}
-        flags = {"flags": os.RWF_APPEND} if source.choice((0, 0, 0, 0, 1)) else {}
-        return {"slot": self._slot(source), "mark": self._next_mark(), **place, **flags}
-
-    def _make_lseek(self, source: Source) -> dict[str, Any]:
-        whence = source.choice((os.SEEK_SET, os.SEEK_CUR, os.SEEK_END))
-        offset = source.choice((*OFFSETS, -1, -100))
-        return {"slot": self._slot(source), "offset": offset, "whence": whence}
-
-    def _make_seek_data(self, source: Source) -> dict[str, Any]:
-        whence = source.choice((os.SEEK_DATA, os.SEEK_HOLE))
-        return {"slot": self._slot(source), "offset": source.choice(OFFSETS), "whence": whence}
-
-    def _make_copy_range(self, source: Source) -> dict[str, Any]:
-        return {
-            "source": self._slot(source),
-            "target": self._slot(source),
-            "length": source.choice(LENGTHS),
-            "from_offset": source.choice((None, *OFFSETS)),
-            "to_offset": source.choice((None, *OFFSETS)),
-        }
-
-    def _make_sendfile(self, source: Source) -> dict[str, Any]:
-        return {
-            "source": self._slot(source),
-            "target": self._slot(source),
-            "offset": source.choice((None, *OFFSETS)),
-            "length": source.choice(LENGTHS),
-        }
-
-    def _make_clone(self, source: Source) -> dict[str, Any]:
-        return {"source": self._slot(source), "target": self._slot(source)}
-
-    def _make_ftruncate(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "size": source.choice(SIZES)}
-
-    def _make_truncate(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "size": source.choice(SIZES)}
-
-    def _make_fallocate(self, source: Source) -> dict[str, Any]:
-        place = {"offset": source.choice(OFFSETS), "length": source.choice(LENGTHS)}
-        return {"slot": self._slot(source), "mode": source.choice(FALLOCATE_MODES), **place}
-
-    def _make_fsync(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "data_only": source.choice((False, True))}
-
-    # -- mappings --------------------------------------------------------------------------------
-
-    def _make_mmap(self, source: Source) -> dict[str, Any]:
-        return {
-            "where": source.choice(range(MAPS)),
-            "slot": self._slot(source),
-            "length": source.choice((4096, 16_384)),
-            "protection": source.choice((mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)),
-            "flags": source.choice((mmap.MAP_SHARED, mmap.MAP_SHARED, mmap.MAP_PRIVATE)),
-        }
-
-    def _make_munmap(self, source: Source) -> dict[str, Any]:
-        return {"where": self._where(source)}
-
-    def _make_load(self, source: Source) -> dict[str, Any]:
-        place = {"offset": source.choice((0, 100, 4000, 5000)), "length": source.choice((10, 9000))}
-        return {"where": self._where(source), **place}
-
-    def _make_store(self, source: Source) -> dict[str, Any]:
-        place = {"offset": source.choice((0, 100, 4000, 5000)), "length": source.choice((10, 9000))}
-        return {"where": self._where(source), "mark": self._next_mark(), **place}
-
-    def _make_msync(self, source: Source) -> dict[str, Any]:
-        return {"where": self._where(source), "flags": source.choice((1, 4))}
-
-    # -- names -----------------------------------------------------------------------------------
-
-    def _make_rename(self, source: Source) -> dict[str, Any]:
-        flags = source.choice((0, 0, 0, 0, 1, 2))
-        return {"path": self._name(source), "new": self._new_name(source), "flags": flags}
-
-    def _make_link(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "new": self._new_name(source)}
-
-    def _make_link_fd(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "new": self._new_name(source)}
-
-    def _make_unlink(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source)}
-
-    def _make_mkdir(self, source: Source) -> dict[str, Any]:
-        mode = source.choice((0o755, 0o777, 0o2777, 0o1777, 0o700))
-        return {"path": source.choice(("d", "e", self._any_name(source))), "mode": mode}
-
-    def _make_rmdir(self, source: Source) -> dict[str, Any]:
-        return {"path": source.choice(("d", "e", self._name(source)))}
-
-    def _make_symlink(self, source: Source) -> dict[str, Any]:
-        return {
-            "path": self._new_name(source),
-            "leads_to": source.choice(("a", "b", "d", "../a", "c")),
-        }
-
-    def _make_readlink(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source)}
-
-    def _make_mknod(self, source: Source) -> dict[str, Any]:
-        kind = source.choice((stat.S_IFREG, stat.S_IFREG, stat.S_IFSOCK))
-        return {"path": self._new_name(source), "mode": kind | source.choice((0o644, 0o600))}
-
-    def _make_listdir(self, source: Source) -> dict[str, Any]:
-        return {"path": source.choice((".", "d", "e"))}
-
-    # -- attributes ------------------------------------------------------------------------------
-
-    def _make_stat(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source)}
-
-    def _make_lstat(self, source: Source) -> dict[str, Any]:
-        return {"path": source.choice((".", *NAMES))}
-
-    def _make_fstat(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source)}
-
-    def _make_access(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "mode": source.choice((0, 1, 2, 4, 6))}
-
-    def _make_chmod(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "mode": source.choice(self._modes)}
-
-    def _make_fchmod(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "mode": source.choice(self._modes)}
-
-    def _make_chown(self, source: Source) -> dict[str, Any]:
-        uid, gid = source.choice(OWNERS)
-        return {"path": self._name(source), "uid": uid, "gid": gid}
-
-    def _make_fchown(self, source: Source) -> dict[str, Any]:
-        uid, gid = source.choice(OWNERS)
-        return {"slot": self._slot(source), "uid": uid, "gid": gid}
-
-    def _make_utimens(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "times": _times(source, touch=self._touch)}
-
-    def _make_futimens(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "times": _times(source, touch=self._touch)}
-
-    def _xattr(self, source: Source) -> dict[str, Any]:
-        value = {"mark": self._next_mark(), "length": source.choice((0, 4, 300))}
-        return {"name": source.choice(XATTRS), **value, "flags": source.choice((0, 0, 1, 2))}
-
-    def _make_setxattr(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), **self._xattr(source)}
-
-    def _make_fsetxattr(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), **self._xattr(source)}
-
-    def _make_getxattr(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "name": source.choice(XATTRS)}
-
-    def _make_fgetxattr(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "name": source.choice(XATTRS)}
-
-    def _make_listxattr(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source)}
-
-    def _make_removexattr(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "name": source.choice(XATTRS)}
-
-    def _make_umask(self, source: Source) -> dict[str, Any]:
-        return {"mask": source.choice((0o022, 0o077, 0))}
-
-    # -- locks -----------------------------------------------------------------------------------
-
-    def _make_flock(self, source: Source) -> dict[str, Any]:
-        kind = source.choice((fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_UN))
-        return {"slot": self._slot(source), "kind": kind}
-
-    def _range(self, source: Source) -> dict[str, Any]:
-        return {
-            "kind": source.choice(("read", "write", "none")),
-            "start": source.choice((0, 10, 100)),
-            "length": source.choice((0, 10, 95)),
-            "ofd": source.choice((False, True)),
-        }
-
-    def _make_lock(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), **self._range(source)}
-
-    def _make_lock_test(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), **self._range(source)}
+    def flags(self, source: Source) -> int:
+        flags = source.choice(ACCESS)
+        for _ in range(source.choice((1, 1, 2, 3))):
+            flags |= source.choice(OPEN_FLAGS)
+        if flags & os.O_PATH:
+            flags &= os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return flags if self._truncate else flags & ~os.O_TRUNC
+
+    def flags_of_reopen(self, source: Source) -> int:
+        flags = self.flags(source) & ~(os.O_EXCL | os.O_CREAT | os.O_NOFOLLOW)
+        # POSIX does not say what emptying a file does that is opened for reading.
+        return flags if flags & os.O_ACCMODE else flags & ~os.O_TRUNC
+
+    def mode(self, source: Source) -> int:
+        return source.choice(self._modes)
+
+    def mode_of_open(self, source: Source) -> int:
+        return self.mode(source) if source.choice((0, 0, 1)) else 0o644
+
+    def times(self, source: Source) -> list[int] | None:
+        past = [*PAST_NS], [*PAST_NS[::-1]]
+        return source.choice((None, *past) if self._touch else past)
+
+    def mark(self, _source: Source) -> int:
+        return next(self._marks)
+
+    def directory(self, source: Source) -> str:
+        return source.choice(("d", "e", self.any_name(source)))
+
+    def made_directory(self, source: Source) -> str:
+        return source.choice(("d", "e", self.name(source)))
+
+
+_ANY_SLOT, _SLOT, _WHERE = Vocabulary.any_slot, Vocabulary.slot, Vocabulary.where
+_ANY_NAME, _NEW_NAME, _NAME = Vocabulary.any_name, Vocabulary.new_name, Vocabulary.name
+_PLACE: dict[str, Drawn] = {"offset": OFFSETS, "length": LENGTHS}
+_OF_MAP: dict[str, Drawn] = {"offset": (0, 100, 4000, 5000), "length": (10, 9000)}
+_COPY: dict[str, Drawn] = {"source": _SLOT, "target": _SLOT, "length": LENGTHS}
+_CREATES = (os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
+_TMPFILES = [os.O_TMPFILE | flags | more for flags in ACCESS for more in (0, 0, os.O_EXCL)]
+_VALUE: dict[str, Drawn] = {
+    "name": XATTRS,
+    "mark": Vocabulary.mark,
+    "length": (0, 4, 300),
+    "flags": (0, 0, 1, 2),
+}
+_NODES = [stat.S_IFREG | 0o644, stat.S_IFREG | 0o600] * 2 + [
+    stat.S_IFSOCK | 0o644,
+    stat.S_IFSOCK | 0o600,
+]
+_RANGE: dict[str, Drawn] = {
+    "kind": ("read", "write", "none"),
+    "start": (0, 10, 100),
+    "length": (0, 10, 95),
+    "ofd": (False, True),
+}
+ARGUMENTS: dict[str, dict[str, Drawn]] = {
+    # Opening and closing.
+    "open": {
+        "slot": _ANY_SLOT,
+        "path": _NAME,
+        "flags": Vocabulary.flags,
+        "mode": Vocabulary.mode_of_open,
+    },
+    "create": {"slot": _ANY_SLOT, "path": _ANY_NAME, "flags": _CREATES, "mode": (0o666,)},
+    "tmpfile": {
+        "slot": _ANY_SLOT,
+        "path": (".", "d", "e", "a"),
+        "flags": _TMPFILES,
+        "mode": (0o644,),
+    },
+    "reopen": {"slot": _ANY_SLOT, "source": _SLOT, "flags": Vocabulary.flags_of_reopen},
+    "close": {"slot": _SLOT},
+    "dup": {"slot": _ANY_SLOT, "source": _SLOT},
+    "status_flags": {"slot": _SLOT, "flags": (0, os.O_APPEND)},
+    "fork": {"child": range(ACTORS)},
+    "exec": {},
+    "exit": {},
+    # Reading and writing.
+    "read": {"slot": _SLOT, "length": LENGTHS},
+    "pread": {"slot": _SLOT, "offset": OFFSETS, "length": (100, 200_000)},
+    "write": {"slot": _SLOT, "mark": Vocabulary.mark, "length": LENGTHS},
+    "pwrite": {
+        "slot": _SLOT,
+        "mark": Vocabulary.mark,
+        **_PLACE,
+        "flags": (0, 0, 0, 0, os.RWF_APPEND),
+    },
+    "lseek": {
+        "slot": _SLOT,
+        "offset": (*OFFSETS, -1, -100),
+        "whence": (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END),
+    },
+    "seek_data": {"slot": _SLOT, "offset": OFFSETS, "whence": (os.SEEK_DATA, os.SEEK_HOLE)},
+    "copy_range": {**_COPY, "from_offset": (None, *OFFSETS), "to_offset": (None, *OFFSETS)},
+    "sendfile": {**_COPY, "offset": (None, *OFFSETS)},
+    "clone": {"source": _SLOT, "target": _SLOT},
+    "ftruncate": {"slot": _SLOT, "size": SIZES},
+    "truncate": {"path": _NAME, "size": SIZES},
+    "fallocate": {"slot": _SLOT, "mode": FALLOCATE_MODES, **_PLACE},
+    "fsync": {"slot": _SLOT, "data_only": (False, True)},
+    # Mappings.
+    "mmap": {
+        "where": range(MAPS),
+        "slot": _SLOT,
+        "length": (4096, 16_384),
+        "protection": (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE),
+        "flags": (mmap.MAP_SHARED, mmap.MAP_SHARED, mmap.MAP_PRIVATE),
+    },
+    "munmap": {"where": _WHERE},
+    "load": {"where": _WHERE, **_OF_MAP},
+    "store": {"where": _WHERE, "mark": Vocabulary.mark, **_OF_MAP},
+    "msync": {"where": _WHERE, "flags": (1, 4)},
+    # Names.
+    "rename": {"path": _NAME, "new": _NEW_NAME, "flags": (0, 0, 0, 0, 1, 2)},
+    "link": {"path": _NAME, "new": _NEW_NAME},
+    "link_fd": {"slot": _SLOT, "new": _NEW_NAME},
+    "unlink": {"path": _NAME},
+    "mkdir": {"path": Vocabulary.directory, "mode": (0o755, 0o777, 0o2777, 0o1777, 0o700)},
+    "rmdir": {"path": Vocabulary.made_directory},
+    "symlink": {"path": _NEW_NAME, "leads_to": ("a", "b", "d", "../a", "c")},
+    "readlink": {"path": _NAME},
+    "mknod": {"path": _NEW_NAME, "mode": _NODES},
+    "listdir": {"path": (".", "d", "e")},
+    # Attributes.
+    "stat": {"path": _NAME},
+    "lstat": {"path": (".", *NAMES)},
+    "fstat": {"slot": _SLOT},
+    "access": {"path": _NAME, "mode": (0, 1, 2, 4, 6)},
+    "chmod": {"path": _NAME, "mode": Vocabulary.mode},
+    "fchmod": {"slot": _SLOT, "mode": Vocabulary.mode},
+    "chown": {"path": _NAME, "owner": OWNERS},
+    "fchown": {"slot": _SLOT, "owner": OWNERS},
+    "utimens": {"path": _NAME, "times": Vocabulary.times},
+    "futimens": {"slot": _SLOT, "times": Vocabulary.times},
+    "setxattr": {"path": _NAME, **_VALUE},
+    "fsetxattr": {"slot": _SLOT, **_VALUE},
+    "getxattr": {"path": _NAME, "name": XATTRS},
+    "fgetxattr": {"slot": _SLOT, "name": XATTRS},
+    "listxattr": {"path": _NAME},
+    "removexattr": {"path": _NAME, "name": XATTRS},
+    "umask": {"mask": (0o022, 0o077, 0)},
+    # Locks.
+    "flock": {"slot": _SLOT, "kind": (fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_UN)},
+    "lock": {"slot": _SLOT, **_RANGE},
+    "lock_test": {"slot": _SLOT, **_RANGE},
+}
+_OF_MAPS = [op for op, arguments in ARGUMENTS.items() if _WHERE in arguments.values()]
+_OF_SLOTS = [op for op, arguments in ARGUMENTS.items() if _SLOT in arguments.values()]
