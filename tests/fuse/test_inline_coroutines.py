@@ -26,16 +26,6 @@ async def run_or_resume(coro: Any) -> Any:
 # -- without waiting ---------------------------------------------------------------------------------
 
 
-def test_what_never_waits_needs_no_task() -> None:
-    async def inner(value: int) -> int:
-        return value * 2
-
-    async def outer() -> int:
-        return await inner(3) + await inner(4)
-
-    assert run(outer()) == 14
-
-
 def test_detach_does_nothing_under_another_runner() -> None:
     async def main() -> int:
         with trio.testing.assert_no_checkpoints():

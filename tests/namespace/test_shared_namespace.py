@@ -31,19 +31,6 @@ from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespa
 # -- what one host does, the others see --------------------------------------------------------------
 
 
-async def test_a_name_created_on_one_host_is_found_on_another_after_a_barrier(
-    keys: EtcdKeys,
-) -> None:
-    async with hosts(keys, 2) as (here, there):
-        made = await here.create(
-            ROOT_INO, b"file", FILE | 0o640, 7, 8, layout=Layout(2, 1 << 20, 2**64 - 1, 3)
-        )
-        assert fields(found(here, ROOT_INO, b"file")) == fields(made)
-        await there.hub.barrier()
-        assert fields(found(there, ROOT_INO, b"file")) == fields(made)
-        await expect_all_equal(keys, [here, there])
-
-
 async def test_every_operation_shows_on_all_hosts(keys: EtcdKeys) -> None:
     async with hosts(keys, 2) as (here, there):
         place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o2775, 0, 5)
@@ -207,11 +194,8 @@ async def test_what_its_own_host_removes_stays_if_in_use(keys: EtcdKeys, kind: s
         for in_use in (True, False):
             inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
             gone: Inode | None
-            if kind == "unlink":
-                removing = namespace.unlink(ROOT_INO, b"name")
-                gone = await while_open(namespace, removing, is_open=in_use)
-            elif kind == "rmdir":
-                removing = namespace.rmdir(ROOT_INO, b"name")
+            if kind != "rename":
+                removing = getattr(namespace, kind)(ROOT_INO, b"name")
                 gone = await while_open(namespace, removing, is_open=in_use)
             else:
                 await namespace.create(ROOT_INO, b"other", mode, 0, 0)

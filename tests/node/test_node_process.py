@@ -263,7 +263,6 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session=lambda: writer.session.number,
             session_key=writer.session_key,
         ) as writer.peers:
-            await writer.ensure_groups()
             with trio.fail_after(90):
                 await writer.groups.ensure(
                     engine,
