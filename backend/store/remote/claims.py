@@ -15,7 +15,7 @@ one, and leaves it so for a while, for longer each time.
 A mount takes the claim of a directory in which it makes or removes several files. A holder whose session
 has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts;
 then its claim is deleted, and it is not waited for again. It finds its files' names free, or taken, when it
-stores them, and what it deferred is lost.
+stores them, and likewise what it deferred.
 """
 
 import errno
