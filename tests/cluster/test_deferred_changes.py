@@ -9,9 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trio
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.kv import Delete
+from irdmafs.backend.model.records import claim_key
 
 FILES = 200
 
@@ -267,6 +272,34 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     claim_exclusively(holder, here)
     (here / "new").touch()
     assert (there / "new").exists()
+
+
+def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more(
+    own_cluster: Cluster,
+) -> None:
+    """As they do if it has not answered for a lease's length, though its session lives."""
+    holder = own_cluster.mounts[0]
+    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+    here.mkdir()
+    key = claim_key(here.stat().st_ino)
+
+    async def delete_claim() -> None:
+        config = ClusterConfig.load(str(own_cluster.config)).cluster
+        assert config is not None
+        async with config.engine("mount") as engine:
+            await engine.transact((), [Delete(key)])
+
+    claim_exclusively(holder, here)
+    for number in range(50):
+        (here / f"{number:02}").touch()
+    trio.run(delete_claim)
+    assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
+    eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
+    before = deferred(holder)
+    for number in range(50):
+        (here / f"{number:02}").unlink()
+    assert deferred(holder) == before
+    assert not os.listdir(there)
 
 
 def test_nothing_is_deferred_with_dirsync(own_cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ one, and leaves it so for a while, for longer each time.
 A mount takes the claim of a directory in which it makes or removes several files. A holder whose session
 has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts;
 then its claim is deleted, and it is not waited for again. It finds its files' names free, or taken, when it
-stores them, and likewise what it deferred.
+stores them, and likewise what it deferred; from then on it takes no exclusive claims in that session.
 """
 
 import errno
@@ -154,6 +154,8 @@ class Claims:
         self._sharing: set[int] = set()
         # Sessions whose mounts did not answer a wish.
         self._late: set[int] = set()
+        # The leases under which this mount took its newest claim, and under which others deleted one.
+        self._claimed_under = self._doubted = 0
         self._may_claim = True
 
     # -- what this mount keeps to itself -----------------------------------------------------------
@@ -201,13 +203,15 @@ class Claims:
 
     def _may_be_exclusive(self, directory: int) -> bool:
         is_alone = not self._leases.is_followed_by_others(directory)
-        return self._defers and is_alone and directory not in self._looks
+        is_trusted = self._doubted != self._session.lease
+        return self._defers and is_trusted and is_alone and directory not in self._looks
 
     async def _take(self, directory: int) -> None:
         exclusive = self._may_be_exclusive(directory)
         try:
             await self._put(directory, exclusive=exclusive)
             self._used[directory] = time.monotonic()
+            self._claimed_under = self._session.lease
         except Conflict as conflict:
             log.debug("directory %d is not claimed: %s", directory, conflict)
         except OSError as error:
@@ -340,6 +344,8 @@ class Claims:
                 if not self.revision(directory):
                     # The session has ended, or others deleted the claim: they may take the names.
                     if self._used.pop(directory, None):
+                        if self._claimed_under == self._session.lease:
+                            self._doubted = self._session.lease
                         self._nursery.start_soon(self._attempt, store, directory)
                     continue
                 if wanted or now - used > _IDLE_S:
@@ -367,6 +373,7 @@ class Claims:
                     claim_key(directory),
                     *[wish_key(directory, lease) for lease in wishes],
                 )
+                self._used.pop(directory, None)
         except OSError as error:
             log.info("the claim of directory %d is not given up: %s", directory, error)
         finally:
