@@ -110,7 +110,7 @@ class MountOptions:
         bool, Switch("nodiratime", "diratime", "keep access times of directories as they are")
     ] = False
     sync: Annotated[
-        bool, Switch("sync", "async", "passed to the kernel: writes are synchronous")
+        bool, Switch("sync", "async", "writes are synchronous, changes of names as with dirsync")
     ] = False
     dirsync: Annotated[
         bool, Switch("dirsync", None, "changes of names are stored before they are answered")

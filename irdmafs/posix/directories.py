@@ -109,5 +109,6 @@ class Directories(Part):
 
     async def sync(self) -> None:
         """Make all changes of names that were answered survive a crash."""
-        await detach()
+        if self._store.sends:
+            await detach()
         await self._namespace.flush()
