@@ -244,14 +244,15 @@ class SharedCommitter:
         claims, deferred = self._claims, self.deferred
         if claims is None or deferred is None or not (commit.may_wait and deferred.has_room):
             return False
-        if (
-            self._tree.quotas.in_use
-            or any(inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone))
-            or any(inode.maker for inode in commit.inodes)
+        if any(inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone)) or any(
+            inode.maker for inode in commit.inodes
         ):
             return False
         directories = _has_files_in(commit)
-        if not all(map(claims.is_exclusive, directories)):
+        quotas = self._tree.quotas
+        if not all(map(claims.is_exclusive, directories)) or (
+            quotas.in_use and any(map(quotas.above, directories))
+        ):
             return False
         self._add_names(commit)
         changes = operations(commit)
@@ -278,7 +279,7 @@ class SharedCommitter:
 
     def _stays_here(self, commit: Commit) -> bool:
         """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""
-        if self._claims is None or commit.stores or commit.charge is not None:
+        if self._claims is None or commit.stores or (commit.charge and commit.charge.quotas):
             return False
         for inode in (*commit.inodes, *commit.gone):
             if inode.revision or not inode.maker:
