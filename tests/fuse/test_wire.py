@@ -6,14 +6,13 @@ import gc
 import logging
 import os
 import resource
-import shutil
 import stat
 import struct
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -222,13 +221,9 @@ class Served:
         block = Superblock(store, self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
+        tasks = StartedTasks(nursery)
         self.session = Checked(
-            self.connection,
-            filesystem,
-            self.notices,
-            StartedTasks(nursery),
-            Counts(),
-            FastWakeups(),
+            self.connection, filesystem, self.notices, tasks, Counts(), FastWakeups()
         )
         self.session.surprises = []
         self.expected: Counter[int] = Counter()
@@ -322,12 +317,11 @@ class Served:
         """Opens that were sent to another node and never came: such an open of another thread notices."""
         name, pid = b"for redirections", 4711
         self.request(Opcode.MKNOD, ROOT, wire.MKNOD_IN.pack(0o100644, 0, 0, 0) + name + b"\0")
-        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
-        node_id = lookup(self, name, pid)
+        truncating = os.O_WRONLY | os.O_TRUNC
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
-            assert self.request(Opcode.OPEN, node_id, truncating, pid=pid)[0] == errno.ESTALE
-        self.request(Opcode.OPEN, lookup(self, name, pid), truncating, pid=pid)
+            assert opened(self, lookup(self, name, pid), truncating, pid)[0] == errno.ESTALE
+        opened(self, lookup(self, name, pid), truncating, pid)
         self.release_all()
         assert self.request(Opcode.UNLINK, ROOT, name + b"\0")[0] == 0
 
@@ -417,13 +411,23 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | None = None) -> None:
+@asynccontextmanager
+async def serving(mode: str = "cached") -> AsyncIterator[Served]:
     """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
     backings = Ioctls()
     now_ns()  # the clock keeps a descriptor
     before = open_files()
-
-    async def main(directory: str) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="irdmafs-wire-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+        small_files(),
+        trio.fail_after(60),
+    ):
+        patch.setattr(store_node, "in_memory", lambda path: True)
+        patch.setattr(logging.root, "disabled", True)
+        if mode == "passthrough":
+            patch.setattr(passthrough, "register", backings.register)
+            patch.setattr(passthrough, "unregister", backings.unregister)
         async with (
             embedded_store(directory) as store,
             trio.open_nursery() as telling,
@@ -431,10 +435,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
         ):
             served = Served(store, nursery, passthrough=mode != "cached")
             telling.start_soon(served.tasks.run)
-            talk(served)
-            for data in messages or ():
-                served.send(data)
-                await served.settle()
+            yield served
             served.interrupt_all()
             await served.finish()
             assert {unique: len(found) for unique, found in served.replies.items()} == {
@@ -450,23 +451,20 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
         served.close()
         async with embedded_store(directory) as store:
             check(store.namespace)
+    assert open_files() == before
 
-    async def limited(directory: str) -> None:
-        with trio.fail_after(60):
-            await main(directory)
 
-    directory = tempfile.mkdtemp(prefix="irdmafs-wire-")
-    try:
-        with pytest.MonkeyPatch.context() as patch, small_files():
-            patch.setattr(store_node, "in_memory", lambda path: True)
-            patch.setattr(logging.root, "disabled", True)
-            if mode == "passthrough":
-                patch.setattr(passthrough, "register", backings.register)
-                patch.setattr(passthrough, "unregister", backings.unregister)
-            trio.run(limited, directory)
-        assert open_files() == before
-    finally:
-        shutil.rmtree(directory)
+def serve(mode: str, messages: list[bytes]) -> None:
+    """Serve a store with a few files, and send it the messages, one after the other."""
+
+    async def main() -> None:
+        async with serving(mode) as served:
+            populate(served)
+            for data in messages:
+                served.send(data)
+                await served.settle()
+
+    trio.run(main)
 
 
 # -- requests ----------------------------------------------------------------------------------------
@@ -610,9 +608,8 @@ def populate(served: Served) -> None:
         if error:
             continue
         fh = wire.OPEN_OUT.unpack_from(payload, _ENTRY)[0]
-        write = WRITE_IN.pack(fh, 0, 4, 0, 0, 0, 0) + b"data"
         node_id = wire.ENTRY_OUT.unpack_from(payload)[0]
-        served.request(Opcode.WRITE, node_id, write)
+        served.request(Opcode.WRITE, node_id, WRITE_IN.pack(fh, 0, 4, 0, 0, 0, 0) + b"data")
         served.request(Opcode.FLUSH, node_id, wire.FLUSH_IN.pack(fh, 0, 0, 1))
         if name == b"c":
             served.request(Opcode.RELEASE, node_id, wire.RELEASE_IN.pack(fh, 0, 0, 0))
@@ -625,7 +622,7 @@ fuzzing = settings(deadline=None, suppress_health_check=list(HealthCheck))
 @settings(fuzzing, max_examples=40)
 @given(data=st.lists(st.binary(max_size=300), max_size=20))
 def test_random_bytes_are_answered_at_most_once_and_do_no_harm(data: list[bytes]) -> None:
-    serve("cached", populate, data)
+    serve("cached", data)
 
 
 @settings(fuzzing, max_examples=40)
@@ -638,7 +635,7 @@ def test_random_bytes_are_answered_at_most_once_and_do_no_harm(data: list[bytes]
 def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
     data: list[tuple[int, int, int, bytes]], mode: str
 ) -> None:
-    serve(mode, populate, messages_of(data))
+    serve(mode, messages_of(data))
 
 
 @pytest.mark.long
@@ -647,7 +644,7 @@ def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
 def test_requests_in_any_order_are_answered_once_and_do_no_harm(
     data: list[tuple[int, int, int, bytes]], mode: str
 ) -> None:
-    serve(mode, populate, messages_of(data))
+    serve(mode, messages_of(data))
 
 
 @pytest.mark.long
@@ -671,7 +668,7 @@ def test_damaged_requests_are_answered_once_and_do_no_harm(
         if length_tells and len(broken) >= 4:
             broken[:4] = len(broken).to_bytes(4, "little")
         found[which % len(found)] = bytes(broken)
-    serve(mode, populate, found)
+    serve(mode, found)
 
 
 # -- one promise each ------------------------------------------------------------------------------
@@ -683,6 +680,12 @@ def create(served: Served, name: bytes, flags: int = os.O_WRONLY) -> tuple[int, 
     error, payload = served.request(Opcode.CREATE, ROOT, data)
     assert error == 0
     return wire.ENTRY_OUT.unpack_from(payload)[0], wire.OPEN_OUT.unpack_from(payload, _ENTRY)[0]
+
+
+def opened(served: Served, node_id: int, flags: int, pid: int = 4242) -> tuple[int, int]:
+    """The error of an OPEN, and the handle if there was none."""
+    error, payload = served.request(Opcode.OPEN, node_id, wire.OPEN_IN.pack(flags, 0), pid=pid)
+    return error, 0 if error else wire.OPEN_OUT.unpack(payload)[0]
 
 
 def close(served: Served, node_id: int, fh: int) -> None:
@@ -722,23 +725,23 @@ def write_whole(served: Served, name: bytes, content: bytes) -> int:
         (0o170644, 0, None),
     ],
 )
-def test_mknod_makes_nodes_of_a_known_type_only(mode: int, umask: int, made: int | None) -> None:
-    def talk(served: Served) -> None:
+async def test_mknod_makes_nodes_of_a_known_type_only(
+    mode: int, umask: int, made: int | None
+) -> None:
+    async with serving() as served:
         data = wire.MKNOD_IN.pack(mode, 0, umask, 0) + b"node\0"
         error, _ = served.request(Opcode.MKNOD, ROOT, data)
         assert error == (0 if made else errno.EINVAL)
         found = served.store.namespace.lookup(ROOT, b"node")
         assert (found and found.mode) == made
 
-    serve("cached", talk)
-
 
 @pytest.mark.parametrize("opcode", [Opcode.CREATE, Opcode.TMPFILE])
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR])
-def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
+async def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
     opcode: Opcode, flags: int
 ) -> None:
-    def talk(served: Served) -> None:
+    async with serving("passthrough that fails") as served:
         now_ns()  # the clock keeps a descriptor
         before = open_files()
         data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + b"file\0"
@@ -750,27 +753,24 @@ def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
         found = served.store.namespace.lookup(ROOT, b"file")
         assert found is None or found.version == 0
 
-    serve("passthrough that fails", talk)
-
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_TRUNC])
-def test_a_failed_open_leaves_the_file_as_it_was(
+async def test_a_failed_open_leaves_the_file_as_it_was(
     flags: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(device_fd: int, backing_fd: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    def talk(served: Served) -> None:
+    async with serving("passthrough") as served:
         node_id = write_whole(served, b"file", b"weights")
         served.request(Opcode.FORGET, node_id, wire.FORGET_IN.pack(1))
         before, inode = open_files(), served.store.namespace.lookup(ROOT, b"file")
         assert inode is not None
-        asking = wire.OPEN_IN.pack(flags, 0)
         with monkeypatch.context() as patch:
             patch.setattr(passthrough, "register", fails)
-            error, _ = served.request(Opcode.OPEN, lookup(served, b"file"), asking)
+            error, _ = opened(served, lookup(served, b"file"), flags)
             if error == errno.ESTALE:
-                error, _ = served.request(Opcode.OPEN, lookup(served, b"file"), asking)
+                error, _ = opened(served, lookup(served, b"file"), flags)
             assert error == errno.ENOMEM
         assert open_files() == before
         assert not served.nodes.handles
@@ -778,26 +778,21 @@ def test_a_failed_open_leaves_the_file_as_it_was(
         assert Path(served.store.extents.path(inode.extent)).read_bytes() == b"weights"
         assert set(served.store.extents) == {inode.extent}
 
-    serve("passthrough", talk)
-
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mode: str) -> None:
+async def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(
+    mode: str,
+) -> None:
     """The opener is sent to another node, and finds the name gone when it looks again."""
-
-    def talk(served: Served) -> None:
+    async with serving(mode) as served:
         for name in (b"file", b"other"):
             write_whole(served, name, b"weights")
-        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
-        node_id = lookup(served, b"file")
-        assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
+        truncating = os.O_WRONLY | os.O_TRUNC
+        assert opened(served, lookup(served, b"file"), truncating)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
-            node_id = lookup(served, b"other")
-            assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
-
-    serve(mode, talk)
+            assert opened(served, lookup(served, b"other"), truncating)[0] == errno.ESTALE
 
 
 @pytest.mark.parametrize(
@@ -805,193 +800,154 @@ def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mo
     [os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDONLY | O_LARGEFILE],
 )
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets_that_one(
+async def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets_that_one(
     mode: str, flags: int
 ) -> None:
-    def talk(served: Served) -> None:
-        asking = wire.OPEN_IN.pack(flags, 0)
+    async with serving(mode) as served:
         new, old = busy(served, b"new", flags), busy(served, b"file", flags)
-        assert served.request(Opcode.OPEN, old, asking)[0] == errno.ESTALE
+        assert opened(served, old, flags)[0] == errno.ESTALE
         renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
         assert served.request(Opcode.RENAME, ROOT, renaming)[0] == 0
-        again = lookup(served, b"file")
-        error, opened = served.request(Opcode.OPEN, again, asking)
+        error, fh = opened(served, lookup(served, b"file"), flags)
         assert error == 0
-        handle = served.nodes.handles[wire.OPEN_OUT.unpack(opened)[0]]
-        assert handle.node.ino == served.nodes.by_id[new].ino
+        assert served.nodes.handles[fh].node.ino == served.nodes.by_id[new].ino
         served.release_all()
-
-    serve(mode, talk)
 
 
 def busy(served: Served, name: bytes, flags: int) -> int:
     """Make a file, and return a node of it that cannot show what an open by `flags` gets."""
     node_id = write_whole(served, name, b"old")
-    reading, emptying = (
-        wire.OPEN_IN.pack(os.O_RDONLY, 0),
-        wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0),
-    )
-    assert served.request(Opcode.OPEN, node_id, reading, pid=1)[0] == 0
+    emptying = os.O_WRONLY | os.O_TRUNC
+    assert opened(served, node_id, os.O_RDONLY, pid=1)[0] == 0
     if flags & os.O_TRUNC:
         return node_id
-    assert served.request(Opcode.OPEN, node_id, emptying, pid=2)[0] == errno.ESTALE
+    assert opened(served, node_id, emptying, pid=2)[0] == errno.ESTALE
     other = lookup(served, name, pid=2)
-    _, opened = served.request(Opcode.OPEN, other, emptying, pid=2)
+    _, fh = opened(served, other, emptying, pid=2)
     if flags & os.O_ACCMODE == os.O_RDONLY:
-        close(served, other, wire.OPEN_OUT.unpack(opened)[0])
+        close(served, other, fh)
     return node_id
 
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
+async def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
     """What its thread looks up next is shown as it is."""
-
-    def talk(served: Served) -> None:
+    async with serving(mode) as served:
         node_id = write_whole(served, b"file", b"weights")
         write_whole(served, b"other", b"weights")
-        emptying = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0)
-        assert served.request(Opcode.OPEN, node_id, emptying)[0] == errno.ESTALE
+        emptying = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
+        assert opened(served, node_id, emptying)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
-        creating = wire.CREATE_IN.pack(os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o644, 0, 0)
-        assert served.request(Opcode.CREATE, ROOT, creating + b"file\0")[0] == 0
+        create(served, b"file", emptying)
         _, entry = served.request(Opcode.LOOKUP, ROOT, b"other\0")
         assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
 
-    serve(mode, talk)
-
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
+async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def talk(served: Served) -> None:
+    async with serving(mode) as served:
         node_id = write_whole(served, b"file", b"weights")
-        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
-        assert served.request(Opcode.OPEN, node_id, truncating, pid=1)[0] == errno.ESTALE
+        assert opened(served, node_id, os.O_WRONLY | os.O_TRUNC, pid=1)[0] == errno.ESTALE
         monkeypatch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
-        appending = wire.OPEN_IN.pack(os.O_WRONLY | os.O_APPEND, 0)
-        error, opened = served.request(Opcode.OPEN, node_id, appending, pid=2)
+        error, fh = opened(served, node_id, os.O_WRONLY | os.O_APPEND, pid=2)
         assert error == 0
-        fh = wire.OPEN_OUT.unpack(opened)[0]
         assert served.store.extents.stat(content_of(served, fh).extent).st_size == len(b"weights")
         close(served, node_id, fh)
-
-    serve(mode, talk)
 
 
 @pytest.mark.parametrize("content", [b"", b"weights"])
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
+async def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
     mode: str, content: bytes
 ) -> None:
-    def talk(served: Served) -> None:
+    async with serving(mode) as served:
         node_id = write_whole(served, b"file", content)
         # An open that replaces the file is sent to another node. So is one that joins it while others read.
-        error, _ = served.request(Opcode.OPEN, node_id, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-        assert error == 0
+        assert opened(served, node_id, os.O_RDONLY)[0] == 0
         for pid, flags in ((1, os.O_WRONLY | os.O_TRUNC), (2, os.O_WRONLY)):
-            writing = wire.OPEN_IN.pack(flags, 0)
-            assert served.request(Opcode.OPEN, node_id, writing, pid=pid)[0] == errno.ESTALE
-
-    serve(mode, talk)
+            assert opened(served, node_id, flags, pid)[0] == errno.ESTALE
 
 
-def test_every_kind_of_request_is_carried_out_but_those_that_the_kernel_answers_itself() -> None:
+async def test_every_request_is_carried_out_but_those_that_the_kernel_answers_itself() -> None:
     unknown = {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
         *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
     }
-
-    def talk(served: Served) -> None:
+    async with serving() as served:
         refused = {
             kind for kind in Opcode if served.request(kind, ROOT, bytes(100))[0] == errno.ENOSYS
         }
         assert refused == unknown
 
-    serve("cached", talk)
 
-
-def test_locks_that_wait_are_answered_when_they_are_interrupted() -> None:
-    def talk(served: Served) -> None:
+async def test_locks_that_wait_are_answered_when_they_are_interrupted() -> None:
+    async with serving() as served:
         node_id, fh = create(served, b"file", os.O_RDWR)
         for owner, opcode in ((1, Opcode.SETLK), (2, Opcode.SETLKW), (3, Opcode.SETLKW)):
             lock = wire.LOCK_IN.pack(fh, owner, 0, 100, fcntl.F_WRLCK, 7, 0, 0)
             served.send(message(opcode, node_id, lock, unique=owner))
         assert served.replies[1] == [(0, b"")]
         assert 2 not in served.replies and 3 not in served.replies
-        kept.append(served)
-
-    kept: list[Served] = []
-    serve("cached", talk)
-    assert kept[0].replies[2] == kept[0].replies[3] == [(errno.EINTR, b"")]
+    assert served.replies[2] == served.replies[3] == [(errno.EINTR, b"")]
 
 
-def test_kinds_of_handles_and_nodes_are_not_mixed_up() -> None:
-    def talk(served: Served) -> None:
+async def test_kinds_of_handles_and_nodes_are_not_mixed_up() -> None:
+    async with serving() as served:
         served.request(Opcode.MKDIR, ROOT, wire.MKDIR_IN.pack(0o755, 0) + b"directory\0")
         directory = lookup(served, b"directory")
         file, file_fh = create(served, b"file")
         close(served, file, file_fh)
-        _, opened = served.request(Opcode.OPEN, file, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-        reading = wire.OPEN_OUT.unpack(opened)[0]
-        _, opened = served.request(Opcode.OPENDIR, directory, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-        listing = wire.OPEN_OUT.unpack(opened)[0]
+        _, reading = opened(served, file, os.O_RDONLY)
+        _, answer = served.request(Opcode.OPENDIR, directory, wire.OPEN_IN.pack(os.O_RDONLY, 0))
+        listing = wire.OPEN_OUT.unpack(answer)[0]
         resize = bytearray(wire.SETATTR_IN.size)
         wire.SETATTR_IN.pack_into(resize, 0, wire.Valid.SIZE, *(0,) * 15)
         for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
-            data = wire.OPEN_IN.pack(flags, 0)
-            assert served.request(Opcode.OPEN, directory, data)[0] == errno.EISDIR
+            assert opened(served, directory, flags)[0] == errno.EISDIR
             data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + b"directory\0"
             assert served.request(Opcode.CREATE, ROOT, data)[0] == errno.EISDIR
-        assert served.request(Opcode.SETATTR, directory, bytes(resize))[0] == errno.EISDIR
-        assert served.request(Opcode.OPENDIR, file, wire.OPEN_IN.pack(0, 0))[0] == errno.ENOTDIR
-        write = WRITE_IN.pack(reading, 0, 1, 0, 0, 0, 0) + b"x"
-        assert served.request(Opcode.WRITE, file, write)[0] == errno.EBADF
-        grow = wire.FALLOCATE_IN.pack(reading, 0, 10, 0, 0)
-        assert served.request(Opcode.FALLOCATE, file, grow)[0] == errno.EBADF
-        read = READ_IN.pack(listing, 0, 10, 0, 0, 0, 0)
-        assert served.request(Opcode.READ, directory, read)[0] == errno.EBADF
         read = READ_IN.pack(reading, 0, 1000, 0, 0, 0, 0)
-        for opcode in (Opcode.READDIR, Opcode.READDIRPLUS):
-            assert served.request(opcode, file, read)[0] == errno.ENOTDIR
-        release = wire.RELEASE_IN.pack(listing, 0, 0, 0)
-        assert served.request(Opcode.RELEASE, directory, release)[0] == errno.EBADF
-        release = wire.RELEASE_IN.pack(reading, 0, 0, 0)
-        assert served.request(Opcode.RELEASEDIR, file, release)[0] == errno.ENOTDIR
+        write = WRITE_IN.pack(reading, 0, 1, 0, 0, 0, 0) + b"x"
+        for opcode, node_id, data, error in (
+            (Opcode.SETATTR, directory, bytes(resize), errno.EISDIR),
+            (Opcode.OPENDIR, file, wire.OPEN_IN.pack(0, 0), errno.ENOTDIR),
+            (Opcode.WRITE, file, write, errno.EBADF),
+            (Opcode.FALLOCATE, file, wire.FALLOCATE_IN.pack(reading, 0, 10, 0, 0), errno.EBADF),
+            (Opcode.READ, directory, READ_IN.pack(listing, 0, 10, 0, 0, 0, 0), errno.EBADF),
+            (Opcode.READDIR, file, read, errno.ENOTDIR),
+            (Opcode.READDIRPLUS, file, read, errno.ENOTDIR),
+            (Opcode.RELEASE, directory, wire.RELEASE_IN.pack(listing, 0, 0, 0), errno.EBADF),
+            (Opcode.RELEASEDIR, file, wire.RELEASE_IN.pack(reading, 0, 0, 0), errno.ENOTDIR),
+        ):
+            assert served.request(opcode, node_id, data)[0] == error, opcode
         assert len(served.nodes.handles) == 2
 
-    serve("cached", talk)
 
-
-def test_offsets_beyond_the_largest_file_are_refused() -> None:
-    def talk(served: Served) -> None:
+async def test_offsets_beyond_the_largest_file_are_refused() -> None:
+    async with serving() as served:
         node_id, fh = create(served, b"file", os.O_RDWR)
         for offset in (2**63, U64):
-            read, write = (
-                READ_IN.pack(fh, offset, 10, 0, 0, 0, 0),
-                WRITE_IN.pack(fh, offset, 1, *(0,) * 4),
-            )
-            assert served.request(Opcode.READ, node_id, read)[0] == errno.EINVAL
-            assert served.request(Opcode.WRITE, node_id, write + b"x")[0] == errno.EINVAL
-            seek = LSEEK_IN.pack(fh, 0, U32, 0)
-            assert served.request(Opcode.LSEEK, node_id, seek)[0] == errno.EINVAL
+            for opcode, data in (
+                (Opcode.READ, READ_IN.pack(fh, offset, 10, 0, 0, 0, 0)),
+                (Opcode.WRITE, WRITE_IN.pack(fh, offset, 1, 0, 0, 0, 0) + b"x"),
+                (Opcode.LSEEK, LSEEK_IN.pack(fh, 0, U32, 0)),
+            ):
+                assert served.request(opcode, node_id, data)[0] == errno.EINVAL
             copy = COPY_FILE_RANGE_IN.pack(fh, offset, node_id, fh, 0, 10, 0)
             error, _ = served.request(Opcode.COPY_FILE_RANGE, node_id, copy)
             assert error in (errno.EINVAL, errno.EOVERFLOW)
 
-    serve("cached", talk)
 
-
-def test_a_time_with_more_nanoseconds_than_a_second_is_refused() -> None:
-    def talk(served: Served) -> None:
+async def test_a_time_with_more_nanoseconds_than_a_second_is_refused() -> None:
+    async with serving() as served:
         for atime_ns, mtime_ns in ((10**9, 0), (0, 10**9), (U32, U32)):
             wanted = wire.Valid.ATIME | wire.Valid.MTIME
             times = wire.SETATTR_IN.pack(
                 wanted, 0, 0, 0, 0, 2**63 - 1, 2**63 - 1, 0, atime_ns, mtime_ns, *(0,) * 6
             )
             assert served.request(Opcode.SETATTR, ROOT, times)[0] == errno.EINVAL
-
-    serve("cached", talk)
 
 
 # -- the handshake -----------------------------------------------------------------------------------
