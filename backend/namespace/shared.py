@@ -240,7 +240,7 @@ class SharedCommitter:
     # -- changes that are answered before they are stored ------------------------------------------
 
     def _defers(self, commit: Commit) -> bool:
-        """Apply a commit and defer it, if that may be done, and return whether it was."""
+        """Apply a commit and defer it if that may be done. Return whether it was."""
         claims, deferred = self._claims, self.deferred
         if claims is None or deferred is None or not (commit.may_wait and deferred.has_room):
             return False
@@ -250,8 +250,10 @@ class SharedCommitter:
             return False
         directories = _has_files_in(commit)
         quotas = self._tree.quotas
-        if not all(map(claims.is_exclusive, directories)) or (
-            quotas.in_use and any(map(quotas.above, directories))
+        if (
+            not directories
+            or not all(map(claims.is_exclusive, directories))
+            or (quotas.in_use and any(map(quotas.above, directories)))
         ):
             return False
         self._add_names(commit)
