@@ -47,7 +47,7 @@ def human_bytes(count: object) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         text = f"{size:.{0 if unit == 'B' or size >= 99.95 else 1}f}"
-        # What is rounded up to 1024 is 1.0 of the next unit.
+        # A size that is rounded up to 1024 is 1.0 of the next unit.
         if float(text) < 1024:
             break
         size /= 1024

@@ -36,7 +36,7 @@ __all__ = ["Deferred"]
 
 log = logging.getLogger(__name__)
 
-# A transaction has 127 operations and compares, among these of the claims of some directories.
+# etcd takes 127 operations and as many compares in a transaction. Some compare the claims of directories.
 _OPERATIONS_MAX = 100
 _DIRECTORIES_MAX = 20
 # The first of several changes waits so long for others.
@@ -87,8 +87,8 @@ class Deferred:
         self._stored_s = 0.0  # when everything was stored, or the last changes were
         self._storing = trio.Lock()
         self._first, self._many = trio.Event(), trio.Event()
-        # What is to be told of lost changes, by directory, and the keys of their records until the tree is
-        # right again.
+        # Errors for programs that work in directories in which changes are lost, and the keys of the lost
+        # records, until the tree is right again.
         self._lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
         self._is_running = False

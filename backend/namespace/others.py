@@ -1,4 +1,4 @@
-"""What the committer of a shared engine asks of those who deal with other mounts."""
+"""Protocols of the parts that deal with other mounts, as the committer of a shared engine uses them."""
 
 from collections.abc import Iterable
 from typing import Protocol

@@ -12,6 +12,7 @@ import trio
 from harness.claims import claim, claimed
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
+from harness.seeds import chosen_seed
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Put
@@ -131,8 +132,7 @@ def test_hosts_that_race_for_names_get_each_once(
     hosts: list[ClusterMount], pair: list[Path]
 ) -> None:
     """Both make the same names, exclusively, at times faster than the other: claims come and go."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     count = 300
     won: dict[int, list[int]] = {number: [] for number in range(count)}
     failed: list[BaseException] = []

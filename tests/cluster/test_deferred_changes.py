@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import trio
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
+from harness.seeds import seeded
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Delete
@@ -185,11 +185,17 @@ def own_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture
+def apart(own_cluster: Cluster) -> tuple[ClusterMount, Path, Path]:
+    """A mount of an own cluster, and a directory as it and another mount see it."""
+    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+    here.mkdir()
+    return own_cluster.mounts[0], here, there
+
+
 def test_a_mount_that_dies_loses_the_last_changes_and_none_before(own_cluster: Cluster) -> None:
     holder, other = own_cluster.mounts
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    made = random.Random(seed).randrange(100, 400)
+    made = seeded().randrange(100, 400)
     (holder.path / "directory").mkdir()
     claim_exclusively(holder, holder.path / "directory")
     for number in range(made):
@@ -200,10 +206,10 @@ def test_a_mount_that_dies_loses_the_last_changes_and_none_before(own_cluster: C
 
 
 @pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])
-def test_what_was_changed_before_it_survives(own_cluster: Cluster, by: str) -> None:
-    holder = own_cluster.mounts[0]
-    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
-    here.mkdir()
+def test_what_was_changed_before_it_survives(
+    apart: tuple[ClusterMount, Path, Path], by: str
+) -> None:
+    holder, here, there = apart
     (here / "old").touch()
     (holder.path / "elsewhere").touch()
     claim_exclusively(holder, here)
@@ -222,10 +228,10 @@ def test_what_was_changed_before_it_survives(own_cluster: Cluster, by: str) -> N
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
 
 
-def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(own_cluster: Cluster) -> None:
-    holder = own_cluster.mounts[0]
-    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
-    here.mkdir()
+def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+) -> None:
+    holder, here, there = apart
     claim_exclusively(holder, here)
     (member,) = own_cluster.etcd.members
     member.pause()
@@ -243,11 +249,9 @@ def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(own_cluster: 
 
 
 def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
-    own_cluster: Cluster,
+    apart: tuple[ClusterMount, Path, Path],
 ) -> None:
-    holder = own_cluster.mounts[0]
-    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
-    here.mkdir()
+    holder, here, there = apart
     (here / "old").write_bytes(b"content")
     (here / "changed").write_bytes(b"content")
     claim_exclusively(holder, here)
@@ -275,12 +279,10 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
 
 
 def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more(
-    own_cluster: Cluster,
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
     """As they do if it has not answered for a lease's length, though its session lives."""
-    holder = own_cluster.mounts[0]
-    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
-    here.mkdir()
+    holder, here, there = apart
     key = claim_key(here.stat().st_ino)
 
     async def delete_claim() -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
+from harness.seeds import seeded
 
 KILLS = 4
 KEPT = 5
-# What was answered so long before a mount is killed or stopped is stored.
+# A mount stores its changes within this time after it has answered them.
 STORED_S = 1.0
 
 
@@ -96,9 +97,7 @@ def sync(directory: Path) -> None:
 
 
 def test_the_last_changes_are_lost_and_none_before() -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"\nIRDMAFS_SEED={seed}")
-    chooser = random.Random(seed)
+    chooser = seeded()
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=2, namespaces=False)) as cluster:
         holder = cluster.mounts[0]
         here, there = (mount.path / "directory" for mount in cluster.mounts)

@@ -190,7 +190,7 @@ def _serve(receiver: Connection, sender: Connection) -> None:
     os.set_inheritable(receiver.fileno(), False)
     os.set_inheritable(sender.fileno(), False)
     names = _fresh_names()
-    # What is imported owns no descriptors that `_close_files` would have to find.
+    # Imported modules own no descriptors that `_close_files` would have to find.
     gc.freeze()
     outcome: tuple[bool, Any] | None
     while True:

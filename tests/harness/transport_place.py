@@ -37,7 +37,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def certificates() -> Iterator[dict[str, Credentials]]:
-    """Of each role, and one of another cluster: "foreign"."""
+    """A certificate of each role, and "foreign", which is another cluster's."""
     with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
         make_ca(ours, "ours")
         make_ca(theirs, "theirs")

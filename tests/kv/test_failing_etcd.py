@@ -705,7 +705,7 @@ def test_a_full_etcd_refuses_what_it_did_not_apply_and_can_still_be_read() -> No
                 acknowledged.add(key)
 
         async with EtcdEngine(server.endpoints, b"/") as engine:
-            # Those that follow wait for nothing here.
+            # The transactions that follow wait for nothing here.
             await engine.transact((), [Put(b"start", b"")])
             async with trio.open_nursery() as nursery:
                 for number in range(60):

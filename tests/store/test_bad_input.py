@@ -42,7 +42,7 @@ def fill(file, mode, size):
 def test_full_store_fails_the_write_and_keeps_the_old_version(
     new_mount: NewMount, process: TakeProcess, closes: bool
 ) -> None:
-    """Whether the writer is killed after that, or closes the file."""
+    """The writer closes the file after that, or is killed."""
     mount = new_mount(store_size="64m")
     mount.mount()
     file = mount.path / "weights"

@@ -31,6 +31,7 @@ from ...cluster.lease import Session
 from ...cluster.membership import Members
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
+from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Event, Exists, KeyValue, Put
 from ...kv.faults import Faults
 from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
@@ -287,9 +288,7 @@ class Claims:
                 continue
             try:
                 await ask(directory)
-            except OSError as error:
-                if error.errno != errno.ESTALE:  # LeaseEnded
-                    raise
+            except LeaseEnded:
                 continue
             with trio.move_on_after(self._members.lease_ttl_s) as waiting:
                 while self._entries.claims.get(directory) == claim:

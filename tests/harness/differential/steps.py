@@ -108,7 +108,7 @@ class Source(Protocol):
     def choice(self, options: Sequence[T], /) -> T: ...
 
 
-# What an argument is drawn from: values, or a method of the vocabulary.
+# An argument is drawn from values, or by a method of the vocabulary.
 Drawn = Sequence[Any] | Callable[["Vocabulary", Source], Any]
 
 

@@ -17,7 +17,7 @@ MEGABIT = 1e6
 # So many at a time; with more than that hardly anything works, and little is tested.
 AT_ONCE = 2
 GAP_S = (0.2, 1.5)
-# What a mount has deferred for longer than this is stored, unless it is cut off.
+# A mount stores what it defers within this time, unless it is cut off.
 DEFERRED_NS = 1e9
 
 
