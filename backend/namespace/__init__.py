@@ -1,6 +1,6 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
 from .local import LocalCommitter
 from .namespace import Namespace
 from .new_version import NewVersion
@@ -20,6 +20,7 @@ __all__ = [
     "LocalCommitter",
     "Namespace",
     "NewVersion",
+    "NoInode",
     "Outdated",
     "SharedCommitter",
     "Tree",

@@ -220,5 +220,9 @@ def nearest_time(time_ns: int) -> int:
     return max(-(2**63), min(time_ns, 2**63 - 1))
 
 
+class NoInode(KeyError):
+    """There is no inode of that number: maybe another host removed it just now."""
+
+
 def fail(code: int, detail: str = "") -> OSError:
     return OSError(code, detail or os.strerror(code))

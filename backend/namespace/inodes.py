@@ -18,7 +18,7 @@ from typing import Final, TypeVar, cast, overload
 import msgspec
 
 from ..kv.map import Map
-from .inode import Inode, fail, inode_key, nearest_time, time_key
+from .inode import Inode, NoInode, fail, inode_key, nearest_time, time_key
 
 __all__ = ["Inodes", "Totals", "link_key"]
 
@@ -68,10 +68,10 @@ class Inodes(dict[int, Inode]):
 
     def __missing__(self, ino: int) -> Inode:
         if ino in self._changed:
-            raise KeyError(ino)  # it is being removed
+            raise NoInode(ino)  # it is being removed
         value = self._records.get(inode_key(ino))
         if value is None:
-            raise KeyError(ino)
+            raise NoInode(ino)
         if super().__len__() > _KEPT_MAX and not self._changed:
             self.forget()
         inode = self[ino] = self._decode(ino, value)

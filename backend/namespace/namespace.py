@@ -266,9 +266,9 @@ class Namespace:
         return changed
 
     async def _wait_while_linking(self, ino: int) -> None:
-        while ino in self._linking:
+        while (linking := self._linking.get(ino)) is not None:
             await detach()
-            await self._linking[ino].wait()
+            await linking.wait()
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""

@@ -210,9 +210,10 @@ class SharedCommitter:
     async def _has_to_wait(self, commit: Commit) -> bool:
         """Wait until no file of a commit is just being stored, and return whether there was one."""
         for inode in (*commit.inodes, *commit.gone):
-            if inode.ino in self._storing:
+            storing = self._storing.get(inode.ino)
+            if storing is not None:
                 await detach()
-                await self._storing[inode.ino].wait()
+                await storing.wait()
                 return True
             if inode.ino in self._unsure:
                 await detach()

@@ -181,8 +181,9 @@ class Shared(Coherence):
         """Return what a name leads to when the kernel can find a directory there."""
         if self._may_tell(parent, directory, pid):
             return directory
+        node = self._nodes.by_id[directory.ino]
         await detach()
-        await self._moves.wait_to_tell(self._nodes.by_id[directory.ino], parent, pid)
+        await self._moves.wait_to_tell(node, parent, pid)
         return self.namespace.lookup(parent, name)
 
     def _is_over(self, retry: Retry, pid: int) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import trio
 
 from .. import inline
+from ..backend.namespace import NoInode
 from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
@@ -227,6 +228,8 @@ class KernelSession(Session):
             code = error.errno
             if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
                 log.error("%s: %s", _name(opcode), error)
+        elif isinstance(error, NoInode):
+            code = errno.ESTALE
         elif isinstance(error, KeyError):
             log.error("%s: the kernel asked for what is not open", _name(opcode), exc_info=error)
             code = errno.EBADF

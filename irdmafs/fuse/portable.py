@@ -17,6 +17,7 @@ from typing import Any
 import pyfuse3
 import trio
 
+from ..backend.namespace import NoInode
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node, NodeTable
 from ..posix.calls import Attributes, Caller, OpenInfo, Space
@@ -247,7 +248,10 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
                 with nullcontext() if locks is None else locks.hold(*held):
                     result = await method(*args)
             except (OSError, KeyError) as error:
-                code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EBADF
+                if isinstance(error, OSError):
+                    code = error.errno or errno.EIO
+                else:
+                    code = errno.ESTALE if isinstance(error, NoInode) else errno.EBADF
                 if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
                     log.error("%s: %s", kind.name, error)
                 counts.failed(code)

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -302,6 +303,32 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
         (here / f"{number:02}").unlink()
     assert deferred(holder) == before
     assert not os.listdir(there)
+
+
+def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+) -> None:
+    """A busy machine runs neither for a while: the time that a holder has is up when its answer is read."""
+    holder, here, there = apart
+    other = own_cluster.mounts[1]
+    ttl_s = own_cluster.plan.lease_ttl_s
+    claim_exclusively(holder, here)
+    (here / "file").touch()
+    holder.pause()
+    asked = time.monotonic()
+    looking = threading.Thread(target=os.listdir, args=(there,))
+    looking.start()
+    time.sleep(0.6 * ttl_s)
+    other.pause()
+    holder.resume()
+    time.sleep(max(0.0, asked + 1.1 * ttl_s - time.monotonic()))
+    other.resume()
+    looking.join()
+    (holder.path / "next").mkdir()
+    claim_exclusively(holder, holder.path / "next")
+    for number in range(20):
+        (holder.path / "next" / f"{number}").touch()
+        assert (other.path / "next" / f"{number}").exists()
 
 
 def test_nothing_is_deferred_with_dirsync(own_cluster: Cluster) -> None:

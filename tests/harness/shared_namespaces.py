@@ -26,6 +26,7 @@ from irdmafs.backend.namespace import (
     SharedCommitter,
     Tree,
 )
+from irdmafs.backend.namespace.others import Claims
 from irdmafs.backend.namespace.tree import Listener
 
 Result = TypeVar("Result")
@@ -57,7 +58,14 @@ class HostNamespace(Namespace):
     """One host's namespace. Tests may set what it is told, what it is to hold, and which mounts have a
     session, at any time. `maker` is the number of its mount."""
 
-    def __init__(self, engine: EtcdEngine, hub: type[Replica] = Replica, *, maker: int = 0) -> None:
+    def __init__(
+        self,
+        engine: EtcdEngine,
+        hub: type[Replica] = Replica,
+        *,
+        maker: int = 0,
+        claims: Claims | None = None,
+    ) -> None:
         self.engine = engine
         self.ended: set[int] = set()
         self.held: Callable[[int], bool] = lambda ino: False
@@ -66,7 +74,9 @@ class HostNamespace(Namespace):
         tree = Tree(listener=self, maker=maker, is_mounted=lambda maker: maker not in self.ended)
         tree.holders.append(lambda ino: self.held(ino))
         self.hub = hub(engine, (tree,))
-        committer = SharedCommitter(tree, engine, self.hub, after_commit=self._committed)
+        committer = SharedCommitter(
+            tree, engine, self.hub, claims=claims, after_commit=self._committed
+        )
         super().__init__(tree, committer)
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -91,10 +101,14 @@ class HostNamespace(Namespace):
 
 @asynccontextmanager
 async def host(
-    keys: EtcdKeys, hub: type[Replica] = Replica, *, maker: int = 0
+    keys: EtcdKeys,
+    hub: type[Replica] = Replica,
+    *,
+    maker: int = 0,
+    claims: Claims | None = None,
 ) -> AsyncIterator[HostNamespace]:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
-        namespace = HostNamespace(engine, hub, maker=maker)
+        namespace = HostNamespace(engine, hub, maker=maker, claims=claims)
         await namespace.start(nursery)
         yield namespace
         nursery.cancel_scope.cancel()

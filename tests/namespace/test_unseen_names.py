@@ -1,9 +1,11 @@
 """Names of files that their makers have not published yet, on several namespaces of one etcd."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
+import trio
+import trio.testing
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
@@ -13,6 +15,7 @@ from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
+from irdmafs.inline import Detached, resume, run
 
 HERE, THERE = 11, 22
 
@@ -134,6 +137,54 @@ async def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not
             here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1)) for file in (lost, removed)
         ]
         assert await all_at_once(*publishing) == ["ESTALE", "ok"]
+
+
+class AllClaimed:
+    """The claims of a mount that is alone."""
+
+    def is_ours(self, directory: int) -> bool:
+        return True
+
+    def is_exclusive(self, directory: int) -> bool:
+        return False
+
+    def revision(self, directory: int) -> int:
+        return 0
+
+    known_revision = revision
+
+    def of_others(self, directories: Iterable[int]) -> list[int]:
+        return []
+
+    exclusive_of_others = of_others
+
+    async def recall(self, directory: int) -> None:
+        """Return at once: there is no other."""
+
+    look = recall
+
+    def changed_in(self, directory: int) -> None:
+        """Claim nothing: all is."""
+
+
+@pytest.mark.parametrize("by", ["its first version", "a link"])
+async def test_what_waits_for_a_file_that_is_being_stored_goes_on_whenever_that_ends(
+    keys: EtcdKeys, by: str
+) -> None:
+    """It leaves its caller before it waits, and does so a moment later."""
+    async with host(keys, maker=HERE, claims=AllClaimed()) as here:
+        file = await made(here)
+        async with trio.open_nursery() as nursery:
+            if by == "a link":
+                nursery.start_soon(here.link, file.ino, ROOT_INO, b"second")
+            else:
+                nursery.start_soon(here.publish, NewVersion(file.ino, ContentId(7), 1, 1, 1))
+            await trio.testing.wait_all_tasks_blocked()
+            changing = here.set_attributes(file.ino, mode=0o600)
+            with pytest.raises(Detached):
+                run(changing)
+        await resume(changing)
+        assert here.inode(file.ino).mode == FILE | 0o600
 
 
 def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> None:

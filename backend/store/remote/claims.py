@@ -13,9 +13,10 @@ exclusive any more. A holder defers nothing in a directory that others follow, m
 one, and leaves it so for a while, for longer each time.
 
 A mount takes the claim of a directory in which it makes or removes several files. A holder whose session
-has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts;
-then its claim is deleted, and it is not waited for again. It finds its files' names free, or taken, when it
-stores them, and likewise what it deferred; from then on it takes no exclusive claims in that session.
+has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts,
+and once more when etcd answers: etcd, or who waits, may not have run. Then its claim is deleted, and it is
+not waited for again for a while. It finds its files' names free, or taken, when it stores them, and
+likewise what it deferred; it gives all its claims up, and takes none for longer than that while.
 """
 
 import errno
@@ -51,6 +52,11 @@ _IDLE_S = 10.0
 _CLAIMS_MAX = 256
 # An exclusive claim is not taken for so long after somebody looked, and then for twice as long each time.
 _SHARED_S = 1.0
+# A holder has the time of a lease to answer, so often. One that did not is passed over for a while, and has
+# no claims for longer.
+_PATIENCE = 2
+_LATE_S = 60.0
+_DOUBTED_S = 120.0
 # Follows a lease in the value of an exclusive claim.
 _EXCLUSIVE = b"x"
 _TICK_S = 1.0
@@ -153,16 +159,23 @@ class Claims:
         self._taking: set[int] = set()
         self._ending: set[int] = set()
         self._sharing: set[int] = set()
-        # Sessions whose mounts did not answer a wish.
-        self._late: set[int] = set()
-        # The leases under which this mount took its newest claim, and under which others deleted one.
+        # Sessions whose mounts did not answer, and until when they are not waited for.
+        self._late: dict[int, float] = {}
+        # The leases under which this mount took its newest claim, and under which others deleted one; until
+        # when it takes none under that.
         self._claimed_under = self._doubted = 0
+        self._doubted_until = 0.0
         self._may_claim = True
 
     # -- what this mount keeps to itself -----------------------------------------------------------
 
     def is_ours(self, directory: int) -> bool:
-        if not self.revision(directory) or directory in self._ending or not self._session.valid():
+        if (
+            not self.revision(directory)
+            or directory in self._ending
+            or self._is_doubted()
+            or not self._session.valid()
+        ):
             return False
         self._used[directory] = time.monotonic()
         return True
@@ -170,6 +183,10 @@ class Claims:
     def revision(self, directory: int) -> int:
         claim = self._entries.claims.get(directory)
         return claim.revision if claim is not None and claim.lease == self._session.lease else 0
+
+    def _is_doubted(self) -> bool:
+        """Return whether others may pass over this mount."""
+        return self._doubted == self._session.lease and time.monotonic() < self._doubted_until
 
     def is_exclusive(self, directory: int) -> bool:
         return (
@@ -198,14 +215,13 @@ class Claims:
     def _is_worth_taking(self, directory: int) -> bool:
         if directory not in self._entries.claims:
             is_free = len(self._used) + len(self._taking) < _CLAIMS_MAX
-            return is_free and directory not in self._rests
+            return is_free and directory not in self._rests and not self._is_doubted()
         is_shared = directory not in self._entries.exclusive and directory not in self._sharing
         return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
         is_alone = not self._leases.is_followed_by_others(directory)
-        is_trusted = self._doubted != self._session.lease
-        return self._defers and is_trusted and is_alone and directory not in self._looks
+        return self._defers and is_alone and directory not in self._looks
 
     async def _take(self, directory: int) -> None:
         exclusive = self._may_be_exclusive(directory)
@@ -268,7 +284,8 @@ class Claims:
 
     async def look(self, directory: int) -> None:
         """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
-        await self._wait_for_holder(directory, self.exclusive_of_others, self._follow)
+        with self._leases.keeping(directory):
+            await self._wait_for_holder(directory, self.exclusive_of_others, self._follow)
 
     async def _wait_for_holder(
         self,
@@ -280,25 +297,37 @@ class Claims:
         not `among` those any more."""
         while among([directory]):
             claim = self._entries.claims[directory]
+            lease = claim.lease
             await self._session.wait_valid(self._timeout_s)
-            if self._members.session_of(claim.lease) is None or claim.lease in self._late:
-                if self._read_only:
-                    return
-                await self._change([(claim_key(directory), claim.revision)], claim_key(directory))
-                continue
-            try:
-                await ask(directory)
-            except LeaseEnded:
-                continue
-            with trio.move_on_after(self._members.lease_ttl_s) as waiting:
-                while self._entries.claims.get(directory) == claim:
-                    await self._entries.changed.park()
-            if waiting.cancelled_caught:
-                self._late.add(claim.lease)
+            ends = self._members.session_of(lease) is not None
+            if ends and self._late.get(lease, 0.0) < time.monotonic():
+                try:
+                    if await self._is_answered(directory, claim, ask):
+                        continue
+                except LeaseEnded:
+                    continue
                 log.warning(
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
-                    claim.lease, directory,
+                    lease, directory,
                 )  # fmt: skip
+            if self._read_only:
+                return
+            key = claim_key(directory)
+            if await self._change([(key, claim.revision)], key) and ends:
+                self._late[lease] = time.monotonic() + _LATE_S
+
+    async def _is_answered(
+        self, directory: int, claim: _Claim, ask: Callable[[int], Awaitable[None]]
+    ) -> bool:
+        """Ask the holder of a claim, and return whether it gave that up. Raises LeaseEnded."""
+        for _ in range(_PATIENCE):
+            await ask(directory)
+            with trio.move_on_after(self._members.lease_ttl_s):
+                while self._entries.claims.get(directory) == claim:
+                    await self._entries.changed.park()
+                return True
+            await self._replica.barrier()
+        return self._entries.claims.get(directory) != claim
 
     async def _wish(self, directory: int) -> None:
         lease = self._session.lease
@@ -312,14 +341,16 @@ class Claims:
         if not self._leases.follows(directory):
             await self._leases.follow(directory)
 
-    async def _change(self, conditions: Sequence[tuple[bytes, int]], *deleted: bytes) -> None:
-        """Delete keys if the conditions hold, and return when the replica shows how things are."""
+    async def _change(self, conditions: Sequence[tuple[bytes, int]], *deleted: bytes) -> bool:
+        """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
+        are."""
         try:
             revision = await self._engine.transact(conditions, [Delete(key) for key in deleted])
         except Conflict:
             await self._replica.barrier()
-        else:
-            await self._replica.wait_applied(revision)
+            return False
+        await self._replica.wait_applied(revision)
+        return True
 
     # -- giving up ---------------------------------------------------------------------------------
 
@@ -345,9 +376,10 @@ class Claims:
                     if self._used.pop(directory, None):
                         if self._claimed_under == self._session.lease:
                             self._doubted = self._session.lease
+                            self._doubted_until = now + _DOUBTED_S
                         self._nursery.start_soon(self._attempt, store, directory)
                     continue
-                if wanted or now - used > _IDLE_S:
+                if wanted or now - used > _IDLE_S or self._is_doubted():
                     self._ending.add(directory)
                     self._nursery.start_soon(self._give_up, store, directory)
                 elif (
@@ -367,12 +399,12 @@ class Claims:
         try:
             while (revision := self.revision(directory)) and await self._attempt(store, directory):
                 wishes = islice(self._entries.wishes.get(directory, ()), _WISHES_AT_ONCE)
-                await self._change(
+                if await self._change(
                     [(claim_key(directory), revision)],
                     claim_key(directory),
                     *[wish_key(directory, lease) for lease in wishes],
-                )
-                self._used.pop(directory, None)
+                ):
+                    self._used.pop(directory, None)
         except OSError as error:
             log.info("the claim of directory %d is not given up: %s", directory, error)
         finally:
@@ -405,4 +437,4 @@ class Claims:
         for directory, changed in [*self._changed.items()]:
             if now - changed[-1] > _WITHIN_S:
                 del self._changed[directory]
-        self._late = {lease for lease in self._late if self._members.session_of(lease) is not None}
+        self._late = {lease: until for lease, until in self._late.items() if until > now}

@@ -15,7 +15,9 @@ must not return before every follower knows of the move.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import trio
@@ -81,7 +83,9 @@ class Leases:
         self._tree = tree
         self._members = members
         self._session = session
-        self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
+        # Directories, with the leases under which they are followed; 0: not any more, but the key that says
+        # so may still be there.
+        self._held: dict[int, int] = {}
         self._sureness = Sureness()
         self._followers = Followers(members)
         self._followed_under = 0  # the newest lease under which anything was followed
@@ -91,6 +95,7 @@ class Leases:
         self._ways: set[int] = set()
         self._ways_lease = 0
         self._for_good: set[int] = set()
+        self._kept: Counter[int] = Counter()
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         # Directories that were given up for their changes.
@@ -177,8 +182,18 @@ class Leases:
             directory = inode.parent
 
     def follows(self, directory: int) -> bool:
-        """Return whether this mount follows the directory, or one above it."""
-        return bool(self._held_above(directory))
+        """Return whether this mount follows the directory itself."""
+        return self._held.get(directory) == self._session.lease
+
+    @contextmanager
+    def keeping(self, directory: int) -> Iterator[None]:
+        """Go on following a directory meanwhile, if it is followed."""
+        self._kept[directory] += 1
+        try:
+            yield
+        finally:
+            self._kept[directory] -= 1
+            self._kept = +self._kept
 
     def is_followed_by_others(self, directory: int) -> bool:
         """Return whether other mounts follow the directory, or one above it."""
@@ -217,19 +232,15 @@ class Leases:
     async def unfollow(self, directory: int) -> None:
         """Follow a directory no more; the kernel forgets what it believes below it. Raises OSError."""
         async with self._changing:
-            lease = self._held.pop(directory, None)
-            if lease is None:
+            if directory not in self._held:
                 return
+            self._held[directory] = 0
             self._ways.clear()
             for listener in self._listeners:
                 listener.not_followed(directory)
-            try:
-                await self._transact(Delete(followed_key(directory, lease)))
-            except OSError:
-                # The key may still be there, and somebody may be waiting for this mount because of it.
-                self._held[directory] = lease
-                self._owe(self._replica.applied)
-                raise
+            # Until it is known to have gone somebody may wait for this mount because of the key.
+            await self._transact(Delete(followed_key(directory, self._session.lease)))
+            del self._held[directory]
 
     def asked(self, directory: int) -> None:
         """Note that etcd had to be asked about the directory, and follow it if that happens often."""
@@ -303,7 +314,7 @@ class Leases:
         owed = self._moved or (not ours and (self._directory_changed or not known))
         if not ours:
             for directory in set().union(*map(self._path, self._touched)):
-                owed = owed or self._held.get(directory) == self._session.lease
+                owed = owed or directory in self._held
                 interest = self._interest.get(directory)
                 if interest is not None:
                     interest.changes += 1
@@ -316,7 +327,7 @@ class Leases:
 
     def _rest(self, directory: int) -> None:
         """Give a directory up for a while that others change often."""
-        if directory not in self._for_good:
+        if directory not in self._for_good and directory not in self._kept:
             del self._interest[directory]
             self._rests.begin(directory)
             self._nursery.start_soon(self._attempt, partial(self.unfollow, directory))
@@ -393,7 +404,7 @@ class Leases:
         return bool(self._for_good) and not self._for_good.isdisjoint(self._path(directory))
 
     def count(self) -> int:
-        return len(self._held)
+        return sum(map(bool, self._held.values()))
 
     async def run(self) -> None:
         """Keep the promise, give idle directories up, and follow the others again in a new session."""
@@ -410,14 +421,16 @@ class Leases:
             if self._held.get(directory) != lease and self._session.valid():
                 await self._attempt(partial(self.follow, directory, for_good=True))
         for directory, held in list(self._held.items()):
-            if held != lease:
+            if not held:
+                await self._attempt(partial(self.unfollow, directory))
+            elif held != lease:
                 del self._held[directory]
                 self._ways.clear()
+            elif directory in self._for_good or directory in self._kept:
                 continue
-            if directory in self._for_good:
-                continue
-            interest = self._interest.get(directory)
-            if interest is None or now - interest.last_open > _IDLE_S:
+            elif (interest := self._interest.get(directory)) is None or (
+                now - interest.last_open > _IDLE_S
+            ):
                 self._interest.pop(directory, None)
                 await self._attempt(partial(self.unfollow, directory))
             else:
