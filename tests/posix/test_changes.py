@@ -225,11 +225,14 @@ def test_a_remounted_daemon_repeats_no_counter(new_mount: Callable[..., Mount]) 
 def test_requests_are_the_same_while_somebody_waits(
     folder: Path, mount: Mount, process: TakeProcess
 ) -> None:
-    (folder / "below").mkdir()
-    file = folder / "file"
+    watched, other = folder / "watched", folder / "other"
+    for directory in (watched, other):
+        (directory / "below").mkdir(parents=True)
+    start_waiting(process(), watched / "below")
 
-    def cycle() -> Counter[str]:
-        folder.stat()
+    def cycle(directory: Path) -> Counter[str]:
+        file = directory / "file"
+        directory.stat()
         with mount.requests() as requests:
             file.write_bytes(b"x")
             file.read_bytes()
@@ -237,12 +240,9 @@ def test_requests_are_the_same_while_somebody_waits(
             file.unlink()
         return requests
 
-    cycle()
-    before = cycle()
-    start_waiting(process(), folder / "below")
     # The kernel of a cluster's mount asks again for what it has believed for a while.
-    eventually(lambda: cycle() <= before, "as few requests as before")
-    (folder / "below" / "end").touch()
+    eventually(lambda: cycle(watched) <= cycle(other), "as few requests as elsewhere")
+    (watched / "below" / "end").touch()
 
 
 # -- between hosts -----------------------------------------------------------------------------------
