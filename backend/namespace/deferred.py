@@ -3,8 +3,8 @@
 In a directory of which the mount has an exclusive claim nobody else looks or changes anything
 (store/remote/claims.py). So some changes there are answered as soon as the tree has them: a name of a file
 without a version, a removed name, attributes. Whoever looks into the directory first has what was deferred
-stored. So does fsync, of any file or directory, and each change that is not deferred. Changes are stored in
-their order: if this mount dies, those that are lost are the last ones.
+stored. So does fsync, of any file or directory. Changes are stored in their order, one that is not deferred
+together with those before it: if this mount dies, those that are lost are the last ones.
 
 A transaction of deferred changes compares nothing but the claims. If this mount has lost one, with its
 session for example, the transaction compares the records that it changes: so nothing is lost unless another
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from ..kv import Conflict, Delete, Event, Put
+from ..kv import Compare, Conflict, Delete, Event, Put
 from ..model.records import CLAIM, claim_key
 from ..pauses import Pauses
-from .commit import Commit, operations
+from .commit import Commit
 from .inode import inode_key, name_key
 from .others import Claims, Hub
 from .tree import Tree
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 # etcd takes 127 operations and as many compares in a transaction. Some compare the claims of directories.
 _OPERATIONS_MAX = 100
 _DIRECTORIES_MAX = 20
+_COMPARES_MAX = 127
 # The first of several changes waits so long for others.
 _GATHER_S = 0.1
 # So many changes are deferred at a time, and none while etcd has stored nothing for so long: whoever makes
@@ -57,6 +58,15 @@ class _Change(NamedTuple):
     number: int
     operations: Sequence[Put | Delete]
     claims: dict[int, int]
+
+
+class _Some(NamedTuple):
+    """Changes for one transaction: their operations by key, a later one instead of an earlier one, and the
+    directories whose claims they have."""
+
+    changes: list[_Change]
+    operations: dict[bytes, Put | Delete]
+    claims: set[int]
 
 
 class Deferred:
@@ -126,10 +136,16 @@ class Deferred:
             self._many.set()
 
     def concerns(self, commit: Commit) -> bool:
-        """Return whether a commit changes what deferred changes change, too."""
-        return bool(self._waiting) and any(
-            operation.key in self._waiting for operation in operations(commit)
-        )
+        """Return whether a commit cannot be stored before what is deferred is."""
+        if self.is_empty:
+            return False
+        if any(inode.is_dir for inode in commit.gone):
+            return True  # there must be no names in it
+        keys = [name_key(parent, name) for parent, name, _ in commit.names]
+        keys += [inode_key(one.ino) for one in (*commit.gone, *commit.fixed)]
+        if any(key in self._waiting or key in self._under_way for key in keys):
+            return True
+        return any(inode_key(inode.ino) in self._under_way for inode in commit.inodes)
 
     def _is_ahead_of(self, event: Event) -> bool:
         """Return whether the tree has a later state of a record than an event."""
@@ -196,57 +212,89 @@ class Deferred:
         if lost:
             raise lost[0]
 
+    async def transact(
+        self, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        """Apply operations if conditions hold, and return the revision of that. What was deferred before
+        this call is stored before, or in the same transaction, where the claims guard the records of both.
+        Raises Conflict, OSError."""
+        newest = self.count
+        if not self.is_empty:
+            async with self._storing:
+                while self._changes and self._changes[0].number <= newest:
+                    earlier = [one for one in self._changes if one.number <= newest]
+                    some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
+                    is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
+                    if is_room and len(some.changes) == len(earlier) and not self._not_held():
+                        others = [one for one in conditions if one[0] not in some.operations]
+                        return await self._send(some, others, operations)
+                    await self._store_some()
+        revision = await self._engine.transact(conditions, operations)
+        await self._hub.wait_applied(revision)
+        return revision
+
     async def _store_some(self) -> None:
         """Store the first changes: those whose claims are lost, if there are such."""
-        lost = [change for change in self._changes if not self._is_held(change)]
+        lost = self._not_held()
         for directory in self._claims.of_others({one for change in lost for one in change.claims}):
             await self._claims.recall(directory)
-        some: list[_Change] = []
-        merged: dict[bytes, Put | Delete] = {}
-        directories: set[int] = set()
-        for change in lost or self._changes:
-            keys = {operation.key for operation in change.operations}
-            if some and (
-                len(merged.keys() | keys) > _OPERATIONS_MAX
-                or len(directories | change.claims.keys()) > _DIRECTORIES_MAX
-            ):
-                break
-            some.append(change)
-            merged.update((operation.key, operation) for operation in change.operations)
-            directories |= change.claims.keys()
-        compares = [(claim_key(one), self._claims.revision(one)) for one in directories]
-        if lost:
-            compares += [(key, self._before[key]) for key in merged if key in self._before]
-        self._begin(some, merged.values())
+        some = self._first_of(lost or self._changes, _OPERATIONS_MAX)
+        conditions = [(key, self._before[key]) for key in some.operations if key in self._before]
         try:
-            revision = await self._engine.transact(compares, [*merged.values()])
-            await self._hub.wait_applied(revision)
+            revision = await self._send(some, conditions if lost else (), ())
         except Conflict as conflict:
-            self._put_back(some)
             await self._hub.barrier()  # the claims are known then
             if not conflict.key.startswith(CLAIM):
-                self._lose([one for one in lost if not directories.isdisjoint(one.claims)])
+                self._lose([one for one in lost if not some.claims.isdisjoint(one.claims)])
+        else:
+            if lost:
+                await self._after_commit((*some.claims,), revision)
+
+    def _first_of(self, changes: Collection[_Change], operations_max: int) -> _Some:
+        """Return the first changes, as many as a transaction takes, at least one."""
+        some = _Some([], {}, set())
+        for change in changes:
+            keys = {operation.key for operation in change.operations}
+            if some.changes and (
+                len(some.operations.keys() | keys) > operations_max
+                or len(some.claims | change.claims.keys()) > _DIRECTORIES_MAX
+            ):
+                break
+            some.changes.append(change)
+            some.operations.update((operation.key, operation) for operation in change.operations)
+            some.claims.update(change.claims)
+        return some
+
+    async def _send(
+        self, some: _Some, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        """Store changes and then `operations`, if the conditions hold and the claims are as they were.
+        Return the revision when the tree has it. Raises Conflict, OSError."""
+        compares: list[Compare] = [
+            (claim_key(one), self._claims.revision(one)) for one in some.claims
+        ]
+        compares += conditions
+        stored = some.operations | {operation.key: operation for operation in operations}
+        self._remove(some.changes)
+        self._under_way = {key: _value_of(stored[key]) for key in some.operations}
+        try:
+            revision = await self._engine.transact(compares, [*stored.values()])
+            await self._hub.wait_applied(revision)
         except BaseException:
             # It may have been applied. It is tried again, and finds that, or its claims.
-            self._put_back(some)
-            raise
-        else:
             self._under_way = {}
-            self._stored_s = trio.current_time()
-            for key in merged:
-                if key in self._waiting:
-                    self._before[key] = revision
-                else:
-                    self._before.pop(key, None)
-            if lost:
-                await self._after_commit((*directories,), revision)
-
-    def _begin(self, changes: Sequence[_Change], stored: Collection[Put | Delete]) -> None:
-        self._remove(changes)
-        self._under_way = {
-            operation.key: operation.value if isinstance(operation, Put) else None
-            for operation in stored
-        }
+            self._changes = deque(sorted((*some.changes, *self._changes), key=itemgetter(0)))
+            for change in some.changes:
+                self._waiting.update(operation.key for operation in change.operations)
+            raise
+        self._under_way = {}
+        self._stored_s = trio.current_time()
+        for key in some.operations:
+            if key in self._waiting:
+                self._before[key] = revision
+            else:
+                self._before.pop(key, None)
+        return revision
 
     def _remove(self, changes: Sequence[_Change]) -> None:
         numbers = {change.number for change in changes}
@@ -255,17 +303,16 @@ class Deferred:
             self._waiting.subtract(operation.key for operation in change.operations)
         self._waiting = +self._waiting
 
-    def _put_back(self, changes: Sequence[_Change]) -> None:
-        self._under_way = {}
-        self._changes = deque(sorted((*changes, *self._changes), key=itemgetter(0)))
-        for change in changes:
-            self._waiting.update(operation.key for operation in change.operations)
-
     # -- changes that cannot be stored ---------------------------------------------------------------
 
-    def _is_held(self, change: _Change) -> bool:
-        claims = change.claims.items()
-        return all(self._claims.revision(directory) == held for directory, held in claims)
+    def _not_held(self) -> list[_Change]:
+        """Return the changes of which this mount has lost a claim."""
+        revision = self._claims.revision
+        return [
+            change
+            for change in self._changes
+            if any(revision(directory) != held for directory, held in change.claims.items())
+        ]
 
     def _lose(self, lost: Sequence[_Change]) -> None:
         """Give up changes: another mount has changed the same."""
@@ -296,3 +343,7 @@ class Deferred:
             inode.nlink = 0
         tree.keep(commit)
         self._lost_keys -= keys
+
+
+def _value_of(operation: Put | Delete) -> bytes | None:
+    return operation.value if isinstance(operation, Put) else None

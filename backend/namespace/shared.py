@@ -98,7 +98,7 @@ class SharedCommitter:
         if self._last_ino - self._next_ino < _SPARE_INOS:
             await detach()
             await self._take_inos()
-        fresh = in_order = False
+        fresh = False
         for attempt in range(_ATTEMPTS_MAX):
             if attempt >= _PAUSES_FROM:
                 pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - _PAUSES_FROM), _PAUSE_MAX_S)
@@ -126,8 +126,8 @@ class SharedCommitter:
                 return commit.inode
             elif await detach():
                 continue  # what it depends on may have changed
-            elif await self._has_stored_deferred(commit, in_order=in_order):
-                in_order = True
+            elif self.deferred is not None and self.deferred.concerns(commit):
+                await self.deferred.store()
                 continue
             elif await self._has_recalled(commit):
                 continue
@@ -187,8 +187,9 @@ class SharedCommitter:
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
         self._under_way.update(keys)
+        part = self._engine if self.deferred is None else self.deferred
         try:
-            revision = await self._engine.transact(conditions, changes)
+            revision = await part.transact(conditions, changes)
             await self._hub.wait_applied(revision)
         except Conflict:
             raise
@@ -271,15 +272,6 @@ class SharedCommitter:
         if deferred is not None and deferred.has_lost and (commit.may_wait or commit.names):
             deferred.tell_lost(_has_files_in(commit))
 
-    async def _has_stored_deferred(self, commit: Commit, *, in_order: bool) -> bool:
-        """Store what is deferred if a commit has to come after it, and return whether there was something.
-        `in_order`: what was deferred before this mutation is stored."""
-        deferred = self.deferred
-        if deferred is None or deferred.is_empty or (in_order and not deferred.concerns(commit)):
-            return False
-        await deferred.store()
-        return True
-
     def _stays_here(self, commit: Commit) -> bool:
         """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""
         if self._claims is None or commit.stores or (commit.charge and commit.charge.quotas):
@@ -304,7 +296,11 @@ class SharedCommitter:
         tree = self._tree
         for inode in self._known_here(commit):
             changed = {name[:2] for name in commit.names}
-            names = [name for name in tree.names_of(inode.ino) if name not in changed]
+            names = [
+                name
+                for name in tree.names_of(inode.ino)
+                if name not in changed and not tree.name_revision(*name)
+            ]
             parents = {parent for parent, _ in names}
             commit.names = [*commit.names, *((*name, inode.ino) for name in names)]
             commit.within = {*commit.within, *parents}

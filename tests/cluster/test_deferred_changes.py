@@ -42,6 +42,26 @@ def test_many_changes_cost_one_transaction(hosts: list[ClusterMount], pair: list
     assert os.readlink(there / "link") == "target"
 
 
+def test_a_version_or_a_rename_takes_what_was_deferred_along(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    """As `tar x` and `rsync -a` work: they set times and modes of files that they have closed."""
+    here, there = pair
+    claim_exclusively(hosts[0], here)
+    before = counters(hosts[0])["transactions"]
+    for number in range(FILES):
+        file = here / f"file{number}"
+        file.write_bytes(b"content")
+        os.utime(file, ns=(number, number))
+        file.chmod(0o600)
+        if number % 2:
+            file.rename(here / f"renamed{number}")
+    assert counters(hosts[0])["transactions"] - before < FILES * 1.75
+    for number in range(FILES):
+        found = (there / (f"renamed{number}" if number % 2 else f"file{number}")).stat()
+        assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (number, 0o600)
+
+
 def scan(path: Path) -> os.stat_result:
     found = {entry.name: entry for entry in list(os.scandir(path.parent))}
     if path.name not in found:
