@@ -229,9 +229,7 @@ class Deferred:
                         others = [one for one in conditions if one[0] not in some.operations]
                         return await self._send(some, others, operations)
                     await self._store_some()
-        revision = await self._engine.transact(conditions, operations)
-        await self._hub.wait_applied(revision)
-        return revision
+        return await self._engine.transact(conditions, operations)
 
     async def _store_some(self) -> None:
         """Store the first changes: those whose claims are lost, if there are such."""
