@@ -1,7 +1,7 @@
 """One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -50,9 +50,12 @@ def operations(commit: Commit) -> list[Put | Delete]:
     return found
 
 
-def compares(commit: Commit, revisions: Sequence[int]) -> list[Compare]:
-    """Return the conditions of the transaction. `revisions` are those of the names as the
-    decision found them, 0: there was no such name. Raises OSError ENAMETOOLONG."""
+def compares(
+    commit: Commit, revisions: Sequence[int], is_ours: Callable[[int], bool]
+) -> list[Compare]:
+    """Return the conditions of the transaction. `revisions` are those of the names as the decision found
+    them, 0: there was no such name. `is_ours`: nobody else makes names in a directory, which the caller
+    compares. Raises OSError ENAMETOOLONG."""
     known: dict[bytes, int] = {}
     for (parent, name, _), revision in zip(commit.names, revisions, strict=True):
         known[name_key(parent, name)] = revision
@@ -63,7 +66,7 @@ def compares(commit: Commit, revisions: Sequence[int]) -> list[Compare]:
     found += [
         Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b""))
         for inode in commit.gone
-        if inode.is_dir
+        if inode.is_dir and not is_ours(inode.ino)
     ]
     if len(found) > _COMPARES_MAX:
         raise fail(errno.ENAMETOOLONG, "a directory cannot be moved that deep")

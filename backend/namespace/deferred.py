@@ -139,7 +139,7 @@ class Deferred:
         """Return whether a commit cannot be stored before what is deferred is."""
         if self.is_empty:
             return False
-        if any(inode.is_dir for inode in commit.gone):
+        if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
         keys = [name_key(parent, name) for parent, name, _ in commit.names]
         keys += [inode_key(one.ino) for one in (*commit.gone, *commit.fixed)]

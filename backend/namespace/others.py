@@ -1,7 +1,10 @@
 """Protocols of the parts that deal with other mounts, as the committer of a shared engine uses them."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
+
+from ..kv import Compare, Delete, Put
 
 __all__ = ["Claims", "Hub"]
 
@@ -58,6 +61,10 @@ class Claims(Protocol):
         """Return when no other mount has deferred changes in the directory."""
         ...
 
-    def changed_in(self, directory: int) -> None:
-        """Note that this mount has stored a changed name in the directory, without deferring it."""
+    def taking(
+        self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
+    ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
+        """Give what a transaction compares and changes besides, so that this mount has the claims of
+        directories that it changes often, or makes, and none of those that it removes. It is carried out
+        meanwhile. Raises Conflict if the claims are refused."""
         ...

@@ -14,6 +14,7 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -147,7 +148,7 @@ class SharedCommitter:
         tree = self._tree
         kept = [inode.ino for inode in self._known_here(commit)]
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
-        conditions = compares(commit, revisions)
+        conditions = compares(commit, revisions, self._is_claimed)
         if self._claims is not None:
             made_in = _makes_names_in(commit)
             conditions += [(claim_key(one), self._claims.revision(one)) for one in made_in]
@@ -158,15 +159,14 @@ class SharedCommitter:
             ]
         with tree.keeping(commit):
             try:
-                revision = await self._transact([*conditions, *guards], commit, kept)
+                with self._taking_claims(commit) as (claimed, changes):
+                    conditions += [*claimed, *guards]
+                    revision = await self._transact(conditions, changes, commit, kept)
             except Conflict as conflict:
                 if any(conflict.key == _key_of(guard) for guard in guards):
                     raise
                 return False
             unseen = commit.new is not None and commit.new.maker
-            if commit.may_wait and self._claims is not None:
-                for parent, _, _ in commit.names:
-                    self._claims.changed_in(parent)
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
         for inode in commit.inodes:
@@ -177,14 +177,30 @@ class SharedCommitter:
                 commit.inode = shown  # the same, with derived fields
         return True
 
+    def _is_claimed(self, directory: int) -> bool:
+        return self._claims is not None and self._claims.revision(directory) > 0
+
+    def _taking_claims(
+        self, commit: Commit
+    ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
+        if self._claims is None:
+            return nullcontext(([], []))
+        changed = _has_files_in(commit) if commit.names or commit.may_wait else ()
+        made = [commit.new.ino] if commit.new is not None and commit.new.is_dir else []
+        return self._claims.taking(changed, made, [one.ino for one in commit.gone if one.is_dir])
+
     async def _transact(
-        self, conditions: Sequence[Compare], commit: Commit, kept: Sequence[int]
+        self,
+        conditions: Sequence[Compare],
+        changes: Sequence[Put | Delete],
+        commit: Commit,
+        kept: Sequence[int],
     ) -> int:
-        """Store a commit, wait until the replica has it, and return its revision. `kept` are the files in
-        it that only this mount knows."""
+        """Store a commit and other changes, wait until the replica has it, and return its revision. `kept`
+        are the files in it that only this mount knows."""
         storing = trio.Event()
         self._storing.update(dict.fromkeys(kept, storing))
-        changes = operations(commit)
+        changes = [*operations(commit), *changes]
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
         self._under_way.update(keys)
         part = self._engine if self.deferred is None else self.deferred

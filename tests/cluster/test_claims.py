@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
     assert asked == before[1]
     assert sorted(os.listdir(there)) == sorted(f"full{number}" for number in range(FILES))
     assert (there / "full7").read_bytes() == b"content"
+
+
+def test_a_directory_costs_one_transaction_and_each_file_in_it_one(
+    cluster: Cluster, hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    """Its maker has the claim of each; they go with it."""
+    here, there = pair
+    claims, before = claimed(hosts[0]), counters(hosts[0])["transactions"]
+    for number in range(FILES):
+        (here / f"{number}").mkdir()
+        for name in ("a", "b"):
+            (here / f"{number}" / name).write_bytes(b"content")
+    made = counters(hosts[0])["transactions"] - before
+    assert made <= 3 * FILES + cluster.plan.buckets
+    assert claimed(hosts[0]) >= claims + FILES
+    assert sorted(os.listdir(there / "0")) == ["a", "b"]
+    shutil.rmtree(here)
+    eventually(lambda: claimed(hosts[0]) <= claims, "their claims are gone")
+    assert not there.exists()
 
 
 def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(

@@ -12,7 +12,8 @@ into the directory, or changes a file in it, follows it first (leases) and waits
 exclusive any more. A holder defers nothing in a directory that others follow, makes its claim an ordinary
 one, and leaves it so for a while, for longer each time.
 
-A mount takes the claim of a directory in which it makes or removes several files. A holder whose session
+A mount takes the claim of a directory that it makes, and of one in which it makes or removes several files,
+with the transaction that does so. A holder whose session
 has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts,
 and once more when etcd answers: etcd, or who waits, may not have run. Then its claim is deleted, and it is
 not waited for again for a while. It finds its files' names free, or taken, when it stores them, and
@@ -22,7 +23,8 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -44,12 +46,12 @@ __all__ = ["ClaimEntries", "Claims"]
 
 log = logging.getLogger(__name__)
 
-# The claim of a directory is taken when so many changes were made in it within this time.
-_CHANGES = 2
+# The claim of a directory is taken with the second change in it within this time.
 _WITHIN_S = 2.0
-# It is given up when so long no file was made there.
+# It is given up when so long no file was made there, many at a time.
 _IDLE_S = 10.0
-_CLAIMS_MAX = 256
+_GIVEN_UP_AT_ONCE = 50
+_CLAIMS_MAX = 1000
 # An exclusive claim is not taken for so long after somebody looked, and then for twice as long each time.
 _SHARED_S = 1.0
 # A holder has the time of a lease to answer, so often. One that did not is passed over for a while, and has
@@ -67,6 +69,10 @@ _WISHES_AT_ONCE = 100
 class _Claim(NamedTuple):
     lease: int
     revision: int
+
+
+def _value(lease: int, exclusive: bool) -> bytes:
+    return lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
 
 
 class ClaimEntries:
@@ -147,9 +153,9 @@ class Claims:
         self._timeout_s = timeout_s
         self._defers = defers
         self._read_only = read_only
-        # By directory: when something was changed there without being deferred, and when the claim was used
-        # last.
-        self._changed: dict[int, list[float]] = {}
+        # By directory: when something was changed there last without being deferred, and when the claim was
+        # used last.
+        self._changed: dict[int, float] = {}
         self._used: dict[int, float] = {}
         # Directories whose claims other mounts wanted.
         self._rests = Rests()
@@ -161,11 +167,10 @@ class Claims:
         self._sharing: set[int] = set()
         # Sessions whose mounts did not answer, and until when they are not waited for.
         self._late: dict[int, float] = {}
-        # The leases under which this mount took its newest claim, and under which others deleted one; until
-        # when it takes none under that.
-        self._claimed_under = self._doubted = 0
+        # The leases under which this mount took its newest claim, was refused one, and under which others
+        # deleted one; until when it takes none under that.
+        self._claimed_under = self._refused_under = self._doubted = 0
         self._doubted_until = 0.0
-        self._may_claim = True
 
     # -- what this mount keeps to itself -----------------------------------------------------------
 
@@ -196,65 +201,74 @@ class Claims:
             and not self._leases.is_followed_by_others(directory)
         )
 
-    def changed_in(self, directory: int) -> None:
-        now = time.monotonic()
-        changed = self._changed.setdefault(directory, [])
-        changed.append(now)
-        del changed[:-_CHANGES]
-        if (
-            len(changed) == _CHANGES
-            and now - changed[0] <= _WITHIN_S
-            and self._may_claim
-            and directory not in self._taking
-            and directory not in self._entries.wishes
-            and self._is_worth_taking(directory)
-        ):
-            self._taking.add(directory)
-            self._nursery.start_soon(self._take, directory)
+    @contextmanager
+    def taking(
+        self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
+    ) -> Iterator[tuple[list[Compare], list[Put | Delete]]]:
+        """Give what a transaction compares and changes besides, so that this mount has the claims of
+        directories that it changes often, or makes, and none of those that it removes. It is carried out
+        meanwhile. Raises Conflict if the claims are refused."""
+        directories, now = {*changed}, time.monotonic()
+        taken = [
+            one
+            for one in directories
+            if now - self._changed.get(one, -_WITHIN_S) < _WITHIN_S and self._is_worth_taking(one)
+        ]
+        conditions: list[Compare] = [(claim_key(one), self.revision(one)) for one in taken]
+        conditions += [Exists(inode_key(one)) for one in taken]
+        exclusive = {one for one in taken if self._may_be_exclusive(one)}
+        taken += [one for one in made if self._may_take()]
+        lease = self._session.lease
+        if taken:
+            conditions.append(self._session.compare())
+        ours = [one for one in removed if self.revision(one)]
+        changes: list[Put | Delete] = [Delete(claim_key(one)) for one in ours]
+        changes += [Put(claim_key(one), _value(lease, one in exclusive), lease) for one in taken]
+        self._taking.update(taken, ours)
+        try:
+            yield conditions, changes
+        except OSError as error:
+            if not taken or not (isinstance(error, LeaseEnded) or error.errno == errno.EACCES):
+                raise
+            self._refused(error)
+            raise Conflict(claim_key(taken[0])) from error
+        else:
+            self._changed.update(dict.fromkeys(directories, now))
+            self._used.update(dict.fromkeys(taken, time.monotonic()))
+            self._claimed_under = lease if taken else self._claimed_under
+            for directory in ours:
+                self._used.pop(directory, None)
+        finally:
+            self._taking.difference_update(taken, ours)
+
+    def _may_take(self) -> bool:
+        return (
+            self._refused_under != self._session.lease
+            and len(self._used) + len(self._taking) < _CLAIMS_MAX
+            and self._session.valid()
+            and not self._is_doubted()
+        )
+
+    def _refused(self, error: OSError) -> None:
+        """Take no more claims in this session."""
+        self._refused_under = self._session.lease
+        if error.errno == errno.EACCES:
+            log.warning(
+                "this mount may not claim directories, so new files are slower: an administrator gives "
+                "it the rights by running `irdmafs cluster protect` of this version"
+            )
 
     def _is_worth_taking(self, directory: int) -> bool:
+        if directory in self._taking or directory in self._entries.wishes:
+            return False
         if directory not in self._entries.claims:
-            is_free = len(self._used) + len(self._taking) < _CLAIMS_MAX
-            return is_free and directory not in self._rests and not self._is_doubted()
+            return self._may_take() and directory not in self._rests
         is_shared = directory not in self._entries.exclusive and directory not in self._sharing
         return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
         is_alone = not self._leases.is_followed_by_others(directory)
         return self._defers and is_alone and directory not in self._looks
-
-    async def _take(self, directory: int) -> None:
-        exclusive = self._may_be_exclusive(directory)
-        try:
-            await self._put(directory, exclusive=exclusive)
-            self._used[directory] = time.monotonic()
-            self._claimed_under = self._session.lease
-        except Conflict as conflict:
-            log.debug("directory %d is not claimed: %s", directory, conflict)
-        except OSError as error:
-            log.info("directory %d is not claimed: %s", directory, error)
-            if error.errno == errno.EACCES:
-                self._may_claim = False
-                log.warning(
-                    "this mount may not claim directories, so new files are slower: an administrator "
-                    "gives it the rights by running `irdmafs cluster protect` of this version"
-                )
-        finally:
-            self._taking.discard(directory)
-
-    async def _put(self, directory: int, *, exclusive: bool) -> None:
-        """Take the claim of a directory, or change this mount's. Raises Conflict, OSError."""
-        lease = self._session.lease
-        conditions: list[Compare] = [
-            (claim_key(directory), self.revision(directory)),
-            Exists(inode_key(directory)),
-            self._session.compare(),
-        ]
-        value = lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
-        revision = await self._engine.transact(
-            conditions, [Put(claim_key(directory), value, lease)]
-        )
-        await self._replica.wait_applied(revision)
 
     def count(self, *, exclusive: bool = False) -> int:
         """Return of how many directories this mount has the claim, or an exclusive one."""
@@ -366,6 +380,7 @@ class Claims:
                 await self._entries.changed.park()
             now = time.monotonic()
             touched, self._entries.touched = self._entries.touched, set()
+            idle: list[int] = []
             for directory in touched.union(self._used):
                 if directory in self._ending or directory in self._taking:
                     continue
@@ -379,9 +394,11 @@ class Claims:
                             self._doubted_until = now + _DOUBTED_S
                         self._nursery.start_soon(self._attempt, store, directory)
                     continue
-                if wanted or now - used > _IDLE_S or self._is_doubted():
-                    self._ending.add(directory)
-                    self._nursery.start_soon(self._give_up, store, directory)
+                if wanted:
+                    self._rests.begin(directory)
+                    self._start_giving_up(store, [directory])
+                elif now - used > _IDLE_S or self._is_doubted():
+                    idle.append(directory)
                 elif (
                     directory in self._entries.exclusive
                     and directory not in self._sharing
@@ -390,31 +407,48 @@ class Claims:
                     self._sharing.add(directory)
                     self._looks.begin(directory)
                     self._nursery.start_soon(self._share, store_deferred, directory)
-                if wanted:
-                    self._rests.begin(directory)
+            if idle:
+                self._start_giving_up(store, idle[:_GIVEN_UP_AT_ONCE])
             self._tidy(now)
 
-    async def _give_up(self, store: Callable[[int], Awaitable[None]], directory: int) -> None:
-        """Store what is kept in the directory, and delete its claim and all wishes."""
+    def _start_giving_up(
+        self, store: Callable[[int], Awaitable[None]], directories: list[int]
+    ) -> None:
+        self._ending.update(directories)
+        self._nursery.start_soon(self._give_up, store, directories)
+
+    async def _give_up(
+        self, store: Callable[[int], Awaitable[None]], directories: list[int]
+    ) -> None:
+        """Store what is kept in directories, and delete their claims and all wishes."""
         try:
-            while (revision := self.revision(directory)) and await self._attempt(store, directory):
-                wishes = islice(self._entries.wishes.get(directory, ()), _WISHES_AT_ONCE)
-                if await self._change(
-                    [(claim_key(directory), revision)],
-                    claim_key(directory),
-                    *[wish_key(directory, lease) for lease in wishes],
-                ):
-                    self._used.pop(directory, None)
+            while held := [one for one in directories if self.revision(one)]:
+                conditions = [(claim_key(one), self.revision(one)) for one in held]
+                for directory in held:
+                    if not await self._attempt(store, directory):
+                        return
+                keys = (
+                    wish_key(one, lease)
+                    for one in held
+                    for lease in self._entries.wishes.get(one, ())
+                )
+                wishes = islice(keys, _WISHES_AT_ONCE - len(held))
+                if await self._change(conditions, *map(claim_key, held), *wishes):
+                    for directory in held:
+                        self._used.pop(directory, None)
         except OSError as error:
-            log.info("the claim of directory %d is not given up: %s", directory, error)
+            log.info("claims of %d directories are not given up: %s", len(directories), error)
         finally:
-            self._ending.discard(directory)
+            self._ending.difference_update(directories)
 
     async def _share(self, store_deferred: Callable[[], Awaitable[None]], directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
         try:
             await store_deferred()
-            await self._put(directory, exclusive=False)
+            conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
+            lease = self._session.lease
+            put = Put(claim_key(directory), _value(lease, False), lease)
+            await self._replica.wait_applied(await self._engine.transact(conditions, [put]))
         except Conflict as conflict:
             log.debug("the claim of directory %d has gone: %s", directory, conflict)
         except OSError as error:
@@ -435,6 +469,6 @@ class Claims:
         self._rests.tidy()
         self._looks.tidy()
         for directory, changed in [*self._changed.items()]:
-            if now - changed[-1] > _WITHIN_S:
+            if now - changed > _WITHIN_S:
                 del self._changed[directory]
         self._late = {lease: until for lease, until in self._late.items() if until > now}

@@ -61,7 +61,7 @@ class Prefetcher:
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         """Fetch a version that was published, if its directory is followed."""
-        if new is None or old is None or new.version == old.version or not new.extent:
+        if new is None or not new.extent or (old is not None and new.version == old.version):
             return
         if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
             self._nursery.start_soon(self._fetch, new.ino, Progress())
