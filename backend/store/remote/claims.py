@@ -87,6 +87,7 @@ class ClaimEntries:
         self.exclusive: dict[int, int] = {}  # directory -> lease
         self.wishes: dict[int, set[int]] = {}  # directory -> leases
         self.touched: set[int] = set()  # directories about which something changed
+        self.is_followed_anew = False  # a directory, and with it all that is below
         self.changed = trio.lowlevel.ParkingLot()
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
@@ -104,6 +105,7 @@ class ClaimEntries:
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if key.startswith(FOLLOWED):
+            self.is_followed_anew = True
             return
         directory = int.from_bytes(key[1:9], "big")
         self.touched.add(directory)
@@ -240,6 +242,8 @@ class Claims:
                 self._used.pop(directory, None)
         finally:
             self._taking.difference_update(taken, ours)
+            if not self._entries.touched.isdisjoint(taken):
+                self._entries.changed.unpark_all()  # somebody may want one already
 
     def _may_take(self) -> bool:
         return (
@@ -375,14 +379,20 @@ class Claims:
     ) -> None:
         """Give up the claims that others want, and idle ones; share those of directories that others
         follow. `store(directory)` stores what this mount keeps to itself in a directory."""
+        entries, tick_at = self._entries, 0.0
         while True:
             with trio.move_on_after(_TICK_S):
-                await self._entries.changed.park()
+                await entries.changed.park()
             now = time.monotonic()
-            touched, self._entries.touched = self._entries.touched, set()
+            touched, entries.touched = entries.touched, set()
+            if entries.is_followed_anew or now >= tick_at:
+                touched.update(self._used)
+                entries.is_followed_anew, tick_at = False, now + _TICK_S
+                self._tidy(now)
             idle: list[int] = []
-            for directory in touched.union(self._used):
+            for directory in touched:
                 if directory in self._ending or directory in self._taking:
+                    entries.touched.add(directory)
                     continue
                 wanted = directory in self._entries.wishes
                 used = self._used.get(directory, now)
@@ -409,7 +419,6 @@ class Claims:
                     self._nursery.start_soon(self._share, store_deferred, directory)
             if idle:
                 self._start_giving_up(store, idle[:_GIVEN_UP_AT_ONCE])
-            self._tidy(now)
 
     def _start_giving_up(
         self, store: Callable[[int], Awaitable[None]], directories: list[int]
