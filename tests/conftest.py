@@ -26,7 +26,7 @@ from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
-from harness.processes import NOBODY, Process
+from harness.processes import NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
@@ -258,7 +258,7 @@ def _new_nobody() -> Process:
 
 @pytest.fixture
 def as_on_tmpfs(
-    folder: Path, tmpfs: Path, process: Callable[[], Process], request: pytest.FixtureRequest
+    folder: Path, tmpfs: Path, process: TakeProcess, request: pytest.FixtureRequest
 ) -> AsOnTmpfs:
     def take(name: str) -> Process:
         if name in ("root", "nobody") and os.geteuid() != 0:
@@ -350,7 +350,7 @@ def _keep(one: Process, idle: list[Process]) -> None:
 
 
 @pytest.fixture
-def process() -> Iterator[Callable[[], Process]]:
+def process() -> Iterator[TakeProcess]:
     """Gives other processes, each used by one test at a time: process()."""
     used: list[Process] = []
 

@@ -3,19 +3,18 @@
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 from irdmafs.client._files import open_privately, open_to_read
 
 MIB = 1 << 20
-TakeProcess = Callable[[], Process]
 
 
 @pytest.fixture

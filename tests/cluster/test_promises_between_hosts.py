@@ -18,7 +18,7 @@ from harness.claims import claim
 from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import TakeProcess
 from harness.seeds import seeded
 
 ITERATIONS = 60
@@ -94,7 +94,7 @@ def test_a_directory_tree_made_on_one_host_is_there_on_another(two: tuple[Path, 
 
 
 def test_only_one_host_creates_a_file_exclusively(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    two: tuple[Path, Path], process: TakeProcess
 ) -> None:
     workers = [process(), process()]
     for worker, folder in zip(workers, two, strict=True):
@@ -119,7 +119,7 @@ won
 
 
 def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    two: tuple[Path, Path], process: TakeProcess
 ) -> None:
     workers = [process(), process()]
     for number, (worker, folder) in enumerate(zip(workers, two, strict=True)):
@@ -195,7 +195,7 @@ def test_a_new_file_is_seen_after(
 
 
 def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
-    makers: tuple[Path, Path], process: Callable[[], Process]
+    makers: tuple[Path, Path], process: TakeProcess
 ) -> None:
     one, other = makers
     writer = process()
@@ -385,7 +385,7 @@ def test_reader_keeps_its_version_whatever_another_host_does(
 
 
 def test_readers_never_see_a_mix_while_another_host_overwrites(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    two: tuple[Path, Path], process: TakeProcess
 ) -> None:
     one, other = two
     write(one / "file", pattern(0, MIB))
@@ -738,7 +738,7 @@ def _wait_settled(cluster: Cluster) -> None:
 
 
 def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
-    process: Callable[[], Process],
+    process: TakeProcess,
 ) -> None:
     with Cluster(Plan(nodes=2, store_bytes=512 * MIB)) as cluster:
         one, other = cluster.mounts

@@ -20,10 +20,9 @@ import pytest
 from conftest import make_mount
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 ROUNDS = 25
-TakeProcess = Callable[[], Process]
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.seeds import chosen_seed
 
 TTL_S = 2
@@ -91,7 +91,7 @@ def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def on_hosts(two: tuple[Path, Path], process: Callable[[], Process]) -> tuple[Process, Process]:
+def on_hosts(two: tuple[Path, Path], process: TakeProcess) -> tuple[Process, Process]:
     """A process on each host, with the same file open for reading and writing as `fd`."""
     (two[0] / "file").write_bytes(b"x" * 100)
     found = process(), process()

@@ -2,16 +2,14 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 MIB = 1 << 20
-TakeProcess = Callable[[], Process]
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import TakeProcess
 
-TakeProcess = Callable[[], Process]
 pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("pyfuse3 does not carry it"),

@@ -2,15 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.system_calls import system_calls
 
-TakeProcess = Callable[[], Process]
 pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("without passthrough every byte is a request"),

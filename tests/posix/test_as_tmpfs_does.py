@@ -30,7 +30,7 @@ from harness.differential.differences import REFUSED, Leniency
 from harness.differential.sides import Normal
 from harness.differential.steps import Program, Vocabulary
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 20
@@ -85,7 +85,7 @@ def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, fo
 
 @pytest.mark.kernel_session("pyfuse3 does not ask us about locks")
 def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
-    folder: Path, process: Callable[[], Process]
+    folder: Path, process: TakeProcess
 ) -> None:
     file = folder / "file"
     file.touch()
@@ -98,7 +98,7 @@ def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
 
 
 def test_map_of_a_file_that_is_emptied_can_still_be_read(
-    session: str, folder: Path, process: Callable[[], Process]
+    session: str, folder: Path, process: TakeProcess
 ) -> None:
     if session != CLUSTER:
         pytest.skip("elsewhere the mapping loses its pages, as POSIX says")

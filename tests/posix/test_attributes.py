@@ -13,14 +13,13 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import NOBODY, Process
+from harness.processes import NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
-TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 libc = ctypes.CDLL(None, use_errno=True)
 

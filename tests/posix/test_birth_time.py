@@ -6,10 +6,9 @@ from pathlib import Path
 
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 SESSIONS = ("kernel", CLUSTER)
-TakeProcess = Callable[[], Process]
 
 
 def birth(path: Path) -> float:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 SESSIONS = ("kernel", CLUSTER)
-TakeProcess = Callable[[], Process]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_DAC_READ_SEARCH")
 libc = ctypes.CDLL(None, use_errno=True)
 _HEAD = struct.Struct("<Ii")

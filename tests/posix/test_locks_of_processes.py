@@ -2,19 +2,17 @@
 
 import errno
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 NOT_IN_PYFUSE3 = "pyfuse3 hands locks to the kernel, which keeps them by node, not by inode"
 
 TRY_RANGE = """

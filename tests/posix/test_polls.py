@@ -9,13 +9,12 @@ import pytest
 from harness.cluster_mount import CLUSTER
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import eventually
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 # pyfuse3 does not carry it.
 SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
-TakeProcess = Callable[[], Process]
 OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"
 

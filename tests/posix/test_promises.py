@@ -3,20 +3,18 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 SIZES = [64 << 10, 9 << 20]
-TakeProcess = Callable[[], Process]
 
 REPUBLISH = {
     "truncate": "with open(file, 'wb') as f: f.write(pattern(version, size))",

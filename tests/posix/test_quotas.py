@@ -12,7 +12,7 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
-from harness.processes import NOBODY, Process
+from harness.processes import NOBODY, Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -70,7 +70,7 @@ def write(path: Path, size: int, flags: int = os.O_CREAT | os.O_TRUNC) -> str:
 
 
 def test_what_makes_an_inode_is_refused_when_there_is_no_room_for_it(
-    folder: Path, process: Callable[[], Process]
+    folder: Path, process: TakeProcess
 ) -> None:
     limit(folder, inodes=3)
     (folder / "a").mkdir()
@@ -328,9 +328,7 @@ def test_root_of_a_user_namespace_sets_no_quota(folder: Path) -> None:
 
 
 @needs_root
-def test_root_without_its_capability_sets_no_quota(
-    folder: Path, process: Callable[[], Process]
-) -> None:
+def test_root_without_its_capability_sets_no_quota(folder: Path, process: TakeProcess) -> None:
     done = subprocess.run(
         ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", "setfattr", "-n",
          BYTES, "-v", "1M", folder],

@@ -14,12 +14,11 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 NewMount = Callable[..., Mount]
 
 WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")

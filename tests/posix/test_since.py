@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process, is_waiting, many_waiting
+from harness.processes import Process, TakeProcess, is_waiting, many_waiting
 
 # How waits end in the pyfuse3 session is told by test_changes.py.
 SESSIONS = ("kernel", CLUSTER)
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.beyond_posix
 AWAITS = "user.irdmafs.awaits"
 TIMEOUT = "user.irdmafs.awaits_timeout"
 READ = "open(path, 'rb').read()"
-TakeProcess = Callable[[], Process]
 
 
 def make_since(top: Path) -> Path:

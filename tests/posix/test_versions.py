@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 from harness.seeds import chosen_seed
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 libc = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 FALLOC_FL_ZERO_RANGE, FALLOC_FL_COLLAPSE_RANGE = 16, 8

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import Mount, eventually, irdmafs
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 NewMount = Callable[..., Mount]
-TakeProcess = Callable[[], Process]
 MIB = 1 << 20
 
 
