@@ -211,6 +211,12 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture
+def file(folder: Path) -> Path:
+    """The path of a file in that directory, which a test makes itself."""
+    return folder / "file"
+
+
 @pytest.fixture(scope="session")
 def etcd() -> EtcdServer:
     """The etcd server that all tests of the session share; do not stop it."""
@@ -337,6 +343,18 @@ def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path
     return [host.path / name for host in hosts]
 
 
+@pytest.fixture
+def here(pair: list[Path]) -> Path:
+    """That directory, as the first of the hosts sees it."""
+    return pair[0]
+
+
+@pytest.fixture
+def there(pair: list[Path]) -> Path:
+    """That directory, as the second of the hosts sees it."""
+    return pair[1]
+
+
 _idle_processes: list[Process] = []
 _idle_nobodies: list[Process] = []
 
@@ -361,6 +379,16 @@ def process() -> Iterator[TakeProcess]:
     yield take
     for one in used:
         _keep(one, _idle_processes)
+
+
+@pytest.fixture
+def reader(process: TakeProcess) -> Process:
+    return process()
+
+
+@pytest.fixture
+def writer(process: TakeProcess) -> Process:
+    return process()
 
 
 @pytest.fixture(scope="session", autouse=True)

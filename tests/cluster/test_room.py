@@ -39,8 +39,7 @@ def test_overwriting_a_file_takes_no_room(pair: list[Path]) -> None:
     os.unlink(here / "file")
 
 
-def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path]) -> None:
-    here, _ = pair
+def test_what_was_published_is_counted_before_the_nodes_say_so(here: Path) -> None:
     before = free_bytes(here)
     (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
     assert free_bytes(here) < before
@@ -79,8 +78,7 @@ def test_only_nodes_that_take_new_files_count() -> None:
     assert blocks({key_of(b"n", 1): None}) == (0, 0)
 
 
-def test_room_is_reserved_as_far_as_there_is_any(pair: list[Path]) -> None:
-    here, _ = pair
+def test_room_is_reserved_as_far_as_there_is_any(here: Path) -> None:
     free = free_bytes(here)
     with (here / "one").open("wb") as one, (here / "other").open("wb") as other:
         with pytest.raises(OSError) as caught:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.mountpoint import Mount
-from harness.processes import Process, TakeProcess
+from harness.processes import Process
 from harness.system_calls import system_calls
 
 pytestmark = [
@@ -32,9 +32,8 @@ def each(mount: Mount, worker: Process, step: str, **values: object) -> Counter[
 
 
 def test_closing_a_file_asks_once_for_the_writer(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, folder: Path, writer: Process
 ) -> None:
-    writer = process()
     os.mkdir(folder / "d")
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
     assert calls["pread64"] <= 1, calls
@@ -49,9 +48,8 @@ def stats(calls: Counter[str]) -> int:
 
 
 def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, folder: Path, writer: Process
 ) -> None:
-    writer = process()
     os.mkdir(folder / "d")
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
     assert calls["openat"] <= 1, calls
@@ -62,9 +60,8 @@ def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
 
 
 def test_attributes_of_a_file_that_nobody_has_open_take_no_look_at_its_extent(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, folder: Path, reader: Process
 ) -> None:
-    reader = process()
     os.mkdir(folder / "d")
     reader.do(WRITE, files=FILES, d=str(folder / "d"))
     read = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import TakeProcess
+from harness.processes import Process
 
 SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_DAC_READ_SEARCH")
@@ -97,13 +97,12 @@ def test_handles_outlive_the_daemon_and_never_lead_to_another_file(
 
 
 def test_a_handle_of_a_version_that_was_replaced_leads_to_the_file(
-    new_mount: Callable[..., Mount], process: TakeProcess
+    new_mount: Callable[..., Mount], reader: Process
 ) -> None:
     mount = new_mount()
     mount.mount()
     file = mount.path / "file"
     file.write_bytes(b"first")
-    reader = process()
     reader.do("held = open(f, 'rb')", f=str(file))
     file.write_bytes(b"second")
     handle = handle_of(file)

@@ -239,8 +239,7 @@ def test_lock_file_idiom_excludes_a_second_process(
 
 
 @pytest.mark.kernel_session(NOT_IN_PYFUSE3)
-def test_lock_holds_across_versions(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_lock_holds_across_versions(file: Path, process: TakeProcess) -> None:
     one, two = openers(file, process)
     one.do("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_EX)")
     file.write_bytes(b"a new version")

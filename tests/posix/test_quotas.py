@@ -155,9 +155,9 @@ def test_a_file_without_a_name_is_charged_when_it_gets_one(folder: Path) -> None
 
 def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
     folder: Path,
+    file: Path,
 ) -> None:
     limit(folder, size="1M")
-    file = folder / "file"
     file.write_bytes(b"before" * 10000)
     before = used(folder)
     result = write(file, 2 * MIB)
@@ -173,9 +173,8 @@ def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
 
 
 @pytest.mark.kernel_session("there a write that comes to the daemon is refused")
-def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path) -> None:
+def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path, file: Path) -> None:
     limit(folder, size="1M")
-    file = folder / "file"
     file.write_bytes(b"x" * 100)
     assert write(file, 2 * MIB, os.O_APPEND) == "close EDQUOT"
     assert file.stat().st_size == 100

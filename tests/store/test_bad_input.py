@@ -39,14 +39,13 @@ def fill(file, mode, size):
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("closes", [False, True])
 def test_full_store_fails_the_write_and_keeps_the_old_version(
-    new_mount: NewMount, process: TakeProcess, closes: bool
+    new_mount: NewMount, writer: Process, closes: bool
 ) -> None:
     """The writer closes the file after that, or is killed."""
     mount = new_mount(store_size="64m")
     mount.mount()
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 20 * MIB))
-    writer = process()
     write_much = """
 f = open(file, 'wb', buffering=0)
 written = 0
@@ -118,13 +117,10 @@ def test_edit_in_place_needs_no_room_for_a_copy(new_mount: NewMount, process: Ta
     assert file.read_bytes() == expected
 
 
-def test_a_new_file_that_does_not_fit_is_left_cut(
-    new_mount: NewMount, process: TakeProcess
-) -> None:
+def test_a_new_file_that_does_not_fit_is_left_cut(new_mount: NewMount, writer: Process) -> None:
     mount = new_mount(store_size="32m")
     mount.mount()
     file = mount.path / "weights"
-    writer = process()
     writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT); done = 0", file=str(file))
     with pytest.raises(OSError) as caught:
         writer.do("while True: done += os.write(fd, bytes(1 << 20))")
@@ -260,8 +256,7 @@ def test_commands_refuse_what_is_not_a_mount(tmp_path: Path, command: str) -> No
 # -- senseless arguments ---------------------------------------------------------------------
 
 
-def test_senseless_offsets_are_refused_and_change_nothing(folder: Path) -> None:
-    file = folder / "file"
+def test_senseless_offsets_are_refused_and_change_nothing(file: Path) -> None:
     for create in (os.O_CREAT | os.O_TRUNC, 0):
         fd = os.open(file, os.O_RDWR | create)
         os.pwrite(fd, b"content", 0)
@@ -281,8 +276,7 @@ def test_senseless_offsets_are_refused_and_change_nothing(folder: Path) -> None:
     assert file.read_bytes() == b"content"
 
 
-def test_huge_sizes_work_or_are_refused_cleanly(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_huge_sizes_work_or_are_refused_cleanly(file: Path, process: TakeProcess) -> None:
     for size in (2**40, 2**62, 2**63 - 1):
         file.write_bytes(b"content")
         try:
@@ -297,10 +291,7 @@ def test_huge_sizes_work_or_are_refused_cleanly(folder: Path, process: TakeProce
 
 
 @pytest.mark.parametrize("mode", ["wb", "r+b", "ab"])
-def test_file_size_limit_of_a_process_is_kept(
-    folder: Path, mode: str, process: TakeProcess
-) -> None:
-    file = folder / "file"
+def test_file_size_limit_of_a_process_is_kept(file: Path, mode: str, process: TakeProcess) -> None:
     file.write_bytes(b"")
     with Process() as limited:
         limited.do(f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))")
@@ -314,8 +305,7 @@ def test_file_size_limit_of_a_process_is_kept(
     assert process().do("open(file, 'rb').read()", file=str(file)) == b"x" * MIB
 
 
-def test_descriptors_refuse_what_they_were_not_opened_for(folder: Path) -> None:
-    file = folder / "file"
+def test_descriptors_refuse_what_they_were_not_opened_for(file: Path) -> None:
     file.write_bytes(b"content")
     for flags, call in (
         (os.O_RDONLY, lambda fd: os.write(fd, b"x")),
