@@ -293,6 +293,14 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
         made.close()
 
 
+@pytest.fixture
+def own_mount(new_mount: Callable[..., Mount]) -> Mount:
+    """Such a mount, which is mounted."""
+    mount = new_mount()
+    mount.mount()
+    return mount
+
+
 class SharedCluster:
     """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
 

@@ -391,16 +391,14 @@ def test_the_account_is_right_after_the_daemon_was_killed(new_mount: Callable[..
 
 
 def test_a_directory_that_was_removed_with_its_quota_is_no_obstacle_to_the_next_mount(
-    session: str, new_mount: Callable[..., Mount]
+    session: str, own_mount: Mount
 ) -> None:
     if session == CLUSTER:
         pytest.skip("what is written is not on the next mount's host")
-    mount = new_mount()
-    mount.mount()
     for name in ("removed", "kept"):
-        (mount.path / name).mkdir()
-        os.setxattr(mount.path / name, "user.irdmafs.quota_inodes", b"10")
-    (mount.path / "removed").rmdir()
-    mount.unmount()
-    mount.remount()
-    assert os.getxattr(mount.path / "kept", "user.irdmafs.quota_inodes") == b"10"
+        (own_mount.path / name).mkdir()
+        os.setxattr(own_mount.path / name, "user.irdmafs.quota_inodes", b"10")
+    (own_mount.path / "removed").rmdir()
+    own_mount.unmount()
+    own_mount.remount()
+    assert os.getxattr(own_mount.path / "kept", "user.irdmafs.quota_inodes") == b"10"

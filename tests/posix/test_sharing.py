@@ -199,11 +199,9 @@ with tempfile.NamedTemporaryFile("w+b", dir=sys.argv[1]) as file:
 
 @pytest.mark.parametrize("how", ["rdwr", "wronly"])
 def test_a_rename_publishes_what_is_still_open_for_writing(
-    new_mount: NewMount, writer: Process, how: str
+    own_mount: Mount, writer: Process, how: str
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    file = mount.path / "model.safetensors"
+    file = own_mount.path / "model.safetensors"
     file.write_bytes(pattern(1, 100_000))
     writer.do(
         "fd = os.open(file + '.tmp', flags | os.O_CREAT | os.O_EXCL); os.write(fd, pattern(2, 50_000))",
@@ -211,27 +209,25 @@ def test_a_rename_publishes_what_is_still_open_for_writing(
         flags=os.O_RDWR if how == "rdwr" else os.O_WRONLY,
     )
     writer.do("os.rename(file + '.tmp', file)")
-    mount.kill9()
-    mount.remount()
+    own_mount.kill9()
+    own_mount.remount()
     assert file.read_bytes() == pattern(2, 50_000)
 
 
 def test_what_was_written_in_place_survives_a_crash_of_the_daemon(
-    new_mount: NewMount, writer: Process, session: str
+    own_mount: Mount, writer: Process, session: str
 ) -> None:
     if session == CLUSTER:
         pytest.skip("a cluster keeps what was published: see docs/sharing.md")
-    mount = new_mount()
-    mount.mount()
-    file, other = mount.path / "memmap", mount.path / "other"
+    file, other = own_mount.path / "memmap", own_mount.path / "other"
     for path in (file, other):
         path.write_bytes(pattern(1, 100_000))
     os.utime(other, ns=(1, 1))
     before = version(other)
     writer.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'x' * 10, 500)", file=str(file))
     writer.do("os.ftruncate(fd, 90_000)")
-    mount.kill9()
-    mount.remount()
+    own_mount.kill9()
+    own_mount.remount()
     expected = bytearray(pattern(1, 100_000)[:90_000])
     expected[500:510] = b"x" * 10
     assert file.read_bytes() == expected
@@ -338,24 +334,22 @@ def test_a_store_through_a_mapping_moves_the_times(file: Path, process: TakeProc
 
 
 def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
-    new_mount: NewMount, process: TakeProcess
+    own_mount: Mount, process: TakeProcess
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    (daemon,) = mount.pids()
+    (daemon,) = own_mount.pids()
     in_use = len(os.listdir(f"/proc/{daemon}/fd"))
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
     victim, greedy = process(), process()
-    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(mount.path / "victim"))
+    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(own_mount.path / "victim"))
     greedy.do(
         "fds = [os.open(f'{folder}/{n}', os.O_WRONLY | os.O_CREAT) for n in range(300)]",
-        folder=str(mount.path),
+        folder=str(own_mount.path),
     )
     assert victim.do("os.pwrite(fd, b'new', 0)") == 3
     victim.do("os.close(fd)")
-    assert (mount.path / "victim").read_bytes() == b"new"
+    assert (own_mount.path / "victim").read_bytes() == b"new"
     greedy.do("for fd in fds: os.write(fd, b'x'); os.close(fd)")
-    assert (mount.path / "299").read_bytes() == b"x"
+    assert (own_mount.path / "299").read_bytes() == b"x"
 
 
 def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(file: Path) -> None:
