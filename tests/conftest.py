@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -32,6 +33,9 @@ from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
+
+from irdmafs.backend.trust.authority import issue, make_ca
+from irdmafs.backend.trust.security import Credentials
 
 if TYPE_CHECKING:
     from harness.spread import Spread
@@ -237,6 +241,18 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[dict[str, Credentials]]:
+    """A certificate of each role, and "foreign", which is another cluster's."""
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        make_ca(ours, "ours")
+        make_ca(theirs, "theirs")
+        yield {
+            "foreign": issue(theirs, "one", "mount"),
+            **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
+        }
+
+
 @pytest.fixture
 def tmpfs() -> Iterator[Path]:
     """A directory that everybody may write to on an ordinary tmpfs."""
@@ -361,6 +377,15 @@ def here(pair: list[Path]) -> Path:
 def there(pair: list[Path]) -> Path:
     """That directory, as the second of the hosts sees it."""
     return pair[1]
+
+
+@pytest.fixture
+def striped(cluster: Cluster, request: pytest.FixtureRequest) -> str:
+    """A directory of this test's own, whose files have stripes of 1 MiB."""
+    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
+    (cluster.mounts[0].path / name).mkdir()
+    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
+    return name
 
 
 _idle_processes: list[Process] = []

@@ -9,7 +9,6 @@ import pytest
 from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern
-from harness.striped import folder as folder  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,8 @@ def files(node: StoreNode) -> set[int]:
     return found
 
 
-def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, folder: str) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, striped: str) -> None:
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(1, 8 * MIB + 5000))
     one.write_bytes(expected)
     for at in (0, 3 * MIB + 17, 8 * MIB + 4000):
@@ -55,9 +54,9 @@ def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, folder:
 
 
 def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(2, 4 * MIB))
     one.write_bytes(expected)
     with one.open("ab") as file:
@@ -73,9 +72,9 @@ def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
 
 
 def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(3, 8 * MIB))
     one.write_bytes(expected)
     before = [files(node) for node in cluster.nodes]
@@ -96,8 +95,8 @@ def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
     assert other.with_name("another").read_bytes() == pattern(4, 8 * MIB)
 
 
-def test_shared_stripes_outlive_a_restart_of_their_nodes(cluster: Cluster, folder: str) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+def test_shared_stripes_outlive_a_restart_of_their_nodes(cluster: Cluster, striped: str) -> None:
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(5, 6 * MIB))
     one.write_bytes(expected)
     change(one, 10, b"changed")

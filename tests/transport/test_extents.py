@@ -19,8 +19,6 @@ from harness.transport_nodes import NodeProcess, serving
 from harness.transport_place import (
     MiB,
     Place,
-    certificates,
-    memory,
     mounted,
     random_bytes,
     read_a_part,
@@ -31,8 +29,6 @@ from harness.transport_place import (
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.security import Credentials
-
-__all__ = ["certificates", "memory"]
 
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
