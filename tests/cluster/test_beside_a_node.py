@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster, Plan
+from harness.clusters import MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
 from irdmafs.client._files import open_privately, open_to_read
-
-MIB = 1 << 20
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster
+from harness.clusters import MIB, Cluster
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
-
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize("mode", ["r+b", "ab"])

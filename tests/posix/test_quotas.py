@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
+from harness.models.namespace import error_of
 from harness.mountpoint import Mount, eventually
 from harness.processes import NOBODY, Process, TakeProcess
 
@@ -40,14 +41,6 @@ def counted(directory: Path) -> tuple[int, int]:
     """Inodes and bytes below a directory, as du(1) counts them."""
     below = {path.lstat().st_ino: path.lstat() for path in directory.rglob("*")}
     return len(below), sum(512 * one.st_blocks for one in below.values())
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-    return "ok"
 
 
 def write(path: Path, size: int, flags: int = os.O_CREAT | os.O_TRUNC) -> str:
