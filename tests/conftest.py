@@ -26,7 +26,7 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
-from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
+from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
@@ -239,6 +239,18 @@ def memory() -> Iterator[Path]:
     path = scratch_directory()
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def small_tmpfs(memory: Path) -> Iterator[Path]:
+    """A tmpfs of 16 MiB, which nothing may use any more when the test ends."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    path = memory / "small"
+    path.mkdir()
+    run_checked("mount", "-t", "tmpfs", "-o", "size=16m", "none", path)
+    yield path
+    run_checked("umount", path)
 
 
 @pytest.fixture(scope="module")
