@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,13 +26,16 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from harness.guest_tests import GuestTests, starts_guests
-from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
-from harness.processes import NOBODY, Process
+from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
+from harness.processes import NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
+
+from irdmafs.backend.trust.authority import issue, make_ca
+from irdmafs.backend.trust.security import Credentials
 
 if TYPE_CHECKING:
     from harness.spread import Spread
@@ -211,6 +215,12 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture
+def file(folder: Path) -> Path:
+    """The path of a file in that directory, which a test makes itself."""
+    return folder / "file"
+
+
 @pytest.fixture(scope="session")
 def etcd() -> EtcdServer:
     """The etcd server that all tests of the session share; do not stop it."""
@@ -229,6 +239,30 @@ def memory() -> Iterator[Path]:
     path = scratch_directory()
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def small_tmpfs(memory: Path) -> Iterator[Path]:
+    """A tmpfs of 16 MiB, which nothing may use any more when the test ends."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    path = memory / "small"
+    path.mkdir()
+    run_checked("mount", "-t", "tmpfs", "-o", "size=16m", "none", path)
+    yield path
+    run_checked("umount", path)
+
+
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[dict[str, Credentials]]:
+    """A certificate of each role, and "foreign", which is another cluster's."""
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        make_ca(ours, "ours")
+        make_ca(theirs, "theirs")
+        yield {
+            "foreign": issue(theirs, "one", "mount"),
+            **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
+        }
 
 
 @pytest.fixture
@@ -258,7 +292,7 @@ def _new_nobody() -> Process:
 
 @pytest.fixture
 def as_on_tmpfs(
-    folder: Path, tmpfs: Path, process: Callable[[], Process], request: pytest.FixtureRequest
+    folder: Path, tmpfs: Path, process: TakeProcess, request: pytest.FixtureRequest
 ) -> AsOnTmpfs:
     def take(name: str) -> Process:
         if name in ("root", "nobody") and os.geteuid() != 0:
@@ -285,6 +319,14 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
     yield make
     for made in mounts:
         made.close()
+
+
+@pytest.fixture
+def own_mount(new_mount: Callable[..., Mount]) -> Mount:
+    """Such a mount, which is mounted."""
+    mount = new_mount()
+    mount.mount()
+    return mount
 
 
 class SharedCluster:
@@ -337,6 +379,27 @@ def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path
     return [host.path / name for host in hosts]
 
 
+@pytest.fixture
+def here(pair: list[Path]) -> Path:
+    """That directory, as the first of the hosts sees it."""
+    return pair[0]
+
+
+@pytest.fixture
+def there(pair: list[Path]) -> Path:
+    """That directory, as the second of the hosts sees it."""
+    return pair[1]
+
+
+@pytest.fixture
+def striped(cluster: Cluster, request: pytest.FixtureRequest) -> str:
+    """A directory of this test's own, whose files have stripes of 1 MiB."""
+    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
+    (cluster.mounts[0].path / name).mkdir()
+    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
+    return name
+
+
 _idle_processes: list[Process] = []
 _idle_nobodies: list[Process] = []
 
@@ -350,7 +413,7 @@ def _keep(one: Process, idle: list[Process]) -> None:
 
 
 @pytest.fixture
-def process() -> Iterator[Callable[[], Process]]:
+def process() -> Iterator[TakeProcess]:
     """Gives other processes, each used by one test at a time: process()."""
     used: list[Process] = []
 
@@ -361,6 +424,16 @@ def process() -> Iterator[Callable[[], Process]]:
     yield take
     for one in used:
         _keep(one, _idle_processes)
+
+
+@pytest.fixture
+def reader(process: TakeProcess) -> Process:
+    return process()
+
+
+@pytest.fixture
+def writer(process: TakeProcess) -> Process:
+    return process()
 
 
 @pytest.fixture(scope="session", autouse=True)

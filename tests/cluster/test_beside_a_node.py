@@ -3,19 +3,16 @@
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster, Plan
+from harness.clusters import MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 from irdmafs.client._files import open_privately, open_to_read
-
-MIB = 1 << 20
-TakeProcess = Callable[[], Process]
 
 
 @pytest.fixture
@@ -32,12 +29,13 @@ def extents_of(store: Path) -> dict[str, bytes]:
     return found
 
 
-def test_nothing_that_is_stored_is_ever_written(beside: Cluster, process: TakeProcess) -> None:
+def test_nothing_that_is_stored_is_ever_written(
+    beside: Cluster, reader: Process, writer: Process
+) -> None:
     """Through descriptors of any kind: readers of old versions, duplicates, maps."""
     (mount,), (node,) = beside.mounts, beside.nodes
     file, size = mount.path / "file", 3 * MIB
     stored: dict[str, bytes] = {}
-    reader, writer = process(), process()
     for number in range(1, 9):
         file.write_bytes(pattern(number, size))
         if number % 2:

@@ -17,7 +17,7 @@ from harness.clusters import MIB, Cluster, ClusterMount, Plan, counters, run_ird
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
-from harness.striped import damage, folder, new_content
+from harness.striped import damage, new_content
 
 from irdmafs import client
 from irdmafs.backend.store.remote.lent import Lender
@@ -25,8 +25,6 @@ from irdmafs.backend.store.remote.lent import Lender
 SIZES = [100_000, MIB, 3 * MIB + 4097]
 XATTR = "user.irdmafs.read_into"
 ROUNDS = 60
-
-__all__ = ["folder"]
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +47,15 @@ def descriptors(mount: ClusterMount) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_of_another_host_is_read_past_the_cache(
-    cluster: Cluster, folder: str, size: int
+    cluster: Cluster, striped: str, size: int
 ) -> None:
     one, other = cluster.mounts[:2]
     before = counters(other)
     with client.Buffer(4 * MIB) as buffer:
         for version in (1, 2, 3):
             content = new_content(size)
-            (one.path / folder / "file").write_bytes(content)
-            assert buffer.fill(f"{other.path}/{folder}/file") == size
+            (one.path / striped / "file").write_bytes(content)
+            assert buffer.fill(f"{other.path}/{striped}/file") == size
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert held(buffer) == content
     after = counters(other)
@@ -68,8 +66,8 @@ def test_a_file_of_another_host_is_read_past_the_cache(
         assert after[name] == before[name]
 
 
-def test_arrays_show_the_buffer(cluster: Cluster, folder: str) -> None:
-    one, other = (client.open(mount.path / folder) for mount in cluster.mounts[:2])
+def test_arrays_show_the_buffer(cluster: Cluster, striped: str) -> None:
+    one, other = (client.open(mount.path / striped) for mount in cluster.mounts[:2])
     state = {f"layer{i}": np.full((300, 100 + i), i, np.float32) for i in range(10)}
     with client.Buffer(2 * MIB) as buffer:
         one.publish_state_dict(state)
@@ -86,46 +84,46 @@ def test_arrays_show_the_buffer(cluster: Cluster, folder: str) -> None:
         assert np.array_equal(other.read_into("weight", buffer), np.arange(100_000))
 
 
-def test_what_is_on_this_host_or_small_is_copied(cluster: Cluster, folder: str) -> None:
+def test_what_is_on_this_host_or_small_is_copied(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
     contents = {name: new_content(300_000) for name in ("own", "opened")}
     contents["small"] = new_content(1000)
     for name, content in contents.items():
-        (one.path / folder / name).write_bytes(content)
-    (other.path / folder / "opened").read_bytes()
+        (one.path / striped / name).write_bytes(content)
+    (other.path / striped / "opened").read_bytes()
     with client.Buffer(MIB) as buffer:
         for mount, name in ((one, "own"), (other, "opened"), (other, "small")):
-            buffer.fill(f"{mount.path}/{folder}/{name}")
+            buffer.fill(f"{mount.path}/{striped}/{name}")
             assert (buffer.filled_by, buffer.version) == ("copy", 1)
             assert held(buffer) == contents[name]
 
 
-def test_beside_a_store_node_the_file_there_is_read(cluster: Cluster, folder: str) -> None:
+def test_beside_a_store_node_the_file_there_is_read(cluster: Cluster, striped: str) -> None:
     beside = cluster.add_mount(beside=cluster.nodes[0])
     content = new_content(300_000)
-    os.setxattr(cluster.mounts[0].path / folder, "user.irdmafs.replicas", b"2")
-    (cluster.mounts[0].path / folder / "file").write_bytes(content)
+    os.setxattr(cluster.mounts[0].path / striped, "user.irdmafs.replicas", b"2")
+    (cluster.mounts[0].path / striped / "file").write_bytes(content)
     with client.Buffer(MIB) as buffer:
-        buffer.fill(f"{beside.path}/{folder}/file")
+        buffer.fill(f"{beside.path}/{striped}/file")
         assert buffer.filled_by == "copy" and held(buffer) == content
 
 
 def test_what_is_written_in_place_here_is_seen_as_an_open_sees_it(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     one, other = cluster.mounts[:2]
-    (one.path / folder / "file").write_bytes(bytes(300_000))
-    with client.Buffer(MIB) as buffer, (other.path / folder / "file").open("r+b") as file:
+    (one.path / striped / "file").write_bytes(bytes(300_000))
+    with client.Buffer(MIB) as buffer, (other.path / striped / "file").open("r+b") as file:
         file.write(b"new")
         file.flush()
-        buffer.fill(f"{other.path}/{folder}/file")
+        buffer.fill(f"{other.path}/{striped}/file")
         assert held(buffer) == b"new" + bytes(299_997)
 
 
-def test_it_holds_what_was_last_acknowledged(cluster: Cluster, folder: str) -> None:
+def test_it_holds_what_was_last_acknowledged(cluster: Cluster, striped: str) -> None:
     """Overwritten, replaced and moved, the reader's call right behind the publisher's return."""
     one, other = cluster.mounts[:2]
-    path, new = (one.path / folder / name for name in ("file", "new"))
+    path, new = (one.path / striped / name for name in ("file", "new"))
     path.write_bytes(new_content(100_000))
     with client.Buffer(MIB) as buffer:
         for number in range(ROUNDS):
@@ -136,15 +134,15 @@ def test_it_holds_what_was_last_acknowledged(cluster: Cluster, folder: str) -> N
                 new.write_bytes(content)
                 os.replace(new, path)
             if number % 3 == 2:
-                os.replace(path.parent, path.parent.with_name(f"{folder}_moved"))
-                os.replace(path.parent.with_name(f"{folder}_moved"), path.parent)
-            buffer.fill(f"{other.path}/{folder}/file")
+                os.replace(path.parent, path.parent.with_name(f"{striped}_moved"))
+                os.replace(path.parent.with_name(f"{striped}_moved"), path.parent)
+            buffer.fill(f"{other.path}/{striped}/file")
             assert held(buffer) == content
 
 
-def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, folder: str) -> None:
+def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
-    path = one.path / folder / "file"
+    path = one.path / striped / "file"
     path.write_bytes(pattern(1, 2 * MIB))
     over = threading.Event()
 
@@ -160,7 +158,7 @@ def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, folder:
     try:
         with client.Buffer(2 * MIB) as buffer:
             for _ in range(ROUNDS):
-                buffer.fill(f"{other.path}/{folder}/file")
+                buffer.fill(f"{other.path}/{striped}/file")
                 seen.append(version_of(held(buffer)))
                 assert buffer.version == seen[-1]
     finally:
@@ -169,14 +167,14 @@ def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, folder:
     assert seen == sorted(seen) and len(set(seen)) > 1
 
 
-def test_several_buffers_are_read_into_at_once(cluster: Cluster, folder: str) -> None:
+def test_several_buffers_are_read_into_at_once(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
     contents = [new_content(MIB + number) for number in range(8)]
     for number, content in enumerate(contents):
-        (one.path / folder / f"file{number}").write_bytes(content)
+        (one.path / striped / f"file{number}").write_bytes(content)
     buffers = [client.Buffer(2 * MIB) for _ in contents]
     threads = [
-        threading.Thread(target=buffer.fill, args=[f"{other.path}/{folder}/file{number}"])
+        threading.Thread(target=buffer.fill, args=[f"{other.path}/{striped}/file{number}"])
         for number, buffer in enumerate(buffers)
     ]
     for thread in threads:
@@ -188,13 +186,13 @@ def test_several_buffers_are_read_into_at_once(cluster: Cluster, folder: str) ->
         buffer.close()
 
 
-def test_without_privilege_it_is_read_so_too(cluster: Cluster, folder: str) -> None:
+def test_without_privilege_it_is_read_so_too(cluster: Cluster, striped: str) -> None:
     other = cluster.add_mount("--session", "pyfuse3")
     with client.Buffer(MIB) as buffer:
         for version in (1, 2):
             content = new_content(300_000)
-            (cluster.mounts[0].path / folder / "file").write_bytes(content)
-            buffer.fill(other.path / folder / "file")
+            (cluster.mounts[0].path / striped / "file").write_bytes(content)
+            buffer.fill(other.path / striped / "file")
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert held(buffer) == content
 
@@ -203,18 +201,18 @@ def test_without_privilege_it_is_read_so_too(cluster: Cluster, folder: str) -> N
 
 
 @pytest.mark.parametrize("period_s", [0.02, 0.0005])
-def test_signals_only_delay_it(cluster: Cluster, folder: str, period_s: float) -> None:
+def test_signals_only_delay_it(cluster: Cluster, striped: str, period_s: float) -> None:
     one, other = cluster.mounts[:2]
     contents = {f"file{number}": new_content(2 * MIB) for number in range(10)}
     for name, content in contents.items():
-        (one.path / folder / name).write_bytes(content)
+        (one.path / striped / name).write_bytes(content)
     came = []
     before = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
     signal.setitimer(signal.ITIMER_REAL, period_s, period_s)
     try:
         with client.Buffer(2 * MIB) as buffer:
             for name, content in contents.items():
-                buffer.fill(other.path / folder / name)
+                buffer.fill(other.path / striped / name)
                 assert held(buffer) == content
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -222,47 +220,47 @@ def test_signals_only_delay_it(cluster: Cluster, folder: str, period_s: float) -
     assert came
 
 
-def test_wrong_bytes_of_a_replica_are_not_left_in_it(cluster: Cluster, folder: str) -> None:
+def test_wrong_bytes_of_a_replica_are_not_left_in_it(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
     contents = [new_content(MIB + 100_000) for _ in range(10)]
     for number, content in enumerate(contents):
-        (one.path / folder / f"file{number}").write_bytes(content)
+        (one.path / striped / f"file{number}").write_bytes(content)
         assert damage(cluster.nodes[0], content)
     before = counters(other)["wrong_fetches"]
     with client.Buffer(2 * MIB) as buffer:
         for number, content in enumerate(contents):
-            buffer.fill(f"{other.path}/{folder}/file{number}")
+            buffer.fill(f"{other.path}/{striped}/file{number}")
             assert buffer.filled_by == "mount" and held(buffer) == content
         assert counters(other)["wrong_fetches"] > before
         for node in cluster.nodes[:2]:  # the first one may have been mended meanwhile
             damage(node, contents[0])
         with pytest.raises(OSError) as caught:
-            buffer.fill(f"{other.path}/{folder}/file0")
+            buffer.fill(f"{other.path}/{striped}/file0")
         assert caught.value.errno == errno.EIO
-        assert caught.value.filename == f"{other.path}/{folder}/file0"
+        assert caught.value.filename == f"{other.path}/{striped}/file0"
         assert (buffer.filled, buffer.filled_by) == (0, "")
 
 
-def test_what_does_not_fit_or_is_not_there_is_said(cluster: Cluster, folder: str) -> None:
+def test_what_does_not_fit_or_is_not_there_is_said(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
-    (one.path / folder / "file").write_bytes(bytes(200_000))
-    store = client.open(other.path / folder)
+    (one.path / striped / "file").write_bytes(bytes(200_000))
+    store = client.open(other.path / striped)
     with client.Buffer(199_999) as buffer:
         with pytest.raises(ValueError, match="has 200000 bytes, too many for a buffer of 199999"):
-            buffer.fill(f"{other.path}/{folder}/file")
+            buffer.fill(f"{other.path}/{striped}/file")
         for name in ("nothing", "nothing.safetensors/tensor", "file"):
             with pytest.raises(KeyError):
                 store.read_into(name, buffer)
         with pytest.raises(FileNotFoundError):
-            buffer.fill(f"{other.path}/{folder}")
+            buffer.fill(f"{other.path}/{striped}")
 
 
 def test_a_mount_lets_go_when_the_buffer_is_closed_or_its_process_ends(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     one, other = cluster.mounts[:2]
     content = new_content(300_000)
-    (one.path / folder / "file").write_bytes(content)
+    (one.path / striped / "file").write_bytes(content)
     eventually(lambda: counters(other)["lent_buffers"] == 0, "earlier buffers are given back")
     before = descriptors(other)
     with Process() as process:
@@ -272,7 +270,7 @@ def test_a_mount_lets_go_when_the_buffer_is_closed_or_its_process_ends(
             "for buffer in buffers:\n"
             "    buffer.fill(path)\n"
             "assert all(buffer.filled_by == 'mount' for buffer in buffers)",
-            path=f"{other.path}/{folder}/file",
+            path=f"{other.path}/{striped}/file",
         )
         assert counters(other)["lent_buffers"] == 5
         process.do("buffers.pop().close(); del buffers[0], buffer")
@@ -283,16 +281,16 @@ def test_a_mount_lets_go_when_the_buffer_is_closed_or_its_process_ends(
 
 
 def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     one, other = cluster.mounts[:2]
-    (one.path / folder / "file").write_bytes(new_content(3 * MIB))
+    (one.path / striped / "file").write_bytes(new_content(3 * MIB))
     with Process() as process:
         process.do("from irdmafs import client\nbuffer = client.Buffer(4 << 20)")
         for node in cluster.nodes:
             os.kill(node.pid, signal.SIGSTOP)
         try:
-            process.start("buffer.fill(path)", path=f"{other.path}/{folder}/file")
+            process.start("buffer.fill(path)", path=f"{other.path}/{striped}/file")
             eventually(lambda: counters(other)["lent_buffers"] == 1, "the mount has the buffer")
             process.kill()
             eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
@@ -311,10 +309,10 @@ def memfd(size: int = MIB, seals: int = 0x2, allocate: bool = True) -> int:
     return fd
 
 
-def test_only_memory_that_stays_is_taken(cluster: Cluster, folder: str, tmp_path: Path) -> None:
+def test_only_memory_that_stays_is_taken(cluster: Cluster, striped: str, tmp_path: Path) -> None:
     one, other = cluster.mounts[:2]
-    (one.path / folder / "file").write_bytes(new_content(300_000))
-    path = f"{other.path}/{folder}/file"
+    (one.path / striped / "file").write_bytes(new_content(300_000))
+    path = f"{other.path}/{striped}/file"
     pipe, other_end = os.pipe()
     plain = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(plain, 0, MIB)
@@ -371,11 +369,11 @@ async def test_memory_that_is_lent_again_while_it_is_given_back_stays_open() -> 
     os.close(memory)
 
 
-def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, folder: str) -> None:
+def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, striped: str) -> None:
     one = cluster.mounts[0]
     other = cluster.add_mount("-o", "allow_other")
-    (one.path / folder / "file").write_bytes(new_content(300_000))
-    (one.path / folder / "file").chmod(0o600)
+    (one.path / striped / "file").write_bytes(new_content(300_000))
+    (one.path / striped / "file").chmod(0o600)
     other.path.parent.parent.chmod(0o755)
     launcher = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     with Process(launcher) as process:
@@ -387,19 +385,19 @@ def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, folder: s
             "filled_by"
         )
         with pytest.raises(PermissionError):
-            process.do(source, path=f"{other.path}/{folder}/file")
-        (one.path / folder / "file").chmod(0o644)
+            process.do(source, path=f"{other.path}/{striped}/file")
+        (one.path / striped / "file").chmod(0o644)
         # Modes of a directory that is not followed come to other hosts by the watch.
-        seen = other.path / folder / "file"
+        seen = other.path / striped / "file"
         eventually(lambda: seen.stat().st_mode & 0o004 != 0, "the other host knows the mode")
-        assert process.do(source, path=f"{other.path}/{folder}/file") == "mount"
+        assert process.do(source, path=f"{other.path}/{striped}/file") == "mount"
 
 
-def test_status_tells_what_was_read_into_buffers(cluster: Cluster, folder: str) -> None:
+def test_status_tells_what_was_read_into_buffers(cluster: Cluster, striped: str) -> None:
     one, other = cluster.mounts[:2]
-    (one.path / folder / "file").write_bytes(new_content(300_000))
+    (one.path / striped / "file").write_bytes(new_content(300_000))
     with client.Buffer(MIB) as buffer:
-        buffer.fill(other.path / folder / "file")
+        buffer.fill(other.path / striped / "file")
         done = run_irdmafs(cluster.admin, "status", other.path)
     assert done.returncode == 0, done.stderr
     (row,) = (line for line in done.stdout.splitlines() if "read into buffers" in line)

@@ -33,9 +33,8 @@ def transactions(mount: ClusterMount) -> tuple[int, int]:
 
 
 def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
-    cluster: Cluster, hosts: list[ClusterMount], pair: list[Path]
+    cluster: Cluster, hosts: list[ClusterMount], here: Path, there: Path
 ) -> None:
-    here, there = pair
     claim(hosts[0], here)
     before = transactions(hosts[0])
     for number in range(FILES):
@@ -75,9 +74,8 @@ def test_a_directory_costs_one_transaction_and_each_file_in_it_one(
 
 
 def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
-    hosts: list[ClusterMount], pair: list[Path]
+    hosts: list[ClusterMount], pair: list[Path], here: Path, there: Path
 ) -> None:
-    here, there = pair
     claim(hosts[0], here)
     fd = make(here / "file")
     os.fchmod(fd, 0o640)
@@ -109,9 +107,8 @@ def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
 
 
 def test_another_host_that_makes_a_name_ends_the_claim(
-    hosts: list[ClusterMount], pair: list[Path]
+    hosts: list[ClusterMount], here: Path, there: Path
 ) -> None:
-    here, there = pair
     claim(hosts[0], here)
     before = claimed(hosts[0])
     opened = {number: make(here / f"file{number}") for number in range(3)}

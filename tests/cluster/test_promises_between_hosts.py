@@ -18,7 +18,7 @@ from harness.claims import claim
 from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.seeds import seeded
 
 ITERATIONS = 60
@@ -38,66 +38,54 @@ def copies(cluster: Cluster) -> int:
     return sum(len(list((node.store / "extents").iterdir())) for node in cluster.nodes)
 
 
-@pytest.fixture
-def two(pair: list[Path]) -> tuple[Path, Path]:
-    one, other = pair
-    return one, other
-
-
 # -- names
 
 
-def test_a_file_created_on_one_host_is_found_on_another_at_once(two: tuple[Path, Path]) -> None:
+def test_a_file_created_on_one_host_is_found_on_another_at_once(pair: list[Path]) -> None:
     for i in range(ITERATIONS):
-        one, other = two if i % 2 else two[::-1]
+        one, other = pair if i % 2 else pair[::-1]
         os.close(os.open(one / f"file{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         os.close(os.open(other / f"file{i}", os.O_RDONLY))
 
 
 def test_a_name_that_was_looked_for_before_is_found_when_it_is_there(
-    two: tuple[Path, Path],
+    here: Path, there: Path
 ) -> None:
-    one, other = two
     for i in range(ITERATIONS):
-        assert not (other / f"file{i}").exists()
-        write(one / f"file{i}", b"x")
-        assert (other / f"file{i}").read_bytes() == b"x"
+        assert not (there / f"file{i}").exists()
+        write(here / f"file{i}", b"x")
+        assert (there / f"file{i}").read_bytes() == b"x"
 
 
-def test_an_unlinked_file_cannot_be_opened_on_another_host(two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_an_unlinked_file_cannot_be_opened_on_another_host(here: Path, there: Path) -> None:
     for i in range(ITERATIONS):
-        write(one / "file", b"%d" % i)
-        assert (other / "file").read_bytes() == b"%d" % i
-        (one / "file").unlink()
+        write(here / "file", b"%d" % i)
+        assert (there / "file").read_bytes() == b"%d" % i
+        (here / "file").unlink()
         with pytest.raises(FileNotFoundError):
-            os.open(other / "file", os.O_RDONLY)
+            os.open(there / "file", os.O_RDONLY)
 
 
-def test_a_rename_is_seen_on_another_host_at_once(two: tuple[Path, Path]) -> None:
-    one, other = two
-    write(one / "name0", b"content")
+def test_a_rename_is_seen_on_another_host_at_once(here: Path, there: Path) -> None:
+    write(here / "name0", b"content")
     for i in range(ITERATIONS):
-        (one / f"name{i}").rename(one / f"name{i + 1}")
-        assert (other / f"name{i + 1}").read_bytes() == b"content"
+        (here / f"name{i}").rename(here / f"name{i + 1}")
+        assert (there / f"name{i + 1}").read_bytes() == b"content"
         with pytest.raises(FileNotFoundError):
-            os.open(other / f"name{i}", os.O_RDONLY)
+            os.open(there / f"name{i}", os.O_RDONLY)
 
 
-def test_a_directory_tree_made_on_one_host_is_there_on_another(two: tuple[Path, Path]) -> None:
-    one, other = two
-    (one / "a/b/c").mkdir(parents=True)
-    write(one / "a/b/c/file", b"x")
-    (one / "a/b").rename(one / "moved")
-    assert (other / "moved/c/file").read_bytes() == b"x"
-    assert sorted(path.name for path in other.iterdir()) == ["a", "moved"]
+def test_a_directory_tree_made_on_one_host_is_there_on_another(here: Path, there: Path) -> None:
+    (here / "a/b/c").mkdir(parents=True)
+    write(here / "a/b/c/file", b"x")
+    (here / "a/b").rename(here / "moved")
+    assert (there / "moved/c/file").read_bytes() == b"x"
+    assert sorted(path.name for path in there.iterdir()) == ["a", "moved"]
 
 
-def test_only_one_host_creates_a_file_exclusively(
-    two: tuple[Path, Path], process: Callable[[], Process]
-) -> None:
+def test_only_one_host_creates_a_file_exclusively(pair: list[Path], process: TakeProcess) -> None:
     workers = [process(), process()]
-    for worker, folder in zip(workers, two, strict=True):
+    for worker, folder in zip(workers, pair, strict=True):
         worker.do("import os, time", folder=str(folder))
     for i in range(50):
         at = time.monotonic() + 0.01
@@ -119,10 +107,10 @@ won
 
 
 def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    pair: list[Path], process: TakeProcess
 ) -> None:
     workers = [process(), process()]
-    for number, (worker, folder) in enumerate(zip(workers, two, strict=True)):
+    for number, (worker, folder) in enumerate(zip(workers, pair, strict=True)):
         worker.start(
             "for i in range(100): open(f'{folder}/{number}-{i}', 'x').close()",
             folder=str(folder),
@@ -131,7 +119,7 @@ def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
     for worker in workers:
         worker.result()
     expected = {f"{number}-{i}" for number in range(2) for i in range(100)}
-    for folder in two:
+    for folder in pair:
         assert set(os.listdir(folder)) == expected
 
 
@@ -140,12 +128,12 @@ def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
 
 @pytest.fixture(params=["claimed", "not claimed"])
 def makers(
-    two: tuple[Path, Path], hosts: list[ClusterMount], request: pytest.FixtureRequest
-) -> tuple[Path, Path]:
+    pair: list[Path], hosts: list[ClusterMount], request: pytest.FixtureRequest
+) -> list[Path]:
     """Two hosts of which the first one may have made so many files that it has the directory's claim."""
     if request.param == "claimed":
-        claim(hosts[0], two[0])
-    return two
+        claim(hosts[0], pair[0])
+    return pair
 
 
 def is_seen(path: Path) -> bool:
@@ -154,7 +142,7 @@ def is_seen(path: Path) -> bool:
     return listed
 
 
-def test_a_new_file_is_seen_on_another_host_when_it_is_published(makers: tuple[Path, Path]) -> None:
+def test_a_new_file_is_seen_on_another_host_when_it_is_published(makers: list[Path]) -> None:
     one, other = makers
     for i, flags in enumerate((os.O_TRUNC, os.O_EXCL, os.O_APPEND, 0)):
         name = f"file{i}"
@@ -170,7 +158,7 @@ def test_a_new_file_is_seen_on_another_host_when_it_is_published(makers: tuple[P
 @pytest.mark.parametrize(("content", "access"), [(b"", os.O_RDWR), (b"content", os.O_WRONLY)])
 @pytest.mark.parametrize("means", ["close", "fsync", "rename", "link", "flock", "lockf", "join"])
 def test_a_new_file_is_seen_after(
-    makers: tuple[Path, Path], means: str, content: bytes, access: int
+    makers: list[Path], means: str, content: bytes, access: int
 ) -> None:
     one, other = makers
     fd, name = os.open(one / "file", os.O_CREAT | os.O_EXCL | access), "file"
@@ -195,10 +183,9 @@ def test_a_new_file_is_seen_after(
 
 
 def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
-    makers: tuple[Path, Path], process: Callable[[], Process]
+    makers: list[Path], writer: Process
 ) -> None:
     one, other = makers
-    writer = process()
     writer.do("file = open(path, 'w'); file.write('{}'); file.flush()", path=str(one / "file"))
     writer.kill()
     eventually(lambda: (one / "file").read_bytes() == b"{}", "it is as on a tmpfs")
@@ -210,7 +197,7 @@ def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
     assert (other / "file").read_bytes() == b"{}\n"
 
 
-def test_a_name_that_is_not_seen_is_taken(makers: tuple[Path, Path]) -> None:
+def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
     one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
     write(other / "tried", b"x")
@@ -235,7 +222,7 @@ def test_a_name_that_is_not_seen_is_taken(makers: tuple[Path, Path]) -> None:
 
 
 def test_a_host_that_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(
-    makers: tuple[Path, Path],
+    makers: list[Path],
 ) -> None:
     one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
@@ -252,34 +239,30 @@ def test_a_host_that_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(
     os.close(fd)
 
 
-def test_without_isolation_a_new_name_is_seen_at_once(two: tuple[Path, Path]) -> None:
-    one, other = two
-    os.setxattr(one, "user.irdmafs.isolation", b"off")
-    with (one / "file").open("x") as file:
-        assert is_seen(other / "file")
+def test_without_isolation_a_new_name_is_seen_at_once(here: Path, there: Path) -> None:
+    os.setxattr(here, "user.irdmafs.isolation", b"off")
+    with (here / "file").open("x") as file:
+        assert is_seen(there / "file")
         file.write("content")
-    assert (other / "file").read_bytes() == b"content"
+    assert (there / "file").read_bytes() == b"content"
 
 
 # -- versions
 
 
 @pytest.mark.parametrize("size", [100, 64 << 10, (64 << 10) + 1, 3 * MIB + 17])
-def test_what_is_published_on_one_host_is_read_on_another(
-    two: tuple[Path, Path], size: int
-) -> None:
+def test_what_is_published_on_one_host_is_read_on_another(pair: list[Path], size: int) -> None:
     for i in range(ITERATIONS // 4):
-        one, other = two if i % 2 else two[::-1]
+        one, other = pair if i % 2 else pair[::-1]
         write(one / "file", pattern(i, size))
         assert read_version(other / "file") == i
 
 
-def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_rename_over_publishes_to_the_other_host(here: Path, there: Path) -> None:
     for i in range(ITERATIONS // 2):
-        write(one / "new", pattern(i, 200_000))
-        (one / "new").rename(one / "file")
-        assert read_version(other / "file") == i
+        write(here / "new", pattern(i, 200_000))
+        (here / "new").rename(here / "file")
+        assert read_version(there / "file") == i
 
 
 class Mapped:
@@ -312,13 +295,12 @@ def is_later(path: Path) -> bool:
 
 
 def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
     """The release of a mapped file is answered at once, and publishes while nothing refers to it."""
-    one, other = two
     mount, etcd = cluster.mounts[0], cluster.etcd.members[0]
-    write(one / "file", pattern(1, MIB))
-    mapped = Mapped(one / "file")
+    write(here / "file", pattern(1, MIB))
+    mapped = Mapped(here / "file")
     known = mount.status()["nodes"]
     etcd.pause()
     try:
@@ -327,222 +309,211 @@ def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
             Path("/proc/sys/vm/drop_caches").write_text("2")
     finally:
         etcd.resume()
-    eventually(lambda: is_later(one / "file") and is_later(other / "file"), "it is published")
+    eventually(lambda: is_later(here / "file") and is_later(there / "file"), "it is published")
     assert mount.status()["nodes"] <= known
 
 
 def test_what_a_mapping_leaves_is_read_while_it_is_published(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    one, other = two
     etcd = cluster.etcd.members[0]
-    write(one / "file", pattern(1, MIB))
+    write(here / "file", pattern(1, MIB))
 
     def asks_nobody() -> bool:
         before = counters(cluster.mounts[0])["barriers"]
-        (one / "file").read_bytes()
+        (here / "file").read_bytes()
         return bool(counters(cluster.mounts[0])["barriers"] == before)
 
     eventually(asks_nobody, "the directory is followed")
-    mapped = Mapped(one / "file")
+    mapped = Mapped(here / "file")
     eventually(asks_nobody, "the directory is followed again")
     etcd.pause()
     try:
         mapped.unmap()
         assert cluster.mounts[0].status()  # requests that can wait are not put off any longer
         for _ in range(3):
-            assert is_later(one / "file")
-            assert (one / "file").stat().st_size == MIB
+            assert is_later(here / "file")
+            assert (here / "file").stat().st_size == MIB
     finally:
         etcd.resume()
-    eventually(lambda: is_later(other / "file"), "it is published")
-    assert is_later(one / "file")
+    eventually(lambda: is_later(there / "file"), "it is published")
+    assert is_later(here / "file")
 
 
 @pytest.mark.parametrize("change", ["overwrite", "unlink", "replace"])
 def test_reader_keeps_its_version_whatever_another_host_does(
-    two: tuple[Path, Path], change: str
+    here: Path, there: Path, change: str
 ) -> None:
-    one, other = two
     size = 2 * MIB
-    write(one / "file", pattern(1, size))
-    with (other / "file").open("rb") as reader:
+    write(here / "file", pattern(1, size))
+    with (there / "file").open("rb") as reader:
         mapped = mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ)
         if change == "overwrite":
-            write(one / "file", pattern(2, size))
+            write(here / "file", pattern(2, size))
         elif change == "unlink":
-            (one / "file").unlink()
+            (here / "file").unlink()
         else:
-            write(one / "new", pattern(2, size))
-            (one / "new").rename(one / "file")
+            write(here / "new", pattern(2, size))
+            (here / "new").rename(here / "file")
         assert version_of(mapped[:]) == 1
         assert version_of(reader.read()) == 1
         mapped.close()
     if change == "unlink":
-        eventually(lambda: not (other / "file").exists(), "the other host hears that it is gone")
+        eventually(lambda: not (there / "file").exists(), "the other host hears that it is gone")
     else:
-        assert read_version(other / "file") == 2
+        assert read_version(there / "file") == 2
 
 
 def test_readers_never_see_a_mix_while_another_host_overwrites(
-    two: tuple[Path, Path], process: Callable[[], Process]
+    here: Path, there: Path, writer: Process
 ) -> None:
-    one, other = two
-    write(one / "file", pattern(0, MIB))
-    writer = process()
+    write(here / "file", pattern(0, MIB))
     writer.start(
         """
 for i in range(1, 101):
     with open(path, "wb") as file:
         file.write(pattern(i, (i % 3 + 1) << 19))
 """,
-        path=str(one / "file"),
+        path=str(here / "file"),
     )
     last = 0
     while not writer.finished():
-        version = read_version(other / "file")
+        version = read_version(there / "file")
         assert version >= last
         last = version
     writer.result()
-    assert read_version(other / "file") == 100
+    assert read_version(there / "file") == 100
 
 
-def test_a_new_file_that_stays_empty_has_one_time(two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_a_new_file_that_stays_empty_has_one_time(here: Path, there: Path) -> None:
     for i in range(10):
-        with (one / f"file{i}").open("wb") as file:
+        with (here / f"file{i}").open("wb") as file:
             opened = os.fstat(file.fileno()).st_mtime_ns
-        assert (one / f"file{i}").stat().st_mtime_ns == opened
-        assert (other / f"file{i}").stat().st_mtime_ns == opened
+        assert (here / f"file{i}").stat().st_mtime_ns == opened
+        assert (there / f"file{i}").stat().st_mtime_ns == opened
 
 
 # -- where things are kept
 
 
 def test_as_many_nodes_keep_a_file_as_its_directory_says(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    one, other = two
     for replicas in (1, 2, 3):
-        folder = one / str(replicas)
+        folder = here / str(replicas)
         folder.mkdir()
         os.setxattr(folder, "user.irdmafs.replicas", b"%d" % replicas)
         before = copies(cluster)
         write(folder / "file", pattern(replicas, MIB))
         assert copies(cluster) - before == replicas
-        assert read_version(other / str(replicas) / "file") == replicas
+        assert read_version(there / str(replicas) / "file") == replicas
 
 
 def test_replicas_that_there_are_no_nodes_for_are_missed_while_a_file_wants_them(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    one, other = two
-    os.setxattr(one, "user.irdmafs.replicas", b"5")
+    os.setxattr(here, "user.irdmafs.replicas", b"5")
     assert "3 store nodes are up" in cluster.mounts[0].log_tail()
     assert cluster.status()["health"] == "ok"
-    write(one / "file", pattern(7, MIB))
-    assert read_version(other / "file") == 7
-    os.setxattr(one, "user.irdmafs.replicas", b"2")
+    write(here / "file", pattern(7, MIB))
+    assert read_version(there / "file") == 7
+    os.setxattr(here, "user.irdmafs.replicas", b"2")
     status = cluster.status()
     assert status["problems"] == [
         "3 nodes cannot keep 5 replicas; add 2, or make the files anew that were created where "
         "user.irdmafs.replicas was 5",
         f"{cluster.plan.buckets} groups without 2 of the replicas",
     ]
-    (one / "file").unlink()
+    (here / "file").unlink()
     eventually(lambda: cluster.status()["health"] == "ok", "nothing is missed", 20)
     assert cluster.status()["groups"]["total"] == status["groups"]["total"]
 
 
-def test_a_policy_that_makes_no_sense_is_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:
+def test_a_policy_that_makes_no_sense_is_refused(cluster: Cluster, pair: list[Path]) -> None:
     for name, value in (("replicas", b"many"), ("stripe_size", b"-1"), ("placement", b"moon=1")):
         with pytest.raises(OSError, match=r".") as caught:
-            os.setxattr(two[0], f"user.irdmafs.{name}", value)
+            os.setxattr(pair[0], f"user.irdmafs.{name}", value)
         assert caught.value.errno == errno.EINVAL
         assert f"'user.irdmafs.{name}' is refused: " in cluster.mounts[0].log_tail()
 
 
-def test_a_striped_file_is_read_whole(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    one, other = two
-    os.setxattr(one, "user.irdmafs.stripe_size", b"1M")
+def test_a_striped_file_is_read_whole(cluster: Cluster, here: Path, there: Path) -> None:
+    os.setxattr(here, "user.irdmafs.stripe_size", b"1M")
     before = copies(cluster)
-    write(one / "file", pattern(7, 5 * MIB + 123))
+    write(here / "file", pattern(7, 5 * MIB + 123))
     assert copies(cluster) - before == 6 * cluster.plan.replicas
-    assert read_version(other / "file") == 7
+    assert read_version(there / "file") == 7
 
 
-def test_superseded_and_unlinked_versions_leave_the_nodes(
-    cluster: Cluster, two: tuple[Path, Path]
-) -> None:
-    one, _ = two
+def test_superseded_and_unlinked_versions_leave_the_nodes(cluster: Cluster, here: Path) -> None:
     before = copies(cluster)
     for i in range(10):
-        write(one / "file", pattern(i, MIB))
+        write(here / "file", pattern(i, MIB))
     eventually(lambda: copies(cluster) == before + cluster.plan.replicas, "one version is kept", 20)
-    (one / "file").unlink()
+    (here / "file").unlink()
     eventually(lambda: copies(cluster) == before, "none is kept", 20)
 
 
 # -- the cache
 
 
-def test_a_version_is_fetched_once(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    one, other = two
-    write(one / "file", pattern(1, MIB))
+def test_a_version_is_fetched_once(cluster: Cluster, here: Path, there: Path) -> None:
+    write(here / "file", pattern(1, MIB))
     before = counters(cluster.mounts[1])["fetched_bytes"]
     for _ in range(5):
-        assert read_version(other / "file") == 1
+        assert read_version(there / "file") == 1
     assert counters(cluster.mounts[1])["fetched_bytes"] - before == MIB
 
 
 @pytest.mark.parametrize("size", [5000, MIB])
 def test_every_open_counts_once_as_found_in_the_cache_or_fetched(
-    cluster: Cluster, two: tuple[Path, Path], size: int
+    cluster: Cluster, here: Path, there: Path, size: int
 ) -> None:
     def opens() -> tuple[int, int]:
         found = counters(cluster.mounts[1])
         return found["cache_hits"], found["cache_misses"]
 
-    one, other = two
-    write(one / "file", pattern(1, size))
+    write(here / "file", pattern(1, size))
     hits, misses = opens()
-    assert read_version(other / "file") == 1
+    assert read_version(there / "file") == 1
     assert opens() == (hits, misses + 1)
     for _ in range(3):
-        assert read_version(other / "file") == 1
+        assert read_version(there / "file") == 1
     assert opens() == (hits + 3, misses + 1)
-    write(one / "file", pattern(2, size))
-    assert read_version(other / "file") == 2
+    write(here / "file", pattern(2, size))
+    assert read_version(there / "file") == 2
     assert opens() == (hits + 3, misses + 2)
 
 
-def test_what_is_overwritten_is_not_fetched_first(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    one, other = two
-    write(one / "small", pattern(1, 5000))
-    write(one / "large", pattern(1, MIB))
+def test_what_is_overwritten_is_not_fetched_first(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    write(here / "small", pattern(1, 5000))
+    write(here / "large", pattern(1, MIB))
     before = counters(cluster.mounts[1])["fetched_bytes"]
     for name in ("small", "large"):
-        write(other / name, pattern(2, 5000))
+        write(there / name, pattern(2, 5000))
     assert counters(cluster.mounts[1])["fetched_bytes"] == before
-    assert read_version(one / "small") == read_version(one / "large") == 2
+    assert read_version(here / "small") == read_version(here / "large") == 2
 
 
-def test_a_file_larger_than_the_cache_is_readable(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    one, other = two
+def test_a_file_larger_than_the_cache_is_readable(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
     size = cluster.plan.cache_bytes * 5 // 4
     small = cluster.add_mount("--cache-size", "16M")
     content = pattern(5, 24 * MIB)
-    write(one / "file", content)
+    write(here / "file", content)
     assert size > len(content) > 16 * MIB
-    folder = small.path / one.name
+    folder = small.path / here.name
     with (folder / "file").open("rb") as file:
         assert version_of(file.read()) == 5
         assert os.pread(file.fileno(), 1000, 20 * MIB) == content[20 * MIB : 20 * MIB + 1000]
-        write(one / "file", pattern(6, 24 * MIB))
+        write(here / "file", pattern(6, 24 * MIB))
         assert os.pread(file.fileno(), 1000, 10 * MIB) == content[10 * MIB : 10 * MIB + 1000]
     assert read_version(folder / "file") == 6
     assert counters(small)["cache_bytes"] <= 16 * MIB
-    assert read_version(other / "file") == 6
+    assert read_version(there / "file") == 6
 
 
 def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -> None:
@@ -582,8 +553,8 @@ def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -
         assert (other / "file").read_bytes() == (one / "file").read_bytes()
 
 
-def test_the_cache_stays_within_its_limit(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    one, _ = two
+def test_the_cache_stays_within_its_limit(cluster: Cluster, pair: list[Path]) -> None:
+    one, _ = pair
     small = cluster.add_mount("--cache-size", "16M")
     for i in range(12):
         write(one / f"file{i}", pattern(i, 3 * MIB))
@@ -594,28 +565,24 @@ def test_the_cache_stays_within_its_limit(cluster: Cluster, two: tuple[Path, Pat
 
 
 def test_prefetched_files_are_opened_without_a_transfer(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    one, other = two
     for i in range(5):
-        write(one / f"file{i}", pattern(i, MIB))
-    cluster.irdmafs("prefetch", other)
+        write(here / f"file{i}", pattern(i, MIB))
+    cluster.irdmafs("prefetch", there)
     before = counters(cluster.mounts[1])["fetched_bytes"]
-    assert [read_version(other / f"file{i}") for i in range(5)] == list(range(5))
+    assert [read_version(there / f"file{i}") for i in range(5)] == list(range(5))
     assert counters(cluster.mounts[1])["fetched_bytes"] == before
 
 
-def test_a_followed_directory_is_there_before_it_is_opened(
-    cluster: Cluster, two: tuple[Path, Path]
-) -> None:
-    one, _ = two
-    follower = cluster.add_mount("--follow", f"/{one.name}")
+def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, here: Path) -> None:
+    follower = cluster.add_mount("--follow", f"/{here.name}")
     for i in range(5):
-        write(one / "file", pattern(i, MIB))
+        write(here / "file", pattern(i, MIB))
         fetched = (i + 1) * MIB
         eventually(lambda: counters(follower)["fetched_bytes"] >= fetched, "it is fetched")  # noqa: B023
         before = counters(follower)
-        assert read_version(follower.path / one.name / "file") == i
+        assert read_version(follower.path / here.name / "file") == i
         after = counters(follower)
         assert after["fetched_bytes"] == before["fetched_bytes"]
         assert after["barriers"] == before["barriers"]
@@ -738,7 +705,7 @@ def _wait_settled(cluster: Cluster) -> None:
 
 
 def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
-    process: Callable[[], Process],
+    process: TakeProcess,
 ) -> None:
     with Cluster(Plan(nodes=2, store_bytes=512 * MIB)) as cluster:
         one, other = cluster.mounts

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.clusters import Cluster, Plan
+from harness.clusters import MIB, Cluster, Plan
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.kv import Event
@@ -21,38 +21,33 @@ from irdmafs.backend.model.records import (
 )
 from irdmafs.backend.store.remote.space import Space
 
-MiB = 1 << 20
-
 
 def free_bytes(directory: Path) -> int:
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize
 
 
-def test_overwriting_a_file_takes_no_room(pair: list[Path]) -> None:
-    here, _ = pair
-    (here / "file").write_bytes(bytes(8 * MiB))
+def test_overwriting_a_file_takes_no_room(here: Path) -> None:
+    (here / "file").write_bytes(bytes(8 * MIB))
     before = free_bytes(here)
     for _ in range(20):
-        (here / "file").write_bytes(bytes(8 * MiB))
-    assert free_bytes(here) > before - 40 * MiB
+        (here / "file").write_bytes(bytes(8 * MIB))
+    assert free_bytes(here) > before - 40 * MIB
     os.unlink(here / "file")
 
 
-def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path]) -> None:
-    here, _ = pair
+def test_what_was_published_is_counted_before_the_nodes_say_so(here: Path) -> None:
     before = free_bytes(here)
-    (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+    (here / "file").write_bytes(bytes(range(256)) * (8 * MIB // 256))
     assert free_bytes(here) < before
 
 
-def test_what_was_removed_again_is_not_counted(pair: list[Path]) -> None:
-    here, _ = pair
+def test_what_was_removed_again_is_not_counted(here: Path) -> None:
     before = free_bytes(here)
     for _ in range(4):
-        (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+        (here / "file").write_bytes(bytes(range(256)) * (8 * MIB // 256))
         (here / "file").unlink()
-    assert free_bytes(here) > before - 8 * MiB
+    assert free_bytes(here) > before - 8 * MIB
 
 
 def test_only_nodes_that_take_new_files_count() -> None:
@@ -64,7 +59,7 @@ def test_only_nodes_that_take_new_files_count() -> None:
     for node in (1, 2, 3):
         records[key_of(b"N", node)] = NodeRecord("up", 1.0, {})
         records[key_of(b"n", node)] = NodeAddress(
-            "h", 1, 1, ["tcp"], "h", "/s", 16 * MiB, node * MiB, "0"
+            "h", 1, 1, ["tcp"], "h", "/s", 16 * MIB, node * MIB, "0"
         )
 
     def blocks(changes: dict[bytes, Any]) -> tuple[int, int]:
@@ -73,46 +68,45 @@ def test_only_nodes_that_take_new_files_count() -> None:
         found = space.statvfs()
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
-    assert blocks(records) == (24 * MiB, 3 * MiB)
-    assert blocks({key_of(b"N", 3): NodeRecord("draining", 1.0, {})}) == (16 * MiB, 3 * MiB // 2)
-    assert blocks({key_of(b"n", 2): None}) == (16 * MiB, 1 * MiB)
+    assert blocks(records) == (24 * MIB, 3 * MIB)
+    assert blocks({key_of(b"N", 3): NodeRecord("draining", 1.0, {})}) == (16 * MIB, 3 * MIB // 2)
+    assert blocks({key_of(b"n", 2): None}) == (16 * MIB, 1 * MIB)
     assert blocks({key_of(b"n", 1): None}) == (0, 0)
 
 
-def test_room_is_reserved_as_far_as_there_is_any(pair: list[Path]) -> None:
-    here, _ = pair
+def test_room_is_reserved_as_far_as_there_is_any(here: Path) -> None:
     free = free_bytes(here)
     with (here / "one").open("wb") as one, (here / "other").open("wb") as other:
         with pytest.raises(OSError) as caught:
-            os.posix_fallocate(one.fileno(), 0, free + MiB)
+            os.posix_fallocate(one.fileno(), 0, free + MIB)
         assert caught.value.errno == errno.ENOSPC
-        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
-        os.posix_fallocate(one.fileno(), 0, 16 * MiB)
+        os.posix_fallocate(one.fileno(), 0, 16 * MIB)
+        os.posix_fallocate(one.fileno(), 0, 16 * MIB)
         with pytest.raises(OSError) as caught:
-            os.posix_fallocate(other.fileno(), 0, free - 8 * MiB)
+            os.posix_fallocate(other.fileno(), 0, free - 8 * MIB)
         assert caught.value.errno == errno.ENOSPC
-        os.posix_fallocate(other.fileno(), 0, 4 * MiB)
-    for name, size in (("one", 16 * MiB), ("other", 4 * MiB)):
+        os.posix_fallocate(other.fileno(), 0, 4 * MIB)
+    for name, size in (("one", 16 * MIB), ("other", 4 * MIB)):
         assert (here / name).stat().st_size == size
         (here / name).unlink()
 
 
 def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
-    plan = Plan(nodes=1, replicas=1, mounts=1, store_bytes=64 * MiB, namespaces=False)
+    plan = Plan(nodes=1, replicas=1, mounts=1, store_bytes=64 * MIB, namespaces=False)
     with Cluster(plan) as cluster:
         here = cluster.mounts[0].path
         free = free_bytes(here)
         with (here / "removed").open("wb") as removed, (here / "new").open("wb") as new:
-            os.posix_fallocate(removed.fileno(), 0, free - 8 * MiB)
+            os.posix_fallocate(removed.fileno(), 0, free - 8 * MIB)
             with pytest.raises(OSError) as caught:
-                os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+                os.posix_fallocate(new.fileno(), 0, free - 8 * MIB)
             assert caught.value.errno == errno.ENOSPC
             (here / "removed").unlink()
-            os.posix_fallocate(new.fileno(), 0, free - 8 * MiB)
+            os.posix_fallocate(new.fileno(), 0, free - 8 * MIB)
 
 
 def test_reserved_room_stays_counted_when_the_file_is_closed(pair: list[Path]) -> None:
     with (pair[0] / "reserved").open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, MiB)
+        os.posix_fallocate(file.fileno(), 0, MIB)
     for directory in pair:
-        assert (directory / "reserved").stat().st_blocks * 512 == MiB
+        assert (directory / "reserved").stat().st_blocks * 512 == MIB

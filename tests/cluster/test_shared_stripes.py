@@ -9,7 +9,6 @@ import pytest
 from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern
-from harness.striped import folder as folder  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +24,12 @@ def sent_bytes(cluster: Cluster) -> int:
     return sent
 
 
-def change(path: Path, offset: int, data: bytes) -> None:
+def change(path: Path, expected: bytearray, offset: int, data: bytes) -> None:
+    """Overwrite a part of the file, and of what it is expected to hold."""
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(data)
+    expected[offset : offset + len(data)] = data
 
 
 def files(node: StoreNode) -> set[int]:
@@ -40,14 +41,13 @@ def files(node: StoreNode) -> set[int]:
     return found
 
 
-def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, folder: str) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, striped: str) -> None:
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(1, 8 * MIB + 5000))
     one.write_bytes(expected)
     for at in (0, 3 * MIB + 17, 8 * MIB + 4000):
         before = sent_bytes(cluster)
-        change(one, at, b"changed")
-        expected[at : at + 7] = b"changed"
+        change(one, expected, at, b"changed")
         assert sent_bytes(cluster) - before <= MIB
         assert other.read_bytes() == expected
         with one.open("rb") as opened:
@@ -55,9 +55,9 @@ def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, folder:
 
 
 def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(2, 4 * MIB))
     one.write_bytes(expected)
     with one.open("ab") as file:
@@ -73,15 +73,14 @@ def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
 
 
 def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(3, 8 * MIB))
     one.write_bytes(expected)
     before = [files(node) for node in cluster.nodes]
     for round in range(5):
-        change(one, 5 * MIB + round, b"#")
-        expected[5 * MIB + round] = ord("#")
+        change(one, expected, 5 * MIB + round, b"#")
         eventually(
             lambda: all(
                 len(files(node) - had) <= 1 for node, had in zip(cluster.nodes, before, strict=True)
@@ -96,19 +95,17 @@ def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
     assert other.with_name("another").read_bytes() == pattern(4, 8 * MIB)
 
 
-def test_shared_stripes_outlive_a_restart_of_their_nodes(cluster: Cluster, folder: str) -> None:
-    one, other = (mount.path / folder / "file" for mount in cluster.mounts)
+def test_shared_stripes_outlive_a_restart_of_their_nodes(cluster: Cluster, striped: str) -> None:
+    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
     expected = bytearray(pattern(5, 6 * MIB))
     one.write_bytes(expected)
-    change(one, 10, b"changed")
-    expected[10:17] = b"changed"
+    change(one, expected, 10, b"changed")
     for node in cluster.nodes:
         node.kill9()
         node.start()
         cluster.wait_healthy()
     assert other.read_bytes() == expected
-    change(one, 4 * MIB, b"again")
-    expected[4 * MIB : 4 * MIB + 5] = b"again"
+    change(one, expected, 4 * MIB, b"again")
     assert other.read_bytes() == expected
 
 
@@ -116,11 +113,9 @@ def test_a_large_file_of_one_stripe_is_cut_when_it_is_changed(cluster: Cluster) 
     one, other = (mount.path / "large" for mount in cluster.mounts)
     expected = bytearray(pattern(6, 70 * MIB))
     one.write_bytes(expected)
-    change(one, 1, b"cuts it")
-    expected[1:8] = b"cuts it"
+    change(one, expected, 1, b"cuts it")
     before = sent_bytes(cluster)
-    change(one, 40 * MIB, b"changed")
-    expected[40 * MIB : 40 * MIB + 7] = b"changed"
+    change(one, expected, 40 * MIB, b"changed")
     assert sent_bytes(cluster) - before <= 16 * MIB
     assert other.read_bytes() == expected
     one.unlink()

@@ -59,22 +59,21 @@ def trainer(publish: Callable[[int], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_a_worker_waits_for_a_version_and_loads_it_whole(pair: list[Path]) -> None:
-    ours, theirs = pair
-    (ours / "versions").mkdir()
-    (ours / "since").mkdir()
-    os.setxattr(ours / "since", "user.irdmafs.awaits", b"versions")
+def test_a_worker_waits_for_a_version_and_loads_it_whole(here: Path, there: Path) -> None:
+    (here / "versions").mkdir()
+    (here / "since").mkdir()
+    os.setxattr(here / "since", "user.irdmafs.awaits", b"versions")
 
     def publish(step: int) -> None:
-        save(ours / "next", step)
-        (ours / "next").rename(ours / "versions" / f"{step}")
+        save(here / "next", step)
+        (here / "next").rename(here / "versions" / f"{step}")
         if step > KEPT:
-            remove(ours / "versions" / f"{step - KEPT}")
+            remove(here / "versions" / f"{step - KEPT}")
 
     loaded, late = 0, 0
     with trainer(publish):
         while loaded < STEPS:
-            version = Path(os.path.realpath(theirs / "since" / f"{loaded + 1}", strict=True))
+            version = Path(os.path.realpath(there / "since" / f"{loaded + 1}", strict=True))
             try:
                 assert load(version) == {int(version.name)}
             except FileNotFoundError:
@@ -85,49 +84,46 @@ def test_a_worker_waits_for_a_version_and_loads_it_whole(pair: list[Path]) -> No
     assert late < STEPS
 
 
-def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(pair: list[Path]) -> None:
-    ours, theirs = pair
-    (ours / "LATEST").write_text("step-0")
-    save(ours / "step-0", 0)
+def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(here: Path, there: Path) -> None:
+    (here / "LATEST").write_text("step-0")
+    save(here / "step-0", 0)
 
     def publish(step: int) -> None:
-        save(ours / "next", step)
-        (ours / "next").rename(ours / f"step-{step}")
-        (ours / "LATEST").write_text(f"step-{step}")
+        save(here / "next", step)
+        (here / "next").rename(here / f"step-{step}")
+        (here / "LATEST").write_text(f"step-{step}")
 
     seen = -1
     with trainer(publish):
         while seen < STEPS:
-            with (theirs / "LATEST").open() as pointer:
+            with (there / "LATEST").open() as pointer:
                 name = pointer.read()
                 step = int(name.removeprefix("step-"))
                 assert step > seen
                 seen = step
-                assert load(theirs / name) == {step}
+                assert load(there / name) == {step}
                 poll = select.poll()
                 poll.register(pointer, select.POLLPRI)
                 assert seen == STEPS or poll.poll(30_000)
 
 
-def test_a_removed_step_is_missing_as_a_whole(pair: list[Path]) -> None:
-    ours, theirs = pair
-    save(ours / "step-1", 1)
-    assert load(theirs / "step-1") == {1}
-    (ours / "step-1").rename(ours / "old-step-1")
+def test_a_removed_step_is_missing_as_a_whole(here: Path, there: Path) -> None:
+    save(here / "step-1", 1)
+    assert load(there / "step-1") == {1}
+    (here / "step-1").rename(here / "old-step-1")
     for name in (INDEX, *(f"{shard}.safetensors" for shard in range(SHARDS))):
         with pytest.raises(FileNotFoundError):
-            (theirs / "step-1" / name).read_bytes()
+            (there / "step-1" / name).read_bytes()
 
 
-def test_a_step_that_a_worker_holds_is_not_removed(pair: list[Path]) -> None:
-    ours, theirs = pair
-    save(ours / "step-1", 1)
-    (ours / "step-1" / "in-use").touch()
-    with (theirs / "step-1" / "in-use").open() as held, (ours / "step-1" / "in-use").open() as mine:
+def test_a_step_that_a_worker_holds_is_not_removed(here: Path, there: Path) -> None:
+    save(here / "step-1", 1)
+    (here / "step-1" / "in-use").touch()
+    with (there / "step-1" / "in-use").open() as held, (here / "step-1" / "in-use").open() as mine:
         fcntl.flock(held, fcntl.LOCK_SH)
         with pytest.raises(BlockingIOError):
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held.close()
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(ours / "step-1")
-    assert not (theirs / "step-1").exists()
+        remove(here / "step-1")
+    assert not (there / "step-1").exists()

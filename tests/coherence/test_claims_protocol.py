@@ -1,33 +1,48 @@
-"""The protocol of directories' claims keeps its promises in every order of events, and needs its rules."""
+"""The protocols of directories' claims and of the changes deferred under them keep their promises in every
+order of events, and need their rules.
+
+Of two hosts one makes a name; a look sees every answered change.
+"""
+
+from typing import Any
 
 import pytest
-from harness.models.claims import Bounds, Model, Rules
-from harness.models.explorer import Broken, explore
+from harness.models import claims, deferring
+from harness.models.explorer import Broken, Machine, explore
 
-TWO, CUT_OFF = Bounds(), Bounds(losses=1)
-NEEDED = {
-    "names_compare_claim": TWO,
-    "claims_compare_none": TWO,
-    "keeps_within_session_only": CUT_OFF,
-    "claim_waits_for_its_revision": TWO,
-    "stores_before_it_gives_up": TWO,
-    "stores_compare_name": CUT_OFF,
+KEPT: dict[str, Machine[Any]] = {
+    "claims, two hosts": claims.Model(claims.Bounds()),
+    "claims, a session ends": claims.Model(claims.Bounds(losses=1)),
+    "deferring, two hosts": deferring.Model(deferring.Bounds()),
+    "deferring, a claim is lost": deferring.Model(deferring.Bounds(changes=1, losses=1)),
+}
+# The rules that are not needed as long as every session lives.
+CUT_OFF = {
+    "keeps_within_session_only",
+    "stores_compare_name",
+    "defers_within_session_only",
+    "stores_compare_without_claim",
 }
 
 
-@pytest.mark.parametrize("bounds", [TWO, CUT_OFF], ids=["two hosts", "a session ends"])
-def test_of_two_hosts_one_makes_a_name_in_any_order_of_events(bounds: Bounds) -> None:
-    explored = explore(Model(bounds))
+@pytest.mark.parametrize("case", KEPT)
+def test_promises_are_kept_in_any_order_of_events(case: str) -> None:
+    explored = explore(KEPT[case])
     assert explored.complete
     assert explored.states > 500
 
 
-@pytest.mark.parametrize("rule", Rules._fields)
-def test_every_rule_is_needed(rule: str) -> None:
+@pytest.mark.parametrize("rule", claims.Rules._fields)
+def test_every_rule_of_claims_is_needed(rule: str) -> None:
+    bounds = claims.Bounds(losses=1 if rule in CUT_OFF else 0)
     with pytest.raises(Broken) as broken:
-        explore(Model(NEEDED[rule], Rules()._replace(**{rule: False})))
+        explore(claims.Model(bounds, claims.Rules(**{rule: False})))
     print(broken.value)
 
 
-def test_every_rule_is_tried() -> None:
-    assert set(NEEDED) == set(Rules._fields)
+@pytest.mark.parametrize("rule", deferring.Rules._fields)
+def test_every_rule_of_deferring_is_needed(rule: str) -> None:
+    bounds = deferring.Bounds(changes=1, losses=1) if rule in CUT_OFF else deferring.Bounds()
+    with pytest.raises(Broken) as broken:
+        explore(deferring.Model(bounds, deferring.Rules(**{rule: False})))
+    print(broken.value)

@@ -20,10 +20,9 @@ import pytest
 from conftest import make_mount
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 ROUNDS = 25
-TakeProcess = Callable[[], Process]
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +118,35 @@ def exists(path: Path) -> bool:
 
 
 def test_stat_asks_nobody_and_a_warm_open_is_one_request_and_no_question_to_etcd(
-    pair: list[Path], by_itself: ClusterMount
+    here: Path, there: Path, by_itself: ClusterMount
 ) -> None:
-    one, other = pair
-    (one / "file").write_bytes(b"x")
-    (other / "file").read_bytes()
-    believe(by_itself, other / "file")
+    (here / "file").write_bytes(b"x")
+    (there / "file").read_bytes()
+    believe(by_itself, there / "file")
     barriers = _status(by_itself)["cluster"]["barriers"]
     requests = Requests(by_itself)
     for _ in range(100):
-        os.stat(other / "file")
-        os.close(os.open(other / "file", os.O_RDONLY))
+        os.stat(there / "file")
+        os.close(os.open(there / "file", os.O_RDONLY))
     assert requests.count("OPEN") == 100
     assert requests.count("LOOKUP", "GETATTR") < 20  # once a second at most
     assert _status(by_itself)["cluster"]["barriers"] == barriers
 
 
 def test_listing_many_files_with_their_attributes_takes_few_requests(
-    pair: list[Path], by_itself: ClusterMount
+    here: Path, there: Path, by_itself: ClusterMount
 ) -> None:
-    one, other = pair
     for i in range(500):
-        (one / f"file{i}").touch()
-    believe(by_itself, other / "file0")
+        (here / f"file{i}").touch()
+    believe(by_itself, there / "file0")
     requests = Requests(by_itself)
-    with os.scandir(other) as entries:
+    with os.scandir(there) as entries:
         assert sum(stat.S_ISREG(entry.stat().st_mode) for entry in entries) == 500
     assert requests.count("LOOKUP", "GETATTR") < 20
     assert requests.count("READDIRPLUS", "READDIR") < 20
     requests = Requests(by_itself)
     for i in range(500):
-        os.stat(other / f"file{i}")
+        os.stat(there / f"file{i}")
     assert requests.count("LOOKUP", "GETATTR") < 250
 
 
@@ -291,24 +288,23 @@ def test_attributes_of_a_file_show_by_all_its_names(
 
 
 def test_a_directory_that_moves_takes_what_is_below_it_along(
-    cluster: Cluster, pair: list[Path], by_itself: ClusterMount
+    cluster: Cluster, here: Path, there: Path, by_itself: ClusterMount
 ) -> None:
     """Where it goes nobody follows it, so that who changes something there waits for nobody."""
-    one, other = pair
     third = cluster.mounts[2].path
-    (one / "followed").mkdir()
+    (here / "followed").mkdir()
     for i in range(ROUNDS // 3):
-        away = f"{one.name}-{i}"
-        (one / "followed/moved/below").mkdir(parents=True)
-        (one / "followed/moved/below/file").touch()
-        believe(by_itself, other / "followed/moved/below/file")
-        (one / "followed/moved").rename(one.parent / away)
-        assert not exists(other / "followed/moved/below/file")
-        assert exists(other.parent / away / "below/file")
+        away = f"{here.name}-{i}"
+        (here / "followed/moved/below").mkdir(parents=True)
+        (here / "followed/moved/below/file").touch()
+        believe(by_itself, there / "followed/moved/below/file")
+        (here / "followed/moved").rename(here.parent / away)
+        assert not exists(there / "followed/moved/below/file")
+        assert exists(there.parent / away / "below/file")
         (third / away / "below/file").rename(third / away / "below/again")
         with pytest.raises(FileNotFoundError):
-            os.open(other.parent / away / "below/file", os.O_RDONLY)
-        os.close(os.open(other.parent / away / "below/again", os.O_RDONLY))
+            os.open(there.parent / away / "below/file", os.O_RDONLY)
+        os.close(os.open(there.parent / away / "below/again", os.O_RDONLY))
 
 
 def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
@@ -436,11 +432,10 @@ def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session
 
 
 def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
-    pair: list[Path], by_itself: ClusterMount
+    here: Path, there: Path, by_itself: ClusterMount
 ) -> None:
-    one, other = pair
-    (one / "file").touch()
-    believe(by_itself, other / "file")
+    (here / "file").touch()
+    believe(by_itself, there / "file")
     followed = _status(by_itself)["cluster"]["followed_directories"]
     i = 0
 
@@ -448,12 +443,12 @@ def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
         nonlocal i
         for _ in range(20):
             i += 1
-            (one / f"new{i}").touch()
+            (here / f"new{i}").touch()
         return bool(_status(by_itself)["cluster"]["followed_directories"] < followed)
 
     eventually(given_up, "the directory is not followed any more", 30)
-    (one / "file").unlink()
-    eventually(lambda: not exists(other / "file"), "it is gone")
+    (here / "file").unlink()
+    eventually(lambda: not exists(there / "file"), "it is gone")
 
 
 # -- what one mount promises its own programs, in a cluster or not
@@ -496,10 +491,9 @@ def test_a_listing_that_began_before_does_not_bring_a_name_back(single: Mount) -
 
 
 def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
-    cluster: Cluster, pair: list[Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
     """A kernel keeps what it knows until it wants the memory; our part would stay as long."""
-    here, there = pair
 
     def nodes() -> int:
         found: int = _status(cluster.mounts[1])["nodes"]

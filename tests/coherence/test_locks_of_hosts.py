@@ -4,15 +4,14 @@ import contextlib
 import errno
 import itertools
 import os
-import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.seeds import chosen_seed
 
 TTL_S = 2
@@ -82,20 +81,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """A directory of this test's own, as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    one, other = (mount.path / name for mount in cluster.mounts[:2])
-    one.mkdir()
-    return one, other
-
-
-@pytest.fixture
-def on_hosts(two: tuple[Path, Path], process: Callable[[], Process]) -> tuple[Process, Process]:
+def on_hosts(pair: list[Path], process: TakeProcess) -> tuple[Process, Process]:
     """A process on each host, with the same file open for reading and writing as `fd`."""
-    (two[0] / "file").write_bytes(b"x" * 100)
+    (pair[0] / "file").write_bytes(b"x" * 100)
     found = process(), process()
-    for one, directory in zip(found, two, strict=True):
+    for one, directory in zip(found, pair, strict=True):
         _opened(one, directory, "file")
     return found
 
@@ -175,26 +165,22 @@ def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: s
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_next_holder_sees_what_a_killed_holder_wrote_in_place(
-    two: tuple[Path, Path], lock: str
-) -> None:
-    (two[0] / "file").write_bytes(b"0")
+def test_next_holder_sees_what_a_killed_holder_wrote_in_place(pair: list[Path], lock: str) -> None:
+    (pair[0] / "file").write_bytes(b"0")
     take = "fd = os.open(d + '/file', os.O_RDWR); getattr(fcntl, lock)(fd, fcntl.LOCK_EX)"
     for number in range(1, 6):
         with Process() as one, Process() as other:
-            one.do(take, d=str(two[0]), lock=lock)
+            one.do(take, d=str(pair[0]), lock=lock)
             one.do("os.pwrite(fd, number, 0)", number=b"%d" % (2 * number - 1))
-            other.start(take + "; os.pread(fd, 9, 0)", d=str(two[1]), lock=lock)
+            other.start(take + "; os.pread(fd, 9, 0)", d=str(pair[1]), lock=lock)
             assert not other.finished(NEVER_S / 3)
             one.kill()
             assert int(other.result()) == 2 * number - 1
             other.do("os.pwrite(fd, number, 0); os.close(fd)", number=b"%d" % (2 * number))
-    assert os.listdir(two[0]) == ["file"], "nobody was in conflict"
+    assert os.listdir(pair[0]) == ["file"], "nobody was in conflict"
 
 
-def test_waiter_that_is_interrupted_or_killed_gets_nothing(
-    on_hosts: Two, two: tuple[Path, Path]
-) -> None:
+def test_waiter_that_is_interrupted_or_killed_gets_nothing(on_hosts: Two, pair: list[Path]) -> None:
     one, other = on_hosts
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     other.do("""
@@ -214,7 +200,7 @@ outcome
     other.send_signal(signal.SIGINT)
     assert other.result() == "interrupted"
     with Process() as third:
-        third.start("fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=str(two[1] / "file"))
+        third.start("fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=str(pair[1] / "file"))
         assert not third.finished(NEVER_S)
         third.kill()
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
@@ -226,9 +212,9 @@ outcome
 @pytest.mark.parametrize("unlock", [True, False], ids=["unlocked", "closed"])
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_lock_that_nobody_holds_is_refused_to_none_of_two_hosts_that_take_turns(
-    two: tuple[Path, Path], lock: str, unlock: bool
+    pair: list[Path], lock: str, unlock: bool
 ) -> None:
-    (two[0] / "file").touch()
+    (pair[0] / "file").touch()
     take_turns = """
 refused = []
 for number in range(turns):
@@ -246,7 +232,7 @@ for number in range(turns):
 refused
 """
     with Process() as process:
-        directories = list(map(str, two))
+        directories = list(map(str, pair))
         names = {"lock": lock, "unlock": unlock, "turns": TURNS, "directories": directories}
         assert process.do(take_turns, **names) == []
 
@@ -303,20 +289,20 @@ for _ in range(2000):
     ],
     ids=["beside, lockf", "beside, flock", "beside, emptied", "in the locked file itself"],
 )
-def test_counter_loses_no_update(two: tuple[Path, Path], count: str, lock: str, mode: str) -> None:
-    (two[0] / "count").write_text("0")
+def test_counter_loses_no_update(pair: list[Path], count: str, lock: str, mode: str) -> None:
+    (pair[0] / "count").write_text("0")
     with contextlib.ExitStack() as stack:
         counting = [stack.enter_context(Process()) for _ in range(4)]
         for number, process in enumerate(counting):
-            process.start(count, d=str(two[number % 2]), lock=lock, mode=mode, times=15)
+            process.start(count, d=str(pair[number % 2]), lock=lock, mode=mode, times=15)
         for process in counting:
             process.result()
-    assert (two[0] / "count").read_text() == (two[1] / "count").read_text() == "60"
+    assert (pair[0] / "count").read_text() == (pair[1] / "count").read_text() == "60"
 
 
-def test_host_that_is_alone_asks_nobody(cluster: Cluster, two: tuple[Path, Path]) -> None:
+def test_host_that_is_alone_asks_nobody(cluster: Cluster, pair: list[Path]) -> None:
     with Process() as process:
-        process.do("fd = os.open(d + '/alone', os.O_RDWR | os.O_CREAT)", d=str(two[0]))
+        process.do("fd = os.open(d + '/alone', os.O_RDWR | os.O_CREAT)", d=str(pair[0]))
         process.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0)")
         before = counters(cluster.mounts[0])["lock_transactions"]
         process.do("""
@@ -338,14 +324,14 @@ for byte in range(200):
     ],
 )
 def test_unlock_publishes_what_a_host_wrote_alone(
-    on_hosts: Two, two: tuple[Path, Path], unlock: str
+    on_hosts: Two, pair: list[Path], unlock: str
 ) -> None:
     one, _ = on_hosts
     for byte in (b"1", b"2"):
         one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_EX)")
         one.do("os.pwrite(fd, byte, 0)", byte=byte)
         one.do(unlock)
-        assert (two[1] / "file").read_bytes() == byte + b"x" * 99
+        assert (pair[1] / "file").read_bytes() == byte + b"x" * 99
 
 
 def test_unlock_publishes_nothing_that_did_not_change(cluster: Cluster, on_hosts: Two) -> None:
@@ -379,13 +365,13 @@ def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hos
     eventually(lambda: not keys(), "etcd has forgotten the locks", 20)
 
 
-def test_conflicting_ranges_are_never_held_together(two: tuple[Path, Path]) -> None:
+def test_conflicting_ranges_are_never_held_together(pair: list[Path]) -> None:
     """Each records when it was sure to be inside, on the clock that all hosts here share; and counts,
     under the lock of a slot's byte, in a file of that slot."""
     seed = chosen_seed()
     for slot in range(SLOTS):
-        (two[0] / f"count{slot}").write_text("0")
-    (two[0] / "lock").touch()
+        (pair[0] / f"count{slot}").write_text("0")
+    (pair[0] / "lock").touch()
     work = """
 import random, time
 rng = random.Random(seed)
@@ -417,7 +403,7 @@ inside, added
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Process()) for _ in range(4)]
         for number, worker in enumerate(workers):
-            worker.start(work, d=str(two[number % 2]), seed=seed + number, slots=SLOTS)
+            worker.start(work, d=str(pair[number % 2]), seed=seed + number, slots=SLOTS)
         results = [worker.result(300) for worker in workers]
     for (one, _), (other, _) in itertools.combinations(results, 2):
         for a, b in itertools.product(one, other):
@@ -425,7 +411,7 @@ inside, added
             assert apart or not (a[2] or b[2]), f"seed {seed}: {a} and {b} are inside together"
     for slot in range(SLOTS):
         expected = sum(added[slot] for _, added in results)
-        assert (two[1] / f"count{slot}").read_text() == str(expected), f"seed {seed}, slot {slot}"
+        assert (pair[1] / f"count{slot}").read_text() == str(expected), f"seed {seed}, slot {slot}"
 
 
 # -- hosts that fail ------------------------------------------------------------------------------
@@ -538,7 +524,7 @@ def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster
 
 
 def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_conflict(
-    on_hosts: Two, two: tuple[Path, Path]
+    on_hosts: Two, pair: list[Path]
 ) -> None:
     one, other = on_hosts
     one.do("os.pwrite(fd, b'1', 0)")
@@ -547,9 +533,9 @@ def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_confli
     one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
     assert one.do("os.pread(fd, 1, 0)") == b"2"
     one.do("os.pwrite(fd, b'3', 0); fcntl.lockf(fd, fcntl.LOCK_UN)")
-    assert (two[1] / "file").read_bytes()[:1] == b"3"
+    assert (pair[1] / "file").read_bytes()[:1] == b"3"
     one.do("os.close(fd)")
-    assert len(os.listdir(two[1])) == 2
+    assert len(os.listdir(pair[1])) == 2
 
 
 def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
@@ -564,31 +550,31 @@ def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
     assert one.do("os.pread(fd, 1, 0)") == b"2"
 
 
-def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:
-    (two[0] / "file").touch()
+def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, pair: list[Path]) -> None:
+    (pair[0] / "file").touch()
     local = cluster.add_mount("-o", "locks=local")
     refusing = cluster.add_mount("-o", "locks=refuse")
     with Process() as holder, Process() as other:
         for process in (holder, other):
             process.do(PREPARE)
         holder.do(
-            "fd = os.open(f, os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX)", f=str(two[0] / "file")
+            "fd = os.open(f, os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX)", f=str(pair[0] / "file")
         )
-        file = str(local.path / two[0].name / "file")
+        file = str(local.path / pair[0].name / "file")
         other.do("fd = os.open(f, os.O_RDWR)", f=file)
         assert other.do("try_flock(fd, fcntl.LOCK_EX)")
         assert not holder.do("try_flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=file)
-        other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / two[0].name / "file"))
+        other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / pair[0].name / "file"))
         assert other.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.ENOLCK
         assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
 
 
-def test_flock_is_free_for_whoever_asks_after_the_last_close(two: tuple[Path, Path]) -> None:
+def test_flock_is_free_for_whoever_asks_after_the_last_close(pair: list[Path]) -> None:
     """Nobody waits for a release, and this one looks for what was stored through a mapping."""
-    (two[0] / "file").write_bytes(bytes(30_000_000))
+    (pair[0] / "file").write_bytes(bytes(30_000_000))
     with Process() as process:
         for _ in range(3):
-            _opened(process, two[0], "file")
+            _opened(process, pair[0], "file")
             process.do("reader = os.open(f, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)")
             process.do("os.pwrite(fd, b'new', 0)")
             assert process.do("os.close(fd); try_flock(reader, fcntl.LOCK_SH)")

@@ -20,11 +20,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def writers(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+def pair(cluster: Cluster, request: pytest.FixtureRequest) -> list[Path]:
     """The same file on both mounts."""
     name = request.node.name.partition("[")[0]
-    one, another = (mount.path / name for mount in cluster.mounts)
-    return one, another
+    return [mount.path / name for mount in cluster.mounts]
 
 
 def write_and_lose_answer(cluster: Cluster, path: Path) -> int:
@@ -50,9 +49,8 @@ def replace(path: Path, text: str) -> None:
 
 
 def test_a_file_that_others_replace_then_can_be_written_again(
-    cluster: Cluster, writers: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = writers
     fd = write_and_lose_answer(cluster, here)
     try:
         assert there.read_text() == "second"
@@ -67,9 +65,8 @@ def test_a_file_that_others_replace_then_can_be_written_again(
 
 
 def test_what_is_written_next_is_published_and_the_version_before_stays_whole(
-    cluster: Cluster, writers: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = writers
     fd = write_and_lose_answer(cluster, here)
     try:
         with there.open() as reader:

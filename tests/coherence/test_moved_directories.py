@@ -89,9 +89,13 @@ def test_it_is_found_while_files_are_renamed() -> None:
 
 
 @pytest.fixture
-def moves() -> tuple[Moves, KernelLocks]:
-    locks = KernelLocks()
-    return Moves(locks), locks
+def locks() -> KernelLocks:
+    return KernelLocks()
+
+
+@pytest.fixture
+def moves(locks: KernelLocks) -> Moves:
+    return Moves(locks)
 
 
 def node_in(parent: int) -> Node:
@@ -108,44 +112,39 @@ def told(node: Node, parent: int) -> None:
     node.name = (parent, b"name")
 
 
-def test_who_looks_where_it_was_before_is_not_held_up(moves: tuple[Moves, KernelLocks]) -> None:
-    found, locks = moves
+def test_who_looks_where_it_was_before_is_not_held_up(moves: Moves, locks: KernelLocks) -> None:
     with locks.hold(OLD, OTHER):
-        assert found.may_tell(node_in(OLD), OLD, ONE)
+        assert moves.may_tell(node_in(OLD), OLD, ONE)
 
 
-def test_renames_from_directory_to_directory_hold_all_up(moves: tuple[Moves, KernelLocks]) -> None:
-    found, locks = moves
+def test_renames_from_directory_to_directory_hold_all_up(moves: Moves, locks: KernelLocks) -> None:
     node = node_in(OLD)
     with locks.hold(ANOTHER, OTHER):
-        assert not found.may_tell(node, NEW, ONE)
-    assert found.may_tell(node, NEW, ONE)
+        assert not moves.may_tell(node, NEW, ONE)
+    assert moves.may_tell(node, NEW, ONE)
 
 
 def test_changes_in_one_directory_hold_up_what_comes_from_there(
-    moves: tuple[Moves, KernelLocks],
+    moves: Moves, locks: KernelLocks
 ) -> None:
-    found, locks = moves
     with locks.hold(NEW), locks.hold(OTHER, OTHER):
-        assert found.may_tell(node_in(OLD), NEW, ONE)
+        assert moves.may_tell(node_in(OLD), NEW, ONE)
     with locks.hold(OLD):
-        assert not found.may_tell(node_in(OLD), NEW, ONE)
+        assert not moves.may_tell(node_in(OLD), NEW, ONE)
 
 
-def test_a_thread_that_asks_again_waits_once(moves: tuple[Moves, KernelLocks]) -> None:
-    found, _ = moves
+def test_a_thread_that_asks_again_waits_once(moves: Moves) -> None:
     node = node_in(OLD)
-    assert found.may_tell(node, NEW, ONE)
+    assert moves.may_tell(node, NEW, ONE)
     told(node, NEW)
-    assert found.may_tell(node, NEW, ANOTHER), "another thread asks for the first time"
-    assert not found.may_tell(node, NEW, ONE)
+    assert moves.may_tell(node, NEW, ANOTHER), "another thread asks for the first time"
+    assert not moves.may_tell(node, NEW, ONE)
 
-    run(found.wait_to_tell, node, NEW, ONE)
-    assert found.may_tell(node, NEW, ONE)
+    run(moves.wait_to_tell, node, NEW, ONE)
+    assert moves.may_tell(node, NEW, ONE)
 
 
-def test_it_is_waited_until_the_locks_are_released(moves: tuple[Moves, KernelLocks]) -> None:
-    found, locks = moves
+def test_it_is_waited_until_the_locks_are_released(moves: Moves, locks: KernelLocks) -> None:
     node = node_in(OLD)
     order = []
 
@@ -158,14 +157,13 @@ def test_it_is_waited_until_the_locks_are_released(moves: tuple[Moves, KernelLoc
         async with trio.open_nursery() as nursery:
             nursery.start_soon(change)
             await trio.testing.wait_all_tasks_blocked()
-            await found.wait_to_tell(node, NEW, ONE)
+            await moves.wait_to_tell(node, NEW, ONE)
             order.append("told")
 
     run(wait)
     assert order == ["released", "told"]
 
 
-def test_nobody_waits_for_ever(moves: tuple[Moves, KernelLocks]) -> None:
-    found, locks = moves
+def test_nobody_waits_for_ever(moves: Moves, locks: KernelLocks) -> None:
     with locks.hold(OLD):
-        run(found.wait_to_tell, node_in(OLD), NEW, ONE)
+        run(moves.wait_to_tell, node_in(OLD), NEW, ONE)

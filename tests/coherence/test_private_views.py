@@ -22,7 +22,7 @@ VIEW = ".irdmafs-private"
 
 
 @pytest.fixture
-def two(pair: list[Path]) -> list[Path]:
+def pair(pair: list[Path]) -> list[Path]:
     """A directory of this test's own, which the mounts do not follow, as two hosts see it."""
     os.setxattr(pair[0], "user.irdmafs.follow", b"off")
     return pair
@@ -43,8 +43,9 @@ def barriers(host: ClusterMount) -> int:
     return count
 
 
-def test_opening_a_file_in_it_asks_nobody(hosts: list[ClusterMount], two: list[Path]) -> None:
-    here, there = two
+def test_opening_a_file_in_it_asks_nobody(
+    hosts: list[ClusterMount], here: Path, there: Path
+) -> None:
     (here / "file").write_bytes(b"content")
     assert (there / "file").read_bytes() == b"content"
     view = os.open(there / VIEW, os.O_PATH | os.O_DIRECTORY)
@@ -63,16 +64,14 @@ def test_opening_a_file_in_it_asks_nobody(hosts: list[ClusterMount], two: list[P
         os.close(view)
 
 
-def test_it_shows_what_others_publish(two: list[Path]) -> None:
-    here, there = two
+def test_it_shows_what_others_publish(here: Path, there: Path) -> None:
     for number in range(20):
         content = pattern(number, 3 * MIB if number % 2 else 100)
         (here / "file").write_bytes(content)
         eventually(partial(has, there / VIEW / "file", content), "what was published")
 
 
-def test_a_file_that_is_written_in_it_is_published(two: list[Path]) -> None:
-    here, there = two
+def test_a_file_that_is_written_in_it_is_published(here: Path, there: Path) -> None:
     (here / "file").write_bytes(b"before")
     assert (there / "file").read_bytes() == b"before"
     for number in range(20):
@@ -83,9 +82,8 @@ def test_a_file_that_is_written_in_it_is_published(two: list[Path]) -> None:
         assert (here / "file").read_bytes() == (there / "file").read_bytes() == content
 
 
-def test_replaced_files_are_opened_whole(two: list[Path]) -> None:
+def test_replaced_files_are_opened_whole(here: Path, there: Path) -> None:
     """A file that is open here with an old content, too."""
-    here, there = two
     (here / "file").write_bytes(pattern(0, MIB))
     kept = [(there / "file").open("rb")]
     try:
@@ -101,8 +99,7 @@ def test_replaced_files_are_opened_whole(two: list[Path]) -> None:
             file.close()
 
 
-def test_it_is_a_directory_of_the_same_number_that_no_listing_has(two: list[Path]) -> None:
-    here, _ = two
+def test_it_is_a_directory_of_the_same_number_that_no_listing_has(here: Path) -> None:
     assert os.listdir(here) == []
     status = (here / VIEW).stat()
     assert stat.S_ISDIR(status.st_mode)
@@ -124,10 +121,7 @@ def test_it_is_a_directory_of_the_same_number_that_no_listing_has(two: list[Path
         lambda view: os.rename(view.parent / "file", view / "new"),
     ],
 )
-def test_nothing_is_listed_or_changed_in_it(
-    two: list[Path], change: Callable[[Path], object]
-) -> None:
-    here, _ = two
+def test_nothing_is_listed_or_changed_in_it(here: Path, change: Callable[[Path], object]) -> None:
     (here / "file").write_bytes(b"")
     with pytest.raises(OSError) as refused:
         change(here / VIEW)
@@ -136,16 +130,14 @@ def test_nothing_is_listed_or_changed_in_it(
     assert os.listdir(here) == ["file"]
 
 
-def test_it_has_no_directories_and_nothing_that_is_missing(two: list[Path]) -> None:
-    here, _ = two
+def test_it_has_no_directories_and_nothing_that_is_missing(here: Path) -> None:
     (here / "below").mkdir()
     for name in ("below", "missing", VIEW, "below/file"):
         assert not (here / VIEW / name).exists()
     assert (here / "below" / VIEW).is_dir()
 
 
-def test_no_other_file_has_its_name(two: list[Path]) -> None:
-    here, _ = two
+def test_no_other_file_has_its_name(here: Path) -> None:
     (here / "file").write_bytes(b"")
     with pytest.raises(IsADirectoryError):
         (here / VIEW).write_bytes(b"")

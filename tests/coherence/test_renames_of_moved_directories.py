@@ -15,15 +15,9 @@ from irdmafs.train.directory import move
 
 
 @pytest.fixture
-def hosts(pair: list[Path]) -> tuple[Path, Path]:
-    one, another = pair
-    return one, another
-
-
-@pytest.fixture
-def moved(hosts: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Path]:
+def moved(pair: list[Path], request: pytest.FixtureRequest) -> Iterator[Path]:
     """A directory that is open here, and that another host has moved to this path."""
-    there, here = (host / request.node.name for host in hosts)
+    there, here = (host / request.node.name for host in pair)
     there.mkdir()
     for name in ("before", "after", "target"):
         (there / name).mkdir()

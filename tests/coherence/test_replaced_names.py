@@ -24,12 +24,6 @@ SIZE = 9000
 LISTINGS = 30
 
 
-@pytest.fixture
-def two(pair: list[Path]) -> tuple[Path, Path]:
-    one, other = pair
-    return one, other
-
-
 @contextmanager
 def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
     """`folder`/file is replaced REPLACEMENTS times; gives what says whether that still goes on."""
@@ -53,8 +47,7 @@ def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
         assert not failures, failures
 
 
-def test_reading_it_never_fails(two: tuple[Path, Path]) -> None:
-    here, there = two
+def test_reading_it_never_fails(here: Path, there: Path) -> None:
     with replaced(here) as goes_on:
         reads, last = 0, 0
         while goes_on():
@@ -65,10 +58,9 @@ def test_reading_it_never_fails(two: tuple[Path, Path]) -> None:
     assert version_of((there / "file").read_bytes()) == REPLACEMENTS + 1
 
 
-def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Path]) -> None:
+def test_overwriting_it_never_fails_and_leaves_nothing_empty(here: Path, there: Path) -> None:
     """An overwriting open that is led elsewhere begins its working copy before it comes there; no
     later open of the same thread may meet that."""
-    here, there = two
     with replaced(here) as goes_on:
         writes = 0
         while goes_on():
@@ -79,9 +71,8 @@ def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Pa
     assert writes
 
 
-def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path]) -> None:
+def test_overwriting_what_it_just_replaced_never_fails(here: Path, there: Path) -> None:
     """The kernel moves a name that it believes in without asking for it again."""
-    here, there = two
     with replaced(here) as goes_on:
         writes = 0
         while goes_on():
@@ -111,9 +102,8 @@ def remade(path: Path) -> Iterator[Callable[[], bool]]:
 
 @pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
 def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
-    two: tuple[Path, Path], mode: str
+    here: Path, there: Path, mode: str
 ) -> None:
-    here, there = two
     makes = mode in ("wb", "ab")
     with remade(here / "file") as goes_on:
         opens = 0

@@ -30,14 +30,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def hosts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
+def pair(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[list[Path]]:
     """A directory on both mounts, with a directory that is open on the second, and an empty one."""
     here, there = (mount.path / request.node.name for mount in cluster.mounts)
     here.mkdir()
     (here / "known").mkdir()
     (here / "other").mkdir()
     opened = os.open(there / "known", os.O_PATH)
-    yield here, there
+    yield [here, there]
     os.close(opened)
 
 
@@ -69,9 +69,8 @@ def is_usable(directory: Path) -> bool:
 
 
 def test_rename_onto_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, hosts: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = hosts
     with doing(cluster, lambda: os.rename(there / "other", there / "known")):
         os.rename(here / "known", here / "moved")
     assert sorted(os.listdir(there)) == ["known", "moved"]
@@ -80,9 +79,8 @@ def test_rename_onto_a_directory_that_is_elsewhere_by_now(
 
 
 def test_rmdir_of_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, hosts: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = hosts
     with doing(cluster, lambda: os.rmdir(there / "known")):
         os.rename(here / "known", here / "moved")
         os.rename(here / "other", here / "known")
@@ -91,9 +89,8 @@ def test_rmdir_of_a_directory_that_is_elsewhere_by_now(
 
 
 def test_rename_of_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, hosts: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = hosts
     with doing(cluster, lambda: os.rename(there / "known", there / "renamed")):
         os.rename(here / "known", here / "moved")
         os.rename(here / "other", here / "known")
@@ -102,10 +99,7 @@ def test_rename_of_a_directory_that_is_elsewhere_by_now(
     assert is_usable(there / "moved")
 
 
-def test_file_that_is_made_in_a_directory_which_is_removed_by_now(
-    hosts: tuple[Path, Path],
-) -> None:
-    here, there = hosts
+def test_file_that_is_made_in_a_directory_which_is_removed_by_now(here: Path, there: Path) -> None:
     opened = os.open(there / "known", os.O_PATH)
     try:
         os.rmdir(here / "known")
@@ -117,9 +111,8 @@ def test_file_that_is_made_in_a_directory_which_is_removed_by_now(
 
 
 def test_name_that_leads_to_a_file_by_now_which_is_being_replaced(
-    cluster: Cluster, hosts: tuple[Path, Path]
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
-    here, there = hosts
     os.rmdir(here / "known")
     (here / "known").write_text("before")
     (there / "new").write_text("new")

@@ -2,29 +2,19 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.clusters import Cluster
+from harness.clusters import MIB, Cluster
 from harness.patterns import pattern
-from harness.processes import Process
-
-MIB = 1 << 20
-TakeProcess = Callable[[], Process]
-
-
-@pytest.fixture
-def two(pair: list[Path]) -> tuple[Path, Path]:
-    one, other = pair
-    return one, other
+from harness.processes import Process, TakeProcess
 
 
 @pytest.mark.parametrize("mode", ["r+b", "ab"])
 def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
-    two: tuple[Path, Path], process: TakeProcess, mode: str
+    pair: list[Path], process: TakeProcess, mode: str
 ) -> None:
-    here, there = two[0] / "file", two[1] / "file"
+    here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(b"0123456789")
     first, second = process(), process()
     for one, file in ((first, here), (second, there)):
@@ -37,7 +27,7 @@ def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
     assert caught.value.errno == errno.ESTALE
     published = b"here456789" if mode == "r+b" else b"0123456789here"
     kept = b"there56789" if mode == "r+b" else b"0123456789there"
-    for directory in two:
+    for directory in pair:
         assert (directory / "file").read_bytes() == published
         (aside,) = (name for name in os.listdir(directory) if "conflict" in name)
         assert (directory / aside).read_bytes() == kept
@@ -46,9 +36,9 @@ def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
 
 
 def test_a_descriptor_that_wrote_nothing_never_conflicts(
-    two: tuple[Path, Path], process: TakeProcess
+    pair: list[Path], process: TakeProcess
 ) -> None:
-    here, there = two[0] / "file", two[1] / "file"
+    here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(b"old")
     idle = process()
     idle.do("f = open(file, 'r+b', buffering=0)", file=str(there))
@@ -56,17 +46,16 @@ def test_a_descriptor_that_wrote_nothing_never_conflicts(
     assert there.read_bytes() == b"newer"
     idle.do("f.close()")
     assert here.read_bytes() == there.read_bytes() == b"newer"
-    assert os.listdir(two[0]) == ["file"]
+    assert os.listdir(pair[0]) == ["file"]
 
 
 @pytest.mark.parametrize("flags", ["O_RDWR", "O_WRONLY"])
 @pytest.mark.parametrize("sync", [False, True])
 def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_closed(
-    two: tuple[Path, Path], process: TakeProcess, flags: str, sync: bool
+    pair: list[Path], reader: Process, writer: Process, flags: str, sync: bool
 ) -> None:
-    here, there = two[0] / "model", two[1] / "model"
+    here, there = pair[0] / "model", pair[1] / "model"
     here.write_bytes(pattern(1, 300_000))
-    reader, writer = process(), process()
     reader.start(
         "seen = set()\nwhile 20 not in seen: seen.add(version_of(open(file, 'rb').read()))\nseen",
         file=str(there),
@@ -85,11 +74,10 @@ def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_c
 
 
 def test_stores_through_a_mapping_that_stays_reach_other_hosts(
-    two: tuple[Path, Path], process: TakeProcess
+    pair: list[Path], writer: Process
 ) -> None:
-    here, there = two[0] / "file", two[1] / "file"
+    here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(bytes(100_000))
-    writer = process()
     writer.do("fd = os.open(file, os.O_RDWR); m = mmap.mmap(fd, 100_000)", file=str(here))
     for number in range(1, 4):
         writer.do("m[5] = number; os.fsync(fd)", number=number)
@@ -99,12 +87,11 @@ def test_stores_through_a_mapping_that_stays_reach_other_hosts(
 
 
 def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
-    two: tuple[Path, Path], process: TakeProcess
+    pair: list[Path], writer: Process
 ) -> None:
     """In a tmpfs they change no time of the file."""
-    here, there = two[0] / "file", two[1] / "file"
+    here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(bytes(100_000))
-    writer = process()
     for number in (1, 2):
         writer.do(
             "with open(file, 'r+b') as f, mmap.mmap(f.fileno(), 0) as m: m[5] += 1", file=str(here)
@@ -113,9 +100,9 @@ def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
 
 
 def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(
-    two: tuple[Path, Path],
+    pair: list[Path],
 ) -> None:
-    here, there = two[0] / "file", two[1] / "file"
+    here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(pattern(1, 50_000))
     os.truncate(there, 60_000)
     assert here.read_bytes() == pattern(1, 50_000) + bytes(10_000)
@@ -127,11 +114,10 @@ def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(
 
 @pytest.mark.parametrize("how", ["write", "truncate"])
 def test_who_has_an_empty_file_open_sees_it_grow(
-    two: tuple[Path, Path], process: TakeProcess, how: str
+    pair: list[Path], reader: Process, writer: Process, how: str
 ) -> None:
-    here, there = two[0] / "log", two[1] / "log"
+    here, there = pair[0] / "log", pair[1] / "log"
     here.touch()
-    reader, writer = process(), process()
     reader.do("f = open(file, 'rb', buffering=0)", file=str(here))
     step = "f.write(b'x')" if how == "write" else "f.truncate(1)"
     writer.do(f"f = open(file, 'r+b', buffering=0); {step}", file=str(here))
@@ -141,10 +127,10 @@ def test_who_has_an_empty_file_open_sees_it_grow(
 
 
 def test_a_file_that_is_replaced_right_after_a_close_stays_whole_for_its_readers(
-    two: tuple[Path, Path], process: TakeProcess
+    pair: list[Path], process: TakeProcess
 ) -> None:
     """Nobody waits for a release, and this one reads the file for what was stored through a mapping."""
-    (two[0] / "file").write_bytes(bytes(30_000_000))
+    (pair[0] / "file").write_bytes(bytes(30_000_000))
     assert process().do(
         "fd = os.open(file, os.O_RDWR)\n"
         "os.write(fd, b'new')\n"
@@ -152,19 +138,19 @@ def test_a_file_that_is_replaced_right_after_a_close_stays_whole_for_its_readers
         "reader = os.open(file, os.O_RDONLY)\n"
         "fd = os.open(file, os.O_WRONLY | os.O_TRUNC)\n"
         "os.fstat(reader).st_size, os.pread(reader, 3, 0)",
-        file=str(two[0] / "file"),
+        file=str(pair[0] / "file"),
     ) == (30_000_000, b"new")
 
 
 def test_what_came_back_after_it_had_left_the_cache_is_written_in_place(
-    cluster: Cluster, two: tuple[Path, Path]
+    cluster: Cluster, pair: list[Path]
 ) -> None:
     """The kernel held the file that left; the one that came back has the same number."""
-    (two[0] / "file").write_bytes(pattern(1, MIB))
+    (pair[0] / "file").write_bytes(pattern(1, MIB))
     for number in range(24):
-        (two[0] / f"other{number}").write_bytes(bytes(MIB))
+        (pair[0] / f"other{number}").write_bytes(bytes(MIB))
     small = cluster.add_mount("--cache-size", "16M")
-    directory = small.path / two[0].name
+    directory = small.path / pair[0].name
     try:
         assert (directory / "file").read_bytes() == pattern(1, MIB)
         for number in range(24):
@@ -174,16 +160,15 @@ def test_what_came_back_after_it_had_left_the_cache_is_written_in_place(
             file.write(b"new")
         os.truncate(directory / "file", 10)
         expected = b"new" + pattern(1, MIB)[3:10]
-        assert [(place / "file").read_bytes() for place in (directory, *two)] == 3 * [expected]
+        assert [(place / "file").read_bytes() for place in (directory, *pair)] == 3 * [expected]
     finally:
         small.terminate()
 
 
 def test_truncating_by_name_beside_a_close_leaves_one_length_everywhere(
-    two: tuple[Path, Path], process: TakeProcess
+    pair: list[Path], writer: Process
 ) -> None:
-    here, there = two[0] / "file", two[1] / "file"
-    writer = process()
+    here, there = pair[0] / "file", pair[1] / "file"
     for size in range(100, 200):
         writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(here))
         writer.start("os.write(fd, bytes(5000)); os.close(fd)")

@@ -123,11 +123,9 @@ def storm(
     return version, in_flight
 
 
-def crash_rounds(new_mount: Callable[..., Mount], rounds: int) -> None:
+def crash_rounds(mount: Mount, rounds: int) -> None:
     seed = chosen_seed()
     rng = random.Random(seed)
-    mount = new_mount()
-    mount.mount()
     tree, version = Tree(), 0
     for number in range(rounds):
         where = f"seed {seed}, round {number}"
@@ -171,82 +169,74 @@ def empty(top: Path) -> None:
 
 
 @pytest.mark.timeout(max(120, ROUNDS * 5))
-def test_acknowledged_changes_survive_the_death_of_the_daemon(
-    new_mount: Callable[..., Mount],
-) -> None:
-    crash_rounds(new_mount, ROUNDS)
+def test_acknowledged_changes_survive_the_death_of_the_daemon(own_mount: Mount) -> None:
+    crash_rounds(own_mount, ROUNDS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.kernel_session("one session is enough for the long run")
-def test_acknowledged_changes_survive_many_deaths(new_mount: Callable[..., Mount]) -> None:
-    crash_rounds(new_mount, MANY_ROUNDS)
+def test_acknowledged_changes_survive_many_deaths(own_mount: Mount) -> None:
+    crash_rounds(own_mount, MANY_ROUNDS)
 
 
 # -- mounting again --------------------------------------------------------------------------
 
 
-def test_mounting_again_heals_the_stale_mountpoint(new_mount: Callable[..., Mount]) -> None:
-    mount = new_mount()
-    mount.mount()
-    (mount.path / "weights").write_bytes(pattern(1, 100_000))
-    mount.kill9()
+def test_mounting_again_heals_the_stale_mountpoint(own_mount: Mount) -> None:
+    (own_mount.path / "weights").write_bytes(pattern(1, 100_000))
+    own_mount.kill9()
     with pytest.raises(OSError):
-        os.stat(mount.path / "weights")
-    mount.remount()
-    assert version_of((mount.path / "weights").read_bytes()) == 1
-    mount.unmount()
-    assert os.listdir(mount.path) == []
+        os.stat(own_mount.path / "weights")
+    own_mount.remount()
+    assert version_of((own_mount.path / "weights").read_bytes()) == 1
+    own_mount.unmount()
+    assert os.listdir(own_mount.path) == []
 
 
-def test_unmounting_and_mounting_again_keeps_everything(new_mount: Callable[..., Mount]) -> None:
-    mount = new_mount()
-    mount.mount()
+def test_unmounting_and_mounting_again_keeps_everything(own_mount: Mount) -> None:
     tree, rng = Tree(), random.Random(7)
     for version in range(1, 200):
         change = tree.propose(rng, version)
-        carry_out(change, str(mount.path), rng)
+        carry_out(change, str(own_mount.path), rng)
         tree.apply(change)
-    mount.unmount()
-    mount.remount()
-    assert comparable(look(mount.path)) == comparable(tree.look())
+    own_mount.unmount()
+    own_mount.remount()
+    assert comparable(look(own_mount.path)) == comparable(tree.look())
 
 
 def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(
-    new_mount: Callable[..., Mount],
+    own_mount: Mount,
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    old = mount.path / "old"
+    old = own_mount.path / "old"
     old.write_bytes(pattern(1, 100_000))
     with Process() as writer:
         writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(old))
         writer.do(
-            "g = open(file, 'wb', buffering=0); g.write(b'half')", file=str(mount.path / "new")
+            "g = open(file, 'wb', buffering=0); g.write(b'half')", file=str(own_mount.path / "new")
         )
         writer.do(
             "h = open(file, 'w+b'); h.write(b'x' * 99_999); h.flush(); os.unlink(file)",
-            file=str(mount.path / "gone"),
+            file=str(own_mount.path / "gone"),
         )
         writer.do("i = open(file, 'r+b', buffering=0); i.write(b'in place')", file=str(old))
-        mount.kill9()
-    mount.remount()
+        own_mount.kill9()
+    own_mount.remount()
     assert version_of(old.read_bytes()) == 1
-    assert os.listdir(mount.path) == ["old"]
-    assert len(mount.extents()) == 1
+    assert os.listdir(own_mount.path) == ["old"]
+    assert len(own_mount.extents()) == 1
 
 
-def test_sigterm_unmounts_and_keeps_what_was_closed(new_mount: Callable[..., Mount]) -> None:
+def test_sigterm_unmounts_and_keeps_what_was_closed(own_mount: Mount) -> None:
     import signal
 
-    mount = new_mount()
-    mount.mount()
-    (mount.path / "weights").write_bytes(pattern(1, 100_000))
-    os.kill(mount.pid, signal.SIGTERM)
-    eventually(lambda: not mount.is_mounted() and not mount.pids(), "unmounted after SIGTERM")
-    mount.remount()
-    assert version_of((mount.path / "weights").read_bytes()) == 1
+    (own_mount.path / "weights").write_bytes(pattern(1, 100_000))
+    os.kill(own_mount.pid, signal.SIGTERM)
+    eventually(
+        lambda: not own_mount.is_mounted() and not own_mount.pids(), "unmounted after SIGTERM"
+    )
+    own_mount.remount()
+    assert version_of((own_mount.path / "weights").read_bytes()) == 1
 
 
 def test_store_of_a_living_daemon_is_refused_to_a_second_one(

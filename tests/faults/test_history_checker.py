@@ -1,10 +1,11 @@
 """The checker of histories accepts what may happen and names what may not."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,286 +24,222 @@ from harness.storms.history import (
 )
 
 SECOND = 1e9
+LATE_S = LATE_NS / SECOND
 
 
-class Script:
-    """A history made by hand: each line is an operation on one file, with times in seconds."""
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-
-    def add(self, kind: str, start: float, end: float, **changes: Any) -> None:
-        values: dict[str, Any] = {
-            "worker": len(self.operations),
-            "number": 1,
-            "host": "a",
-            "kind": kind,
-            "path": "file",
-            "began": changes.pop("began", start) * SECOND,
-            "start": start * SECOND,
-            "end": end * SECOND,
-            "outcome": "ok",
-        }
-        self.operations.append(Operation(**(values | changes)))
-
-    def write(self, value: str, start: float, end: float, **changes: Any) -> None:
-        self.add("write", start, end, value=value, **changes)
-
-    def create(self, value: str, start: float, end: float, **changes: Any) -> None:
-        self.add("create", start, end, value=value, **changes)
-
-    def replace(self, value: str, start: float, end: float, **changes: Any) -> None:
-        self.add("replace", start, end, value=value, **changes)
-
-    def unlink(self, start: float, end: float, **changes: Any) -> None:
-        self.add("unlink", start, end, **changes)
-
-    def read(self, value: str, start: float, end: float, **changes: Any) -> None:
-        self.add("read", start, end, value=value, **changes)
-
-    def absent(self, start: float, end: float, **changes: Any) -> None:
-        self.add("read", start, end, outcome="absent", **changes)
-
-    def kinds(self, **options: bool) -> set[str]:
-        return {violation.kind for violation in check(self.operations, **options)}
+def operation(kind: str, value: str | None, start: float, end: float, **changes: Any) -> Operation:
+    """Return an operation on one file, with times in seconds."""
+    values: dict[str, Any] = {
+        "worker": 0,
+        "number": 1,
+        "host": "a",
+        "kind": kind,
+        "path": "file",
+        "began": changes.pop("began", start) * SECOND,
+        "start": start * SECOND,
+        "end": end * SECOND,
+        "outcome": "ok",
+        "value": value,
+    }
+    return Operation(**(values | changes))
 
 
-@pytest.fixture
-def script() -> Script:
-    return Script()
+write = partial(operation, "write")
+create = partial(operation, "create")
+replace = partial(operation, "replace")
+unlink = partial(operation, "unlink", None)
+read = partial(operation, "read")
+absent = partial(operation, "read", None, outcome="absent")
+torn = partial(operation, "read", None, outcome="torn")
 
 
-# -- what may happen
+def by_workers(history: list[Operation]) -> list[Operation]:
+    """Return the history in which each operation is of another worker."""
+    return [dataclasses.replace(one, worker=number) for number, one in enumerate(history)]
 
 
-def test_reads_of_the_last_version_are_right(script: Script) -> None:
-    script.absent(0, 1)
-    script.write("1", 2, 3)
-    script.read("1", 4, 5)
-    script.replace("2", 6, 7)
-    script.read("2", 8, 9, final=True)
-    assert script.kinds() == set()
+def kinds(history: list[Operation], **options: bool) -> set[str]:
+    return {violation.kind for violation in check(by_workers(history), **options)}
 
 
-def test_a_read_during_a_write_may_see_either_version(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 9)
-    script.read("2", 3, 4)
-    script.read("2", 6, 7, host="b")
-    assert script.kinds() == set()
-    script.operations[2:] = []
-    script.read("1", 3, 4)
-    script.read("1", 6, 7, host="b")
-    assert script.kinds() == set()
+MAY_HAPPEN = {
+    "reads of the last version are right": [
+        absent(0, 1),
+        write("1", 2, 3),
+        read("1", 4, 5),
+        replace("2", 6, 7),
+        read("2", 8, 9, final=True),
+    ],
+    "a read during a write may see the new version": [
+        write("1", 0, 1),
+        write("2", 2, 9),
+        read("2", 3, 4),
+        read("2", 6, 7, host="b"),
+    ],
+    "a read during a write may see the old version": [
+        write("1", 0, 1),
+        write("2", 2, 9),
+        read("1", 3, 4),
+        read("1", 6, 7, host="b"),
+    ],
+    "two writes at a time may come in the order of their ends": [
+        write("1", 0, 5),
+        write("2", 1, 4, host="b"),
+        read("1", 6, 7),
+    ],
+    "two writes at a time may come in the order of their beginnings": [
+        write("1", 0, 5),
+        write("2", 1, 4, host="b"),
+        read("2", 6, 7),
+    ],
+    "a write that failed need not be seen": [
+        write("1", 0, 1),
+        write("2", 2, 3, outcome="failed"),
+        read("1", 4, 5),
+    ],
+    "a write that failed may be seen": [
+        write("1", 0, 1),
+        write("2", 2, 3, outcome="failed"),
+        read("1", 4, 5),
+        read("2", 6, 7),
+    ],
+    "a write that never returned may be seen late": [
+        write("1", 0, 1),
+        write("2", 2, math.inf, outcome="unknown"),
+        read("1", 100, 101),
+        read("2", 200, 201),
+    ],
+    "a file unlinked while it was written stays absent": [
+        write("1", 4, 5, began=0),
+        unlink(1, 2, host="b"),
+        absent(6, 7),
+    ],
+    "a new file is empty until it is published": [
+        write("1", 4, 5, began=0),
+        absent(0, 1),
+        read(EMPTY, 2, 3),
+        read("1", 6, 7),
+    ],
+    "a file whose creator failed may stay empty": [
+        create("1", 1, 2, began=0, outcome="failed"),
+        read(EMPTY, 5, 6),
+        absent(7, 8),
+    ],
+    "an unlink that failed may have happened": [
+        write("1", 0, 1),
+        unlink(2, 3, outcome="failed"),
+        read("1", 4, 5),
+        absent(6, 7),
+    ],
+    "a new file is seen on its own host before it is closed": [
+        write("new", 3, 4, began=1),
+        read("new", 2, 2.5),
+    ],
+    "a part is seen on the host that makes the file": [write("new", 3, 4, began=1), torn(2, 2.5)],
+}
+MAY_NOT = {
+    "mixed content is torn": ("torn", [torn(0, 1, detail="of two versions")]),
+    "content that nobody wrote is torn": ("torn", [read("9", 0, 1)]),
+    "reading what is written later is from the future": (
+        "future",
+        [read("1", 0, 1), write("1", 2, 3)],
+    ),
+    "reading the old version after close is stale": (
+        "stale",
+        [write("1", 0, 1), write("2", 2, 3), read("1", 4, 5, host="b")],
+    ),
+    "a failed write that was seen does not go away": (
+        "back",
+        [write("1", 0, 1), write("2", 2, 3, outcome="failed"), read("2", 4, 5), read("1", 6, 7)],
+    ),
+    "a part of a file that is overwritten is not seen": (
+        "torn",
+        [write("old", 0, 1), write("new", 4, 5, began=2), torn(3, 3.5)],
+    ),
+    "an overwritten file is not seen on its own host before it is closed": (
+        "future",
+        [write("old", 0, 1), write("new", 4, 5, began=2), read("new", 3, 3.5)],
+    ),
+    "an acknowledged file does not vanish": (
+        "vanished",
+        [write("1", 0, 1), absent(2, 3, final=True)],
+    ),
+    "a file does not vanish for a moment": (
+        "vanished",
+        [
+            unlink(0, 1, outcome="failed"),
+            write("1", 2, 3),
+            read("1", 4, 5),
+            absent(6, 7),
+            read("1", 8, 9),
+        ],
+    ),
+    "a file written after an unlink does not vanish": (
+        "vanished",
+        [write("1", 0, 1), unlink(2, 3), write("2", 4, 5), absent(6, 7)],
+    ),
+    "a file that was published is not empty": ("vanished", [write("1", 0, 1), read(EMPTY, 2, 3)]),
+    "an unlinked file does not come back": (
+        "resurrected",
+        [write("1", 0, 1), unlink(2, 3), read("1", 4, 5)],
+    ),
+    "only one exclusive creator wins": (
+        "vanished",
+        [create("1", 1, 2, began=0), create("2", 4, 5, began=3, host="b")],
+    ),
+    "what is acknowledged can be read at the end": (
+        "unreadable",
+        [write("1", 0, 1), read(None, 2, 3, outcome="failed", detail="EIO", final=True)],
+    ),
+    "a new file is not seen on another host before it is closed": (
+        "future",
+        [write("new", 3, 4, began=1), read("new", 2, 2.5), read("new", 2, 2.5, host="b")],
+    ),
+    "a part is not seen on another host": (
+        "torn",
+        [write("new", 3, 4, began=1), torn(2, 2.5), torn(2, 2.5, host="b")],
+    ),
+    "a failed operation does not excuse what happens much later": (
+        "vanished",
+        [
+            unlink(0, 1, outcome="failed"),
+            write("1", 2 + LATE_S, 3 + LATE_S),
+            absent(4 + LATE_S, 5 + LATE_S),
+        ],
+    ),
+}
 
 
-def test_two_writes_at_a_time_may_come_in_either_order(script: Script) -> None:
-    script.write("1", 0, 5)
-    script.write("2", 1, 4, host="b")
-    script.read("1", 6, 7)
-    assert script.kinds() == set()
-    script.operations[2:] = []
-    script.read("2", 6, 7)
-    assert script.kinds() == set()
+@pytest.mark.parametrize("history", MAY_HAPPEN.values(), ids=MAY_HAPPEN)
+def test_a_history_that_may_happen_is_accepted(history: list[Operation]) -> None:
+    assert kinds(history) == set()
 
 
-def test_a_write_that_failed_may_be_seen_or_not(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 3, outcome="failed")
-    script.read("1", 4, 5)
-    assert script.kinds() == set()
-    script.read("2", 6, 7)
-    assert script.kinds() == set()
+@pytest.mark.parametrize(("kind", "history"), MAY_NOT.values(), ids=MAY_NOT)
+def test_a_history_that_may_not_happen_is_refused(kind: str, history: list[Operation]) -> None:
+    assert kinds(history) == {kind}
 
 
-def test_a_write_that_never_returned_may_be_seen_late(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, math.inf, outcome="unknown")
-    script.read("1", 100, 101)
-    script.read("2", 200, 201)
-    assert script.kinds() == set()
+def test_reading_the_old_version_again_is_going_back() -> None:
+    history = [write("1", 0, 1), write("2", 2, 9), read("2", 3, 4), read("1", 5, 6)]
+    assert "back" in kinds(history)
 
 
-def test_a_file_unlinked_while_it_was_written_stays_absent(script: Script) -> None:
-    script.write("1", 4, 5, began=0)
-    script.unlink(1, 2, host="b")
-    script.absent(6, 7)
-    assert script.kinds() == set()
+def test_hosts_may_learn_of_a_write_in_turn_but_none_goes_back() -> None:
+    history = [write("1", 0, 1), write("2", 2, 9, host="c")]
+    history += [read("2", 3, 4, host="a"), read("1", 5, 6, host="b")]
+    assert kinds(history, across_hosts=False) == set()
+    history.append(read("1", 7, 8, host="a"))
+    assert kinds(history, across_hosts=False) == {"back"}
 
 
-def test_a_new_file_is_empty_until_it_is_published(script: Script) -> None:
-    script.write("1", 4, 5, began=0)
-    script.absent(0, 1)
-    script.read(EMPTY, 2, 3)
-    script.read("1", 6, 7)
-    assert script.kinds() == set()
-
-
-def test_a_file_whose_creator_failed_may_stay_empty(script: Script) -> None:
-    script.create("1", 1, 2, began=0, outcome="failed")
-    script.read(EMPTY, 5, 6)
-    script.absent(7, 8)
-    assert script.kinds() == set()
-
-
-def test_an_unlink_that_failed_may_have_happened(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.unlink(2, 3, outcome="failed")
-    script.read("1", 4, 5)
-    script.absent(6, 7)
-    assert script.kinds() == set()
-
-
-# -- what may not
-
-
-def test_mixed_content_is_torn(script: Script) -> None:
-    script.add("read", 0, 1, outcome="torn", detail="of two versions")
-    assert script.kinds() == {"torn"}
-
-
-def test_content_that_nobody_wrote_is_torn(script: Script) -> None:
-    script.read("9", 0, 1)
-    assert script.kinds() == {"torn"}
-
-
-def test_reading_what_is_written_later_is_from_the_future(script: Script) -> None:
-    script.read("1", 0, 1)
-    script.write("1", 2, 3)
-    assert script.kinds() == {"future"}
-
-
-def test_reading_the_old_version_after_close_is_stale(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 3)
-    script.read("1", 4, 5, host="b")
-    assert script.kinds() == {"stale"}
-
-
-def test_reading_the_old_version_again_is_going_back(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 9)
-    script.read("2", 3, 4)
-    script.read("1", 5, 6)
-    assert "back" in script.kinds()
-
-
-def test_a_failed_write_that_was_seen_does_not_go_away(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 3, outcome="failed")
-    script.read("2", 4, 5)
-    script.read("1", 6, 7)
-    assert script.kinds() == {"back"}
-
-
-def test_hosts_may_learn_of_a_write_in_turn_but_none_goes_back(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.write("2", 2, 9, host="c")
-    script.read("2", 3, 4, host="a")
-    script.read("1", 5, 6, host="b")
-    assert script.kinds(across_hosts=False) == set()
-    script.read("1", 7, 8, host="a")
-    assert script.kinds(across_hosts=False) == {"back"}
-
-
-def test_a_new_file_is_seen_on_its_own_host_before_it_is_closed(script: Script) -> None:
-    script.write("new", 3, 4, began=1)
-    script.read("new", 2, 2.5)
-    assert script.kinds() == set()
-    script.read("new", 2, 2.5, host="b")
-    assert script.kinds() == {"future"}
-
-
-def test_a_part_is_seen_only_on_the_host_that_makes_the_file(script: Script) -> None:
-    script.write("new", 3, 4, began=1)
-    script.add("read", 2, 2.5, outcome="torn")
-    assert script.kinds() == set()
-    script.add("read", 2, 2.5, outcome="torn", host="b")
-    assert script.kinds() == {"torn"}
-
-
-def test_a_part_of_a_file_that_is_overwritten_is_not_seen(script: Script) -> None:
-    script.write("old", 0, 1)
-    script.write("new", 4, 5, began=2)
-    script.add("read", 3, 3.5, outcome="torn")
-    assert script.kinds() == {"torn"}
-
-
-def test_an_overwritten_file_is_not_seen_on_its_own_host_before_it_is_closed(
-    script: Script,
-) -> None:
-    script.write("old", 0, 1)
-    script.write("new", 4, 5, began=2)
-    script.read("new", 3, 3.5)
-    assert script.kinds() == {"future"}
-
-
-def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet(script: Script) -> None:
-    script.write("new", 1, 5)
-    script.read("new", 2, 2.5)
-    script.write("other", 3, 3.5, host="b")
-    script.read("new", 4, 6)
-    assert script.kinds(across_hosts=False) == set()
+def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet() -> None:
+    history = [write("new", 1, 5), read("new", 2, 2.5)]
+    history += [write("other", 3, 3.5, host="b"), read("new", 4, 6)]
+    assert kinds(history, across_hosts=False) == set()
     # On another host it was published when it was read.
-    script.read("new", 2, 2.5, host="b")
-    script.read("new", 4, 4.5, host="b")
-    assert script.kinds(across_hosts=False) == {"stale"}
-
-
-def test_an_acknowledged_file_does_not_vanish(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.absent(2, 3, final=True)
-    assert script.kinds() == {"vanished"}
-
-
-def test_a_file_does_not_vanish_for_a_moment(script: Script) -> None:
-    script.unlink(0, 1, outcome="failed")
-    script.write("1", 2, 3)
-    script.read("1", 4, 5)
-    script.absent(6, 7)
-    script.read("1", 8, 9)
-    assert script.kinds() == {"vanished"}
-
-
-def test_a_file_written_after_an_unlink_does_not_vanish(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.unlink(2, 3)
-    script.write("2", 4, 5)
-    script.absent(6, 7)
-    assert script.kinds() == {"vanished"}
-
-
-def test_a_file_that_was_published_is_not_empty(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.read(EMPTY, 2, 3)
-    assert script.kinds() == {"vanished"}
-
-
-def test_an_unlinked_file_does_not_come_back(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.unlink(2, 3)
-    script.read("1", 4, 5)
-    assert script.kinds() == {"resurrected"}
-
-
-def test_only_one_exclusive_creator_wins(script: Script) -> None:
-    script.create("1", 1, 2, began=0)
-    script.create("2", 4, 5, began=3, host="b")
-    assert script.kinds() == {"vanished"}
-
-
-def test_what_is_acknowledged_can_be_read_at_the_end(script: Script) -> None:
-    script.write("1", 0, 1)
-    script.add("read", 2, 3, outcome="failed", detail="EIO", final=True)
-    assert script.kinds() == {"unreadable"}
-
-
-def test_a_failed_operation_does_not_excuse_what_happens_much_later(script: Script) -> None:
-    late_s = LATE_NS / SECOND
-    script.unlink(0, 1, outcome="failed")
-    script.write("1", 2 + late_s, 3 + late_s)
-    script.absent(4 + late_s, 5 + late_s)
-    assert script.kinds() == {"vanished"}
+    history += [read("new", 2, 2.5, host="b"), read("new", 4, 4.5, host="b")]
+    assert kinds(history, across_hosts=False) == {"stale"}
 
 
 # -- compared with trying all orders
@@ -327,21 +264,21 @@ def test_the_checker_agrees_with_trying_all_orders() -> None:
     source = seeded()
     verdicts = Counter[bool]()
     for _ in range(1500):
-        script = Script()
-        script.write("1", 0, 1)
+        history = [write("1", 0, 1)]
         for value in ("2", "3"):
             start = source.randrange(2, 12)
-            script.write(value, start, start + source.randrange(1, 8))
+            history.append(write(value, start, start + source.randrange(1, 8)))
         for _ in range(source.randrange(1, 4)):
             start = source.randrange(2, 20)
-            script.read(source.choice("123"), start, start + source.randrange(1, 6))
+            value = source.choice("123")
+            history.append(read(value, start, start + source.randrange(1, 6)))
         # No two moments are the same, so that no order depends on whether "before" means "not after".
-        for i, operation in enumerate(script.operations):
-            script.operations[i] = replace(
-                operation, start=operation.start + i + 1, end=operation.end + i + 11
-            )
-        allowed = _has_an_order(script.operations)
-        assert (not check(script.operations)) == allowed, script.operations
+        history = [
+            dataclasses.replace(one, start=one.start + i + 1, end=one.end + i + 11)
+            for i, one in enumerate(history)
+        ]
+        allowed = _has_an_order(history)
+        assert (not kinds(history)) == allowed, history
         verdicts[allowed] += 1
     assert min(verdicts[True], verdicts[False]) > 100
 
@@ -351,21 +288,22 @@ def test_what_a_register_did_is_always_allowed() -> None:
     source = seeded()
     for _ in range(200):
         moments = sorted(source.uniform(0, 100) for _ in range(40))
-        script, value = Script(), None
+        history: list[Operation] = []
+        value = None
         for number, moment in enumerate(moments):
             around = moment - source.uniform(0, 15), moment + source.uniform(0, 15)
             kind = source.choice(["replace", "replace", "unlink", "read", "read", "read"])
             if kind == "replace":
                 value = str(number)
-                script.replace(value, *around)
+                history.append(replace(value, *around))
             elif kind == "unlink" and value is not None:
                 value = None
-                script.unlink(*around)
+                history.append(unlink(*around))
             elif value is None:
-                script.absent(*around)
+                history.append(absent(*around))
             else:
-                script.read(value, *around)
-        assert not check(script.operations)
+                history.append(read(value, *around))
+        assert not kinds(history)
 
 
 # -- contents

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
-TakeProcess = Callable[[], Process]
 pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("pyfuse3 does not carry it"),
@@ -50,8 +49,7 @@ def test_file_without_a_name_leaves_nothing_behind(folder: Path, process: TakePr
     assert os.listdir(folder) == []
 
 
-def test_deadlock_of_posix_locks_is_refused(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_deadlock_of_posix_locks_is_refused(file: Path, process: TakeProcess) -> None:
     file.write_bytes(b"ab")
     one, two = process(), process()
     for each in (one, two):
@@ -68,11 +66,9 @@ def test_deadlock_of_posix_locks_is_refused(folder: Path, process: TakeProcess) 
 
 
 def test_reopening_through_proc_shares_what_the_descriptor_has(
-    folder: Path, process: TakeProcess
+    file: Path, reader: Process, writer: Process
 ) -> None:
-    file = folder / "file"
     file.write_bytes(pattern(1, 8192))
-    reader, writer = process(), process()
     reader.do("fd = os.open(file, os.O_RDONLY)", file=str(file))
     writer.do("open(file, 'wb').write(pattern(2, 8192))", file=str(file))
     assert reader.do("version_of(open(f'/proc/self/fd/{fd}', 'rb').read())") == 1
@@ -119,12 +115,11 @@ def test_wakeups_can_be_left_alone(new_mount: NewMount) -> None:
 
 
 def test_release_that_has_to_tell_the_other_names_is_carried_out_whole(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, folder: Path, process: TakeProcess, writer: Process
 ) -> None:
     one, other = folder / "one", folder / "other"
     descriptors = f"/proc/{mount.pid}/fd"
     before = len(os.listdir(descriptors))
-    writer = process()
     one.write_bytes(b"x" * 8192)
     os.link(one, other)
     writer.do(

@@ -18,7 +18,6 @@ from harness.processes import Process
 from harness.programs.mute_fuse import MuteFuse
 
 NOBODY, NOBODY_ELSE = 65534, 65533
-XATTR = "user.irdmafs.read_into"
 ANSWERS_WITHIN_S = 30.0
 
 pytestmark = [

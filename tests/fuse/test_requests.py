@@ -2,15 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import make_mount
 from harness.mountpoint import NOT_BLOCKING, Mount
-from harness.processes import Process
+from harness.processes import TakeProcess
 
-TakeProcess = Callable[[], Process]
 pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("without passthrough every byte is a request"),

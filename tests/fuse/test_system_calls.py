@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from harness.mountpoint import Mount
 from harness.processes import Process
 from harness.system_calls import system_calls
 
-TakeProcess = Callable[[], Process]
 pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("without passthrough every byte is a request"),
@@ -33,15 +31,6 @@ def each(mount: Mount, worker: Process, step: str, **values: object) -> Counter[
     return Counter({kind: n // FILES for kind, n in counted.items() if n >= FILES})
 
 
-def test_closing_a_file_asks_once_for_the_writer(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
-    writer = process()
-    os.mkdir(folder / "d")
-    calls = each(mount, writer, WRITE, d=str(folder / "d"))
-    assert calls["pread64"] <= 1, calls
-
-
 STATS = ("newfstatat", "fstat", "statx")
 
 
@@ -50,12 +39,12 @@ def stats(calls: Counter[str]) -> int:
     return sum(calls[kind] for kind in STATS) - calls["utimensat"]
 
 
-def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
-    mount: Mount, folder: Path, process: TakeProcess
+def test_a_new_file_is_opened_once_and_looked_at_a_few_times_and_its_close_asks_once_for_the_writer(
+    mount: Mount, folder: Path, writer: Process
 ) -> None:
-    writer = process()
     os.mkdir(folder / "d")
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
+    assert calls["pread64"] <= 1, calls
     assert calls["openat"] <= 1, calls
     assert stats(calls) <= 5, calls
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
@@ -64,9 +53,8 @@ def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
 
 
 def test_attributes_of_a_file_that_nobody_has_open_take_no_look_at_its_extent(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, folder: Path, reader: Process
 ) -> None:
-    reader = process()
     os.mkdir(folder / "d")
     reader.do(WRITE, files=FILES, d=str(folder / "d"))
     read = """

@@ -151,6 +151,9 @@ class Process:
         self.close()
 
 
+TakeProcess = Callable[[], Process]
+
+
 def _evaluate(source: str, names: dict[str, Any]) -> Any:
     tree = ast.parse(source)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

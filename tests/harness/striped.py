@@ -1,23 +1,11 @@
 """Files with stripes of 1 MiB on a cluster of the test's module, and nodes that damage them."""
 
 import itertools
-import os
 
-import pytest
-
-from harness.clusters import MIB, Cluster, StoreNode
+from harness.clusters import MIB, StoreNode
 from harness.patterns import pattern
 
 _contents = itertools.count(1)
-
-
-@pytest.fixture
-def folder(cluster: Cluster, request: pytest.FixtureRequest) -> str:
-    """A directory of this test's own, whose files have stripes of 1 MiB."""
-    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
-    (cluster.mounts[0].path / name).mkdir()
-    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
-    return name
 
 
 def new_content(size: int) -> bytes:

@@ -41,7 +41,15 @@ _STARTS = {
 }
 # Fixtures of conftest.py that start a mount or what tests share. No other fixture there starts anything.
 _SHARED = frozenset(
-    {"module_mount", "new_mount", "shared_cluster", "training_mount", "etcd", "process"}
+    {
+        "module_mount",
+        "new_mount",
+        "shared_cluster",
+        "training_mount",
+        "etcd",
+        "process",
+        "small_tmpfs",
+    }
 )
 # Markers and parameters of the tests that only the highest tier has.
 _MARKERS = ("slow", "verbs", "guest_tests")

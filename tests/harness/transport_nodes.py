@@ -257,6 +257,7 @@ async def serving(
     ):
         transports = sorted({"tcp", "verbs", *listener.ports})
         ports = (host, listener.control_port, listener.ports["tcp"], directory, transports)
+        os.makedirs(addresses, exist_ok=True)
         Path(f"{addresses}/{node:x}.new").write_text(json.dumps(ports))
         os.rename(f"{addresses}/{node:x}.new", f"{addresses}/{node:x}")
         yield Node(service, listener, peers)

@@ -2,49 +2,22 @@
 
 import os
 import random
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 
-from harness.scratch import scratch_directory
 from harness.transport_nodes import ExtentDirectory, Node, resolver
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.verbs.rdma import Rdma
-from irdmafs.backend.trust.authority import issue, make_ca
-from irdmafs.backend.trust.security import Credentials
 
 KiB = 1 << 10
 MiB = 1 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory, with one for addresses in it."""
-    directory = scratch_directory()
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def certificates() -> Iterator[dict[str, Credentials]]:
-    """A certificate of each role, and "foreign", which is another cluster's."""
-    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
-        make_ca(ours, "ours")
-        make_ca(theirs, "theirs")
-        yield {
-            "foreign": issue(theirs, "one", "mount"),
-            **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
-        }
 
 
 class Place:

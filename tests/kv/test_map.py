@@ -336,18 +336,6 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
 # -- full stores -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    directory = tmp_path / "small"
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", directory], check=True)
-    yield directory
-    subprocess.run(["umount", "-l", directory], check=True)
-
-
 def fill(directory: Path) -> None:
     """Take every free byte of the filesystem."""
     with open(directory / "filler", "ab", buffering=0) as filler:

@@ -50,8 +50,12 @@ def open_engine(request: pytest.FixtureRequest) -> Open:
     return lambda: EtcdEngine(server.endpoints, prefix)
 
 
-async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(open_engine: Open) -> None:
-    engine = open_engine()
+@pytest.fixture
+def engine(open_engine: Open) -> EtcdEngine:
+    return open_engine()
+
+
+async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(engine: EtcdEngine) -> None:
     keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
     await engine.transact((), [Put(key, key) for key in reversed(keys)])
     assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
@@ -65,8 +69,7 @@ async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(open_engine:
     await engine.close()
 
 
-async def test_a_key_cannot_occur_twice_in_a_transaction(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_key_cannot_occur_twice_in_a_transaction(engine: EtcdEngine) -> None:
     with pytest.raises(ValueError, match="one operation"):
         await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
     assert await contents(engine) == {}
@@ -88,8 +91,7 @@ async def test_everything_is_there_after_closing_and_opening(open_engine: Open) 
     await engine.close()
 
 
-async def test_what_was_put_is_found_with_its_revision(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_what_was_put_is_found_with_its_revision(engine: EtcdEngine) -> None:
     large = random.Random(1).randbytes(1_000_000)
     assert await engine.barrier() == 0
     assert await engine.get(b"a") is None
@@ -104,8 +106,7 @@ async def test_what_was_put_is_found_with_its_revision(open_engine: Open) -> Non
     await engine.close()
 
 
-async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_closed_engine_refuses_everything(engine: EtcdEngine) -> None:
     await engine.close()
     for call in (
         engine.range(b"", END),
@@ -119,8 +120,7 @@ async def test_a_closed_engine_refuses_everything(open_engine: Open) -> None:
             await call
 
 
-async def test_a_range_of_any_length_is_of_one_revision(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_range_of_any_length_is_of_one_revision(engine: EtcdEngine) -> None:
     keys = [b"k%05d" % number for number in range(2500)]
     for offset in range(0, len(keys), 100):
         await engine.transact((), [Put(key, b"") for key in keys[offset : offset + 100]])
@@ -142,8 +142,7 @@ async def test_a_range_of_any_length_is_of_one_revision(open_engine: Open) -> No
     await engine.close()
 
 
-async def test_a_transaction_with_a_failing_compare_changes_nothing(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_transaction_with_a_failing_compare_changes_nothing(engine: EtcdEngine) -> None:
     first = await engine.transact((), [Put(b"a", b"1")])
     second = await engine.transact((), [Put(b"b", b"2")])
     wrong: list[list[Compare]] = [
@@ -166,8 +165,7 @@ async def test_a_transaction_with_a_failing_compare_changes_nothing(open_engine:
     await engine.close()
 
 
-async def test_a_conflict_names_the_first_compare_that_did_not_hold(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_conflict_names_the_first_compare_that_did_not_hold(engine: EtcdEngine) -> None:
     revision = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
     cases: list[tuple[list[Compare], bytes]] = [
         ([(b"a", revision), (b"b", 7), (b"c", 7)], b"b"),
@@ -183,8 +181,7 @@ async def test_a_conflict_names_the_first_compare_that_did_not_hold(open_engine:
     await engine.close()
 
 
-async def test_a_range_is_empty_after_its_keys_were_deleted(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_range_is_empty_after_its_keys_were_deleted(engine: EtcdEngine) -> None:
     await engine.transact((), [Put(b"a1", b""), Put(b"a2", b""), Put(b"b", b"")])
     await engine.range(b"", END)
     await engine.transact((), [Delete(b"a1")])
@@ -197,8 +194,7 @@ async def test_a_range_is_empty_after_its_keys_were_deleted(open_engine: Open) -
     await engine.close()
 
 
-async def test_deleting_what_is_not_there_leaves_no_event(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_deleting_what_is_not_there_leaves_no_event(engine: EtcdEngine) -> None:
     first = await engine.transact((), [Put(b"a", b"1")])
     await engine.transact((), [Delete(b"b")])
     assert await engine.transact([(b"a", first)], []) == await engine.barrier()
@@ -213,8 +209,7 @@ async def test_deleting_what_is_not_there_leaves_no_event(open_engine: Open) -> 
     await engine.close()
 
 
-async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine: Open) -> None:
-    engine = open_engine()
+async def test_a_watch_gives_every_change_of_its_range_once_in_order(engine: EtcdEngine) -> None:
     old = await engine.transact((), [Put(b"a", b"old")])
     first = await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
     watch = engine.watch(b"a", b"c", old)
@@ -247,10 +242,9 @@ async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine
     assert seen[2:] == [Change(fifth, (Event(fifth, b"b", b"4"),))]
 
 
-async def test_watching_from_a_snapshot_leaves_no_gap(open_engine: Open) -> None:
+async def test_watching_from_a_snapshot_leaves_no_gap(engine: EtcdEngine) -> None:
     """Random transactions, over which replicas are begun at any time. All end up the same."""
     chance = seeded()
-    engine = open_engine()
     model: dict[bytes, bytes] = {}
     replicas: list[tuple[int, dict[bytes, bytes]]] = []
     for step in range(300):

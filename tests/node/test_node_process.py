@@ -345,30 +345,20 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
         assert all(not node.extents() for node in place.nodes)
 
 
-async def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
+async def test_a_full_store_refuses_and_keeps_what_it_has(small_tmpfs: Path, place: Place) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
-    small = place.directory / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", small], check=True)
-    try:
-        node = place.add(store=small / "store")
-        async with writing(place) as writer:
-            kept = await writer.publish(b"kept", bytes(LARGE))
-            with pytest.raises(OSError) as caught:
-                await writer.write(writer.content(), bytes(32 << 20), writer.layout())
-            assert caught.value.errno == errno.ENOSPC
-            assert node.extents() == {Extent(kept, 0)}
-            assert not list((node.store / "incoming").iterdir())
-            # What is overwritten makes room for what comes, however soon that is.
-            for _ in range(8):
-                newest = await writer.publish(b"kept", bytes(7 << 20))
-            await writer.until(lambda: node.extents() == {Extent(newest, 0)})
-    finally:
-        for node in place.nodes:
-            node.kill9()
-        subprocess.run(["umount", small], check=True)
+    node = place.add(store=small_tmpfs / "store")
+    async with writing(place) as writer:
+        kept = await writer.publish(b"kept", bytes(LARGE))
+        with pytest.raises(OSError) as caught:
+            await writer.write(writer.content(), bytes(32 << 20), writer.layout())
+        assert caught.value.errno == errno.ENOSPC
+        assert node.extents() == {Extent(kept, 0)}
+        assert not list((node.store / "incoming").iterdir())
+        # What is overwritten makes room for what comes, however soon that is.
+        for _ in range(8):
+            newest = await writer.publish(b"kept", bytes(7 << 20))
+        await writer.until(lambda: node.extents() == {Extent(newest, 0)})
 
 
 # -- what goes -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_catalog import BUCKETS, World, one_stripe, world
-from test_store_node import contents_of, keep, small_tmpfs
+from test_store_node import contents_of, keep
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.model.records import key_of
@@ -14,7 +14,7 @@ from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.transport import Extent
 
-__all__ = ["small_tmpfs", "world"]
+__all__ = ["world"]
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 from harness.clusters import MIB, Cluster, Plan, StoreNode
 from harness.mountpoint import eventually
-from harness.striped import damage, folder, new_content
+from harness.striped import damage, new_content
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport import Extent
@@ -19,8 +19,6 @@ from irdmafs.backend.transport.peers import open_peers
 
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
-
-__all__ = ["folder"]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,8 @@ def stripes_of(contents: list[bytes]) -> int:
     return sum(-(-len(content) // MIB) for content in contents)
 
 
-def publish(cluster: Cluster, folder: str, sizes: list[int]) -> dict[str, bytes]:
-    written = {f"{folder}/file{number}": new_content(size) for number, size in enumerate(sizes)}
+def publish(cluster: Cluster, striped: str, sizes: list[int]) -> dict[str, bytes]:
+    written = {f"{striped}/file{number}": new_content(size) for number, size in enumerate(sizes)}
     for name, content in written.items():
         (cluster.mounts[0].path / name).write_bytes(content)
     return written
@@ -60,8 +58,8 @@ def node_status(cluster: Cluster, node: StoreNode) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, folder: str) -> None:
-    written = publish(cluster, folder, 4 * SIZES[:3])
+def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, striped: str) -> None:
+    written = publish(cluster, striped, 4 * SIZES[:3])
     contents = list(written.values())
     bad = cluster.nodes[0]
     assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
@@ -72,8 +70,8 @@ def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, folder:
     wait_until(lambda: cluster.status()["health"] == "ok")
 
 
-def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, folder: str) -> None:
-    written = publish(cluster, folder, SIZES)
+def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, striped: str) -> None:
+    written = publish(cluster, striped, SIZES)
     contents = list(written.values())
     bad = cluster.nodes[1]
     before = node_status(cluster, bad)
@@ -88,10 +86,10 @@ def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, folder: str
 
 
 def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    os.setxattr(cluster.mounts[0].path / folder, "user.irdmafs.replicas", b"1")
-    written = publish(cluster, folder, [300_000])
+    os.setxattr(cluster.mounts[0].path / striped, "user.irdmafs.replicas", b"1")
+    written = publish(cluster, striped, [300_000])
     ((name, content),) = written.items()
     assert sum(damage(node, content) for node in cluster.nodes) == 1
     cluster.irdmafs("cluster", "scrub", "--cluster", cluster.config)

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,6 @@ from irdmafs.backend.transport import Extent
 
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
-
-
-@pytest.fixture
-def small_tmpfs(memory: Path) -> Iterator[Path]:
-    """A tmpfs of 16 MiB."""
-    place = memory / "small"
-    place.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], check=True)
-    yield place
-    subprocess.run(["umount", place], check=True)
 
 
 def keep(files: Files, extent: Extent, data: bytes) -> None:

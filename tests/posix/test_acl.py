@@ -11,11 +11,10 @@ import pytest
 from harness.cluster_mount import CLUSTER
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 SESSIONS = ("kernel", CLUSTER)
 USER, GROUP = 12345, 23456
-TakeProcess = Callable[[], Process]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="other users' processes need root"),

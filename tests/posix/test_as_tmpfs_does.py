@@ -30,7 +30,7 @@ from harness.differential.differences import REFUSED, Leniency
 from harness.differential.sides import Normal
 from harness.differential.steps import Program, Vocabulary
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 20
@@ -85,9 +85,8 @@ def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, fo
 
 @pytest.mark.kernel_session("pyfuse3 does not ask us about locks")
 def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
-    folder: Path, process: Callable[[], Process]
+    file: Path, process: TakeProcess
 ) -> None:
-    file = folder / "file"
     file.touch()
     holder = process()
     holder.do("f = open(file, 'r+b'); fcntl.lockf(f, fcntl.LOCK_EX, 7, 10)", file=str(file))
@@ -98,13 +97,11 @@ def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
 
 
 def test_map_of_a_file_that_is_emptied_can_still_be_read(
-    session: str, folder: Path, process: Callable[[], Process]
+    session: str, file: Path, reader: Process
 ) -> None:
     if session != CLUSTER:
         pytest.skip("elsewhere the mapping loses its pages, as POSIX says")
-    file = folder / "file"
     file.write_bytes(b"content")
-    reader = process()
     reader.do(
         "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
         file=str(file),
@@ -122,8 +119,7 @@ def _map(fd: int) -> int:
 
 
 @pytest.mark.kernel_session("with pyfuse3 the kernel keeps locks and maps")
-def test_flock_ends_with_the_last_descriptor_whatever_is_mapped(folder: Path) -> None:
-    file = folder / "file"
+def test_flock_ends_with_the_last_descriptor_whatever_is_mapped(file: Path) -> None:
     file.write_bytes(b"content")
     with file.open("r+b") as holder, file.open("rb") as other:
         address = _map(holder.fileno())
@@ -136,8 +132,7 @@ def test_flock_ends_with_the_last_descriptor_whatever_is_mapped(folder: Path) ->
 
 
 @pytest.mark.kernel_session("with pyfuse3 maps are the kernel's")
-def test_map_without_a_descriptor_keeps_its_extent(folder: Path) -> None:
-    file = folder / "file"
+def test_map_without_a_descriptor_keeps_its_extent(file: Path) -> None:
     file.write_bytes(b"content")
     with file.open("rb") as opened:
         address = _map(opened.fileno())

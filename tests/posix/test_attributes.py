@@ -13,14 +13,13 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import NOBODY, Process
+from harness.processes import NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
-TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -486,24 +485,22 @@ def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmo
 
 @pytest.mark.beyond_posix
 def test_access_times_stay_on_a_read_only_mount(
-    session: str, new_mount: Callable[..., Mount], process: TakeProcess
+    session: str, own_mount: Mount, process: TakeProcess
 ) -> None:
     if session == CLUSTER:
         pytest.skip("what is written is not on the next mount's host")
-    mount = new_mount()
-    mount.mount()
-    file, directory = mount.path / "file", mount.path / "dir"
+    file, directory = own_mount.path / "file", own_mount.path / "dir"
     file.write_bytes(b"content")
     directory.mkdir()
     for path in (file, directory):
         os.utime(path, (1, 2))
-    mount.unmount()
-    mount.arguments = ("-o", "ro")
-    mount.remount()
+    own_mount.unmount()
+    own_mount.arguments = ("-o", "ro")
+    own_mount.remount()
     process().do("open(f, 'rb').read(); os.listdir(d)", f=str(file), d=str(directory))
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
-    mount.unmount()
-    mount.remount()
+    own_mount.unmount()
+    own_mount.remount()
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
 
 

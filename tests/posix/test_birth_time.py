@@ -1,15 +1,13 @@
 """The time of birth, which statx(2) tells."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 SESSIONS = ("kernel", CLUSTER)
-TakeProcess = Callable[[], Process]
 
 
 def birth(path: Path) -> float:
@@ -17,11 +15,9 @@ def birth(path: Path) -> float:
 
 
 def test_the_time_of_birth_is_told_and_never_changes(
-    new_mount: Callable[..., Mount], process: TakeProcess
+    own_mount: Mount, process: TakeProcess
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    file, directory = mount.path / "file", mount.path / "dir"
+    file, directory = own_mount.path / "file", own_mount.path / "dir"
     file.write_bytes(b"x")
     directory.mkdir()
     born = [birth(path) for path in (file, directory)]
@@ -30,8 +26,8 @@ def test_the_time_of_birth_is_told_and_never_changes(
     process().do("import time; time.sleep(0.02); open(f, 'wb').write(b'other')", f=str(file))
     os.utime(file, (1, 1))
     os.chmod(file, 0o600)
-    os.rename(file, mount.path / "moved")
-    assert birth(mount.path / "moved") == born[0]
-    mount.unmount()
-    mount.remount()
-    assert [birth(path) for path in (mount.path / "moved", directory)] == born
+    os.rename(file, own_mount.path / "moved")
+    assert birth(own_mount.path / "moved") == born[0]
+    own_mount.unmount()
+    own_mount.remount()
+    assert [birth(path) for path in (own_mount.path / "moved", directory)] == born

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from harness.mountpoint import Mount
 from harness.processes import Process
 
 SESSIONS = ("kernel", CLUSTER)
-TakeProcess = Callable[[], Process]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_DAC_READ_SEARCH")
 libc = ctypes.CDLL(None, use_errno=True)
 _HEAD = struct.Struct("<Ii")
@@ -71,45 +69,44 @@ def test_a_handle_of_a_directory_leads_there(mount: Mount, folder: Path) -> None
 
 
 def test_handles_outlive_the_daemon_and_never_lead_to_another_file(
-    new_mount: Callable[..., Mount],
+    own_mount: Mount,
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    directory, file, gone = mount.path / "dir", mount.path / "dir" / "file", mount.path / "gone"
+    directory, file, gone = (
+        own_mount.path / "dir",
+        own_mount.path / "dir" / "file",
+        own_mount.path / "gone",
+    )
     directory.mkdir()
     file.write_bytes(b"first")
     file.write_bytes(b"content")
     gone.write_bytes(b"gone")
-    handles = [handle_of(path) for path in (mount.path, directory, file, gone)]
+    handles = [handle_of(path) for path in (own_mount.path, directory, file, gone)]
     gone.unlink()
-    mount.unmount()
-    mount.remount()
+    own_mount.unmount()
+    own_mount.remount()
     for number in range(5):
-        (mount.path / f"new{number}").write_bytes(b"new")
+        (own_mount.path / f"new{number}").write_bytes(b"new")
     root, *_ = handles
-    os.close(open_by(mount.path, root, os.O_RDONLY | os.O_DIRECTORY))
-    fd = open_by(mount.path, handles[1], os.O_RDONLY | os.O_DIRECTORY)
+    os.close(open_by(own_mount.path, root, os.O_RDONLY | os.O_DIRECTORY))
+    fd = open_by(own_mount.path, handles[1], os.O_RDONLY | os.O_DIRECTORY)
     assert os.listdir(fd) == ["file"]
     os.close(fd)
-    assert content_by(mount.path, handles[2]) == b"content"
+    assert content_by(own_mount.path, handles[2]) == b"content"
     with pytest.raises(OSError) as caught:
-        open_by(mount.path, handles[3])
+        open_by(own_mount.path, handles[3])
     assert caught.value.errno == errno.ESTALE
 
 
 def test_a_handle_of_a_version_that_was_replaced_leads_to_the_file(
-    new_mount: Callable[..., Mount], process: TakeProcess
+    own_mount: Mount, reader: Process
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    file = mount.path / "file"
+    file = own_mount.path / "file"
     file.write_bytes(b"first")
-    reader = process()
     reader.do("held = open(f, 'rb')", f=str(file))
     file.write_bytes(b"second")
     handle = handle_of(file)
-    assert content_by(mount.path, handle) == b"second"
+    assert content_by(own_mount.path, handle) == b"second"
     reader.do("held.close()")
-    mount.unmount()
-    mount.remount()
-    assert content_by(mount.path, handle) == b"second"
+    own_mount.unmount()
+    own_mount.remount()
+    assert content_by(own_mount.path, handle) == b"second"

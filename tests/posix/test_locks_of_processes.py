@@ -2,19 +2,17 @@
 
 import errno
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 NOT_IN_PYFUSE3 = "pyfuse3 hands locks to the kernel, which keeps them by node, not by inode"
 
 TRY_RANGE = """
@@ -241,8 +239,7 @@ def test_lock_file_idiom_excludes_a_second_process(
 
 
 @pytest.mark.kernel_session(NOT_IN_PYFUSE3)
-def test_lock_holds_across_versions(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_lock_holds_across_versions(file: Path, process: TakeProcess) -> None:
     one, two = openers(file, process)
     one.do("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_EX)")
     file.write_bytes(b"a new version")

@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,12 +12,10 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
-
-TakeProcess = Callable[[], Process]
 
 
 @contextmanager
@@ -393,12 +391,10 @@ def test_large_directory_lists_every_name_once(folder: Path, process: TakeProces
 
 
 def test_listing_has_the_inodes_of_files_that_are_being_replaced(
-    folder: Path, process: TakeProcess
+    folder: Path, file: Path, reader: Process, writer: Process
 ) -> None:
-    file = folder / "file"
     file.write_bytes(b"before")
     ino = file.stat().st_ino
-    reader, writer = process(), process()
     reader.do("before = open(f, 'rb')", f=str(file))
     listed = []
     for step in ("w = open(f, 'wb'); w.write(b'after'); w.flush()", "w.close()"):
@@ -481,10 +477,11 @@ def test_deep_trees_work(folder: Path) -> None:
 # -- hard links, special files ---------------------------------------------------------------
 
 
-def test_fifo_carries_bytes_between_processes(folder: Path, process: TakeProcess) -> None:
+def test_fifo_carries_bytes_between_processes(
+    folder: Path, reader: Process, writer: Process
+) -> None:
     os.mkfifo(folder / "fifo", 0o600)
     assert stat.S_ISFIFO(os.stat(folder / "fifo").st_mode)
-    reader, writer = process(), process()
     reader.start("open(fifo, 'rb').read()", fifo=str(folder / "fifo"))
     writer.do("open(fifo, 'wb').write(b'through')", fifo=str(folder / "fifo"))
     assert reader.result() == b"through"
@@ -493,8 +490,7 @@ def test_fifo_carries_bytes_between_processes(folder: Path, process: TakeProcess
 # -- modes, owners, times --------------------------------------------------------------------
 
 
-def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path) -> None:
-    file = folder / "file"
+def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: Path) -> None:
     seen = []
     for number in range(100):
         fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)

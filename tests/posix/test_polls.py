@@ -9,13 +9,12 @@ import pytest
 from harness.cluster_mount import CLUSTER
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import eventually
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 # pyfuse3 does not carry it.
 SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
-TakeProcess = Callable[[], Process]
 OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"
 
@@ -51,9 +50,8 @@ def start_polling(process: Process) -> None:
 
 @changes
 def test_a_change_wakes_who_polls(
-    folder: Path, process: TakeProcess, change: Callable[[Path], object]
+    file: Path, process: TakeProcess, change: Callable[[Path], object]
 ) -> None:
-    file = folder / "file"
     file.write_bytes(b"old")
     reader = opened(process(), file)
     start_polling(reader)
@@ -64,9 +62,8 @@ def test_a_change_wakes_who_polls(
 
 @changes
 def test_a_change_before_the_poll_is_told_at_once(
-    folder: Path, process: TakeProcess, change: Callable[[Path], object]
+    file: Path, process: TakeProcess, change: Callable[[Path], object]
 ) -> None:
-    file = folder / "file"
     file.write_bytes(b"old")
     reader = opened(process(), file)
     change(file)
@@ -75,13 +72,12 @@ def test_a_change_before_the_poll_is_told_at_once(
 
 @changes
 def test_a_change_by_another_host_wakes_who_polls(
-    pair: list[Path], process: TakeProcess, change: Callable[[Path], object]
+    here: Path, there: Path, process: TakeProcess, change: Callable[[Path], object]
 ) -> None:
-    one, other = pair
-    (one / "file").write_bytes(b"old")
-    reader = opened(process(), other / "file")
+    (here / "file").write_bytes(b"old")
+    reader = opened(process(), there / "file")
     start_polling(reader)
-    change(one / "file")
+    change(here / "file")
     assert reader.result() is True
 
 
@@ -101,16 +97,14 @@ lines
 """
 
 
-def test_a_log_of_another_host_can_be_followed(pair: list[Path], process: TakeProcess) -> None:
-    one, other = pair
-    (one / "log").write_text("first\n")
-    reader = process()
-    reader.start(FOLLOW, file=str(other / "log"))
+def test_a_log_of_another_host_can_be_followed(here: Path, there: Path, reader: Process) -> None:
+    (here / "log").write_text("first\n")
+    reader.start(FOLLOW, file=str(there / "log"))
     lines = ["first", *(f"line{number}" for number in range(20)), "synced", "end"]
     for line in lines[1:-2]:
-        with (one / "log").open("a") as log:
+        with (here / "log").open("a") as log:
             log.write(line + "\n")
-    with (one / "log").open("a") as log:
+    with (here / "log").open("a") as log:
         for line in lines[-2:]:
             log.write(line + "\n")
             log.flush()
@@ -140,10 +134,11 @@ def test_a_file_is_told_of_by_the_name_that_it_got_last(folder: Path, process: T
     assert reader.do(POLL.format(ms=0)) is True
 
 
-def test_who_is_told_opens_what_it_was_told_of(folder: Path, process: TakeProcess) -> None:
+def test_who_is_told_opens_what_it_was_told_of(
+    folder: Path, reader: Process, writer: Process
+) -> None:
     file, aside = folder / "file", folder / "aside"
     file.write_bytes(b"0")
-    reader, writer = process(), process()
     opened(reader, file)
     for number in range(1, 50):
         reader.start(

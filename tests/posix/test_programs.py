@@ -14,11 +14,9 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, run_checked
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
-
-TakeProcess = Callable[[], Process]
 
 
 def needs(*programs: str) -> pytest.MarkDecorator:

@@ -3,20 +3,18 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 SIZES = [64 << 10, 9 << 20]
-TakeProcess = Callable[[], Process]
 
 REPUBLISH = {
     "truncate": "with open(file, 'wb') as f: f.write(pattern(version, size))",
@@ -46,11 +44,9 @@ EVERY_WAY = [
 @pytest.mark.parametrize("how", EVERY_WAY)
 @pytest.mark.parametrize("size", SIZES)
 def test_reader_keeps_its_version_when_file_is_republished(
-    folder: Path, process: TakeProcess, size: int, how: str
+    file: Path, reader: Process, writer: Process, size: int, how: str
 ) -> None:
-    file = folder / "weights"
     write(file, 1, size)
-    reader, writer = process(), process()
     reader.do("f = open(file, 'rb'); begin = f.read(5000)", file=str(file))
     writer.do(REPUBLISH[how], file=str(file), version=2, size=20)
     assert reader.do("version_of(begin + f.read())") == 1
@@ -66,11 +62,9 @@ def test_reader_keeps_its_version_when_file_is_republished(
 @pytest.mark.parametrize("how", EVERY_WAY)
 @pytest.mark.parametrize("size", SIZES)
 def test_mapping_keeps_its_version_when_file_is_republished(
-    folder: Path, process: TakeProcess, size: int, how: str
+    file: Path, reader: Process, writer: Process, size: int, how: str
 ) -> None:
-    file = folder / "weights"
     write(file, 1, size)
-    reader, writer = process(), process()
     reader.do(
         "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
         file=str(file),
@@ -84,11 +78,9 @@ def test_mapping_keeps_its_version_when_file_is_republished(
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("flags", ["O_WRONLY", "O_RDWR", "O_RDONLY"])
 def test_mapping_survives_an_open_that_truncates_the_file(
-    folder: Path, process: TakeProcess, flags: str
+    file: Path, process: TakeProcess, reader: Process, flags: str
 ) -> None:
-    file = folder / "weights"
     write(file, 1, 1 << 20)
-    reader = process()
     reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1)", file=str(file))
     process().do(f"os.close(os.open(file, os.{flags} | os.O_TRUNC))", file=str(file))
     assert reader.do("version_of(m[:])") == 1
@@ -97,11 +89,9 @@ def test_mapping_survives_an_open_that_truncates_the_file(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_reader_sees_at_once_what_is_edited_in_place(
-    folder: Path, process: TakeProcess, size: int
+    file: Path, reader: Process, writer: Process, size: int
 ) -> None:
-    file = folder / "weights"
     write(file, 1, size)
-    reader, writer = process(), process()
     reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
     reader.do("m = mmap.mmap(f.fileno(), 0, prot=1); m[:4]")
     writer.do("f = open(file, 'r+b', buffering=0); f.write(b'x' * 5000)", file=str(file))
@@ -119,11 +109,9 @@ def test_reader_sees_at_once_what_is_edited_in_place(
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("size", SIZES)
 def test_new_version_is_seen_after_close_and_the_old_one_until_then(
-    folder: Path, process: TakeProcess, size: int
+    file: Path, reader: Process, writer: Process, size: int
 ) -> None:
-    file = folder / "weights"
     write(file, 1, size)
-    reader, writer = process(), process()
     see = "version_of(open(file, 'rb').read())"
     writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
     assert reader.do(see, file=str(file)) == 1
@@ -140,9 +128,8 @@ def test_new_version_is_seen_after_close_and_the_old_one_until_then(
 @pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR | os.O_TRUNC"])
 @pytest.mark.parametrize("links", [1, 2])
 def test_stat_shows_the_published_size_while_others_write(
-    folder: Path, process: TakeProcess, flags: str, links: int
+    folder: Path, file: Path, process: TakeProcess, flags: str, links: int
 ) -> None:
-    file = folder / "weights"
     write(file, 1, 5000)
     if links == 2:
         os.link(file, folder / "link")
@@ -163,12 +150,11 @@ def test_stat_shows_the_published_size_while_others_write(
 @pytest.mark.parametrize("move", ["os.rename(file, target)", "os.replace(file, target)"])
 @pytest.mark.parametrize("target_exists", [False, True])
 def test_rename_publishes_a_file_that_is_still_being_written(
-    folder: Path, process: TakeProcess, move: str, target_exists: bool
+    folder: Path, reader: Process, writer: Process, move: str, target_exists: bool
 ) -> None:
     file, target = folder / "partial", folder / "weights"
     if target_exists:
         write(target, 1, 100_000)
-    reader, writer = process(), process()
     writer.do("f = open(file, 'wb', buffering=0); f.write(pattern(2, 100_000))", file=str(file))
     writer.do(move, file=str(file), target=str(target))
     assert reader.do("version_of(open(file, 'rb').read())", file=str(target)) == 2
@@ -178,10 +164,9 @@ def test_rename_publishes_a_file_that_is_still_being_written(
 
 @pytest.mark.beyond_posix
 def test_link_publishes_a_file_that_is_still_being_written(
-    folder: Path, process: TakeProcess
+    folder: Path, reader: Process, writer: Process
 ) -> None:
     file, other = folder / "weights", folder / "other"
-    reader, writer = process(), process()
     writer.do("f = open(file, 'wb', buffering=0); f.write(pattern(1, 9000))", file=str(file))
     writer.do("os.link(file, other)", file=str(file), other=str(other))
     assert reader.do("version_of(open(other, 'rb').read())", other=str(other)) == 1
@@ -209,9 +194,8 @@ def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("size", SIZES)
 def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
-    folder: Path, process: TakeProcess, size: int
+    file: Path, process: TakeProcess, size: int
 ) -> None:
-    file = folder / "weights"
     write(file, 1, 1000)
     first, second, reader = process(), process(), process()
     for writer, version in ((first, 2), (second, 3)):
@@ -230,11 +214,9 @@ def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
 
 @pytest.mark.beyond_posix
 def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
-    folder: Path, process: TakeProcess
+    file: Path, reader: Process, writer: Process
 ) -> None:
-    file = folder / "weights"
     file.write_bytes(b"before")
-    reader, writer = process(), process()
     writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
     writer.do("f.write(pattern(1, 1 << 20)); os.fsync(f.fileno())")
     reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1)", file=str(file))
@@ -250,9 +232,8 @@ def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_killed_writer_publishes_nothing(
-    folder: Path, process: TakeProcess, number: int, mapped: bool
+    file: Path, reader: Process, number: int, mapped: bool
 ) -> None:
-    file = folder / "weights"
     write(file, 1, 3 << 20)
     with Process() as writer:
         writer.do("f = open(file, 'w+b', buffering=0)", file=str(file))
@@ -260,7 +241,6 @@ def test_killed_writer_publishes_nothing(
         if mapped:
             writer.do("m = mmap.mmap(f.fileno(), 0); m[:4] = b'half'")
         writer.kill(number)
-    reader = process()
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 1
     assert reader.do("os.stat(file).st_size", file=str(file)) == 3 << 20
     write(file, 3, 1 << 20)
@@ -269,7 +249,7 @@ def test_killed_writer_publishes_nothing(
 
 @pytest.mark.parametrize("how", EVERY_WAY[:2])
 def test_no_reader_ever_sees_a_torn_or_partial_file(
-    folder: Path, process: TakeProcess, how: str
+    folder: Path, process: TakeProcess, writer: Process, how: str
 ) -> None:
     file, size = folder / "weights", 8 << 20
     write(file, 1, size)
@@ -297,7 +277,6 @@ seen
     for name, hunter in hunters.items():
         lines = readers[name].replace("; ", "\n").strip().splitlines()
         hunter.start(hunt, lines=lines, file=str(file), last=last)
-    writer = process()
     republish = "for version in range(2, last + 1):\n" + "\n".join(
         f"    {line}" for line in REPUBLISH[how].strip().splitlines()
     )
@@ -488,11 +467,9 @@ thread.join()
 @pytest.mark.parametrize("opened", ["here", "in a thread that ended"])
 @pytest.mark.parametrize("bystander", BYSTANDERS)
 def test_processes_that_are_started_meanwhile_publish_nothing_half_written(
-    folder: Path, process: TakeProcess, bystander: str, opened: str
+    file: Path, writer: Process, reader: Process, bystander: str, opened: str
 ) -> None:
-    file = folder / "weights"
     write(file, 1, 10_000)
-    writer, reader = process(), process()
     writer.do("import signal, subprocess, sys, threading")
     source = "fds = []\ntake = lambda: fds.append(os.open(file, os.O_WRONLY | os.O_TRUNC))\n"
     if opened == "here":

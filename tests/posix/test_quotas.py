@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
+from harness.models.namespace import error_of
 from harness.mountpoint import Mount, eventually
-from harness.processes import NOBODY, Process
+from harness.processes import NOBODY, Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
@@ -42,14 +43,6 @@ def counted(directory: Path) -> tuple[int, int]:
     return len(below), sum(512 * one.st_blocks for one in below.values())
 
 
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-    return "ok"
-
-
 def write(path: Path, size: int, flags: int = os.O_CREAT | os.O_TRUNC) -> str:
     """The error of the call that failed: open, write or close."""
     try:
@@ -70,7 +63,7 @@ def write(path: Path, size: int, flags: int = os.O_CREAT | os.O_TRUNC) -> str:
 
 
 def test_what_makes_an_inode_is_refused_when_there_is_no_room_for_it(
-    folder: Path, process: Callable[[], Process]
+    folder: Path, process: TakeProcess
 ) -> None:
     limit(folder, inodes=3)
     (folder / "a").mkdir()
@@ -155,9 +148,9 @@ def test_a_file_without_a_name_is_charged_when_it_gets_one(folder: Path) -> None
 
 def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
     folder: Path,
+    file: Path,
 ) -> None:
     limit(folder, size="1M")
-    file = folder / "file"
     file.write_bytes(b"before" * 10000)
     before = used(folder)
     result = write(file, 2 * MIB)
@@ -173,9 +166,8 @@ def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
 
 
 @pytest.mark.kernel_session("there a write that comes to the daemon is refused")
-def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path) -> None:
+def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path, file: Path) -> None:
     limit(folder, size="1M")
-    file = folder / "file"
     file.write_bytes(b"x" * 100)
     assert write(file, 2 * MIB, os.O_APPEND) == "close EDQUOT"
     assert file.stat().st_size == 100
@@ -328,9 +320,7 @@ def test_root_of_a_user_namespace_sets_no_quota(folder: Path) -> None:
 
 
 @needs_root
-def test_root_without_its_capability_sets_no_quota(
-    folder: Path, process: Callable[[], Process]
-) -> None:
+def test_root_without_its_capability_sets_no_quota(folder: Path, process: TakeProcess) -> None:
     done = subprocess.run(
         ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", "setfattr", "-n",
          BYTES, "-v", "1M", folder],
@@ -394,16 +384,14 @@ def test_the_account_is_right_after_the_daemon_was_killed(new_mount: Callable[..
 
 
 def test_a_directory_that_was_removed_with_its_quota_is_no_obstacle_to_the_next_mount(
-    session: str, new_mount: Callable[..., Mount]
+    session: str, own_mount: Mount
 ) -> None:
     if session == CLUSTER:
         pytest.skip("what is written is not on the next mount's host")
-    mount = new_mount()
-    mount.mount()
     for name in ("removed", "kept"):
-        (mount.path / name).mkdir()
-        os.setxattr(mount.path / name, "user.irdmafs.quota_inodes", b"10")
-    (mount.path / "removed").rmdir()
-    mount.unmount()
-    mount.remount()
-    assert os.getxattr(mount.path / "kept", "user.irdmafs.quota_inodes") == b"10"
+        (own_mount.path / name).mkdir()
+        os.setxattr(own_mount.path / name, "user.irdmafs.quota_inodes", b"10")
+    (own_mount.path / "removed").rmdir()
+    own_mount.unmount()
+    own_mount.remount()
+    assert os.getxattr(own_mount.path / "kept", "user.irdmafs.quota_inodes") == b"10"

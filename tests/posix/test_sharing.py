@@ -14,12 +14,11 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 NewMount = Callable[..., Mount]
 
 WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")
@@ -88,9 +87,8 @@ def test_a_descriptor_that_wrote_nothing_changes_nothing_when_it_is_closed(
 
 @pytest.mark.beyond_posix
 def test_who_opens_for_writing_joins_a_version_that_is_being_written(
-    folder: Path, process: TakeProcess
+    file: Path, process: TakeProcess
 ) -> None:
-    file = folder / "weights"
     file.write_bytes(b"the old version")
     writer, joiner, reader = process(), process(), process()
     reader.do("f = open(file, 'rb')", file=str(file))
@@ -105,10 +103,10 @@ def test_who_opens_for_writing_joins_a_version_that_is_being_written(
 
 
 @pytest.mark.beyond_posix
-def test_a_joiner_that_wrote_nothing_publishes_nothing(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
+def test_a_joiner_that_wrote_nothing_publishes_nothing(
+    file: Path, process: TakeProcess, writer: Process
+) -> None:
     file.write_bytes(b"the old version")
-    writer = process()
     writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(file))
     process().do("open(file, 'ab').close(); open(file, 'r+b').close()", file=str(file))
     assert file.read_bytes() == b"the old version"
@@ -118,8 +116,7 @@ def test_a_joiner_that_wrote_nothing_publishes_nothing(folder: Path, process: Ta
 
 @pytest.mark.beyond_posix
 @pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
-def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(folder: Path) -> None:
-    file = folder / "weights"
+def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(file: Path) -> None:
     file.write_bytes(b"old")
     with Process() as writer:
         writer.do("f = open(file, 'wb', buffering=0); f.write(b'synced')", file=str(file))
@@ -144,9 +141,8 @@ def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> Non
 
 @pytest.mark.beyond_posix
 def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
-    folder: Path,
+    file: Path,
 ) -> None:
-    file = folder / "file"
     file.write_bytes(b"old")
     script = 'exec 3>"$1"; echo hello > "$1"; exec 3>&-; cat "$1"'
     done = subprocess.run(["bash", "-c", script, "bash", file], capture_output=True, timeout=30)
@@ -157,8 +153,8 @@ def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile
 
 def test_a_writer_in_place_whose_version_is_replaced_on_the_same_host_closes_last_and_wins(
     folder: Path,
+    file: Path,
 ) -> None:
-    file = folder / "file"
     reader = os.open(file, os.O_RDONLY | os.O_CREAT)
     replaces = os.open(file, os.O_RDWR | os.O_TRUNC)
     in_place = os.open(f"/proc/self/fd/{reader}", os.O_WRONLY)
@@ -175,8 +171,7 @@ def test_a_writer_in_place_whose_version_is_replaced_on_the_same_host_closes_las
     assert os.listdir(folder) == ["file"]
 
 
-def test_a_replacement_that_could_be_mapped_is_published_once(folder: Path) -> None:
-    file = folder / "file"
+def test_a_replacement_that_could_be_mapped_is_published_once(file: Path) -> None:
     file.write_bytes(b"version before")
     before = version(file)
     with file.open("w+b") as replacement:
@@ -204,41 +199,35 @@ with tempfile.NamedTemporaryFile("w+b", dir=sys.argv[1]) as file:
 
 @pytest.mark.parametrize("how", ["rdwr", "wronly"])
 def test_a_rename_publishes_what_is_still_open_for_writing(
-    new_mount: NewMount, process: TakeProcess, how: str
+    own_mount: Mount, writer: Process, how: str
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    file = mount.path / "model.safetensors"
+    file = own_mount.path / "model.safetensors"
     file.write_bytes(pattern(1, 100_000))
-    writer = process()
     writer.do(
         "fd = os.open(file + '.tmp', flags | os.O_CREAT | os.O_EXCL); os.write(fd, pattern(2, 50_000))",
         file=str(file),
         flags=os.O_RDWR if how == "rdwr" else os.O_WRONLY,
     )
     writer.do("os.rename(file + '.tmp', file)")
-    mount.kill9()
-    mount.remount()
+    own_mount.kill9()
+    own_mount.remount()
     assert file.read_bytes() == pattern(2, 50_000)
 
 
 def test_what_was_written_in_place_survives_a_crash_of_the_daemon(
-    new_mount: NewMount, process: TakeProcess, session: str
+    own_mount: Mount, writer: Process, session: str
 ) -> None:
     if session == CLUSTER:
         pytest.skip("a cluster keeps what was published: see docs/sharing.md")
-    mount = new_mount()
-    mount.mount()
-    file, other = mount.path / "memmap", mount.path / "other"
+    file, other = own_mount.path / "memmap", own_mount.path / "other"
     for path in (file, other):
         path.write_bytes(pattern(1, 100_000))
     os.utime(other, ns=(1, 1))
     before = version(other)
-    writer = process()
     writer.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'x' * 10, 500)", file=str(file))
     writer.do("os.ftruncate(fd, 90_000)")
-    mount.kill9()
-    mount.remount()
+    own_mount.kill9()
+    own_mount.remount()
     expected = bytearray(pattern(1, 100_000)[:90_000])
     expected[500:510] = b"x" * 10
     assert file.read_bytes() == expected
@@ -247,7 +236,7 @@ def test_what_was_written_in_place_survives_a_crash_of_the_daemon(
 
 @pytest.mark.parametrize("option", [False, True])
 def test_without_isolation_an_overwrite_is_seen_at_once(
-    new_mount: NewMount, process: TakeProcess, option: bool
+    new_mount: NewMount, reader: Process, writer: Process, option: bool
 ) -> None:
     mount = new_mount(*(("-o", "isolation=off") if option else ()))
     mount.mount()
@@ -257,7 +246,6 @@ def test_without_isolation_an_overwrite_is_seen_at_once(
     if not option:
         os.setxattr(mount.path, "user.irdmafs.isolation", b"off")
     file.write_bytes(b"the old version")
-    reader, writer = process(), process()
     reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
     writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
     assert reader.do("os.fstat(f.fileno()).st_size, f.read()") == (0, b"")
@@ -291,9 +279,8 @@ def test_a_bind_mounted_file_shows_each_new_version(folder: Path, tmp_path: Path
 
 
 def test_no_write_fails_or_is_lost_while_readers_come_and_go(
-    folder: Path, process: TakeProcess
+    file: Path, process: TakeProcess, writer: Process
 ) -> None:
-    file = folder / "file"
     file.write_bytes(bytes(8192))
     readers = [process() for _ in range(2)]
     for reader in readers:
@@ -301,7 +288,6 @@ def test_no_write_fails_or_is_lost_while_readers_come_and_go(
             "while open(file, 'rb').read()[:1] != b'Z': os.close(os.open(file, os.O_RDWR))",
             file=str(file),
         )
-    writer = process()
     writer.do(
         "for number in range(400):\n"
         "    value = bytes([number % 80])\n"
@@ -340,8 +326,7 @@ def test_no_open_fails_while_others_empty_the_file_and_rename_another_over_it(
 
 
 @pytest.mark.kernel_session("in the pyfuse3 session times are kept by the kernel")
-def test_a_store_through_a_mapping_moves_the_times(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_a_store_through_a_mapping_moves_the_times(file: Path, process: TakeProcess) -> None:
     file.write_bytes(bytes(8192))
     before = os.stat(file).st_mtime_ns
     process().do("fd = os.open(file, os.O_RDWR); m = mmap.mmap(fd, 8192); m[0] = 1", file=str(file))
@@ -349,28 +334,25 @@ def test_a_store_through_a_mapping_moves_the_times(folder: Path, process: TakePr
 
 
 def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
-    new_mount: NewMount, process: TakeProcess
+    own_mount: Mount, process: TakeProcess
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    (daemon,) = mount.pids()
+    (daemon,) = own_mount.pids()
     in_use = len(os.listdir(f"/proc/{daemon}/fd"))
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
     victim, greedy = process(), process()
-    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(mount.path / "victim"))
+    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(own_mount.path / "victim"))
     greedy.do(
         "fds = [os.open(f'{folder}/{n}', os.O_WRONLY | os.O_CREAT) for n in range(300)]",
-        folder=str(mount.path),
+        folder=str(own_mount.path),
     )
     assert victim.do("os.pwrite(fd, b'new', 0)") == 3
     victim.do("os.close(fd)")
-    assert (mount.path / "victim").read_bytes() == b"new"
+    assert (own_mount.path / "victim").read_bytes() == b"new"
     greedy.do("for fd in fds: os.write(fd, b'x'); os.close(fd)")
-    assert (mount.path / "299").read_bytes() == b"x"
+    assert (own_mount.path / "299").read_bytes() == b"x"
 
 
-def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(folder: Path) -> None:
-    file = folder / "file"
+def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(file: Path) -> None:
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     os.write(fd, b"a")
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=fd) as child:

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.beyond_posix
 AWAITS = "user.irdmafs.awaits"
 TIMEOUT = "user.irdmafs.awaits_timeout"
 READ = "open(path, 'rb').read()"
-TakeProcess = Callable[[], Process]
 
 
 def make_since(top: Path) -> Path:
@@ -59,9 +58,8 @@ def test_a_link_leads_to_the_newest_version(since: Path) -> None:
             assert (since / f"{asked}" / "model").read_bytes() == b"version %d" % number
 
 
-def test_a_program_waits_for_a_version(since: Path, process: TakeProcess) -> None:
+def test_a_program_waits_for_a_version(since: Path, reader: Process) -> None:
     make_version(since.parent, 2)
-    reader = process()
     start_reading(reader, since / "3" / "model")
     assert not reader.finished(within_s=0.2)
     make_version(since.parent, 3)
@@ -69,10 +67,9 @@ def test_a_program_waits_for_a_version(since: Path, process: TakeProcess) -> Non
 
 
 def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
-    since: Path, process: TakeProcess
+    since: Path, reader: Process
 ) -> None:
     """By the time it is woken, the kernel may not have noted the change that it was woken by."""
-    reader = process()
     for number in range(100):
         assert number % 2 or not (since.parent / "versions" / f"{number}").exists()
         reader.start(READ, path=str(since / f"{number}" / "model"))
@@ -81,21 +78,17 @@ def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
 
 
 def test_the_first_version_is_waited_for_before_there_are_any(
-    folder: Path, process: TakeProcess
+    folder: Path, reader: Process
 ) -> None:
     (folder / "since").mkdir()
     os.setxattr(folder / "since", AWAITS, b"versions")
-    reader = process()
     start_reading(reader, folder / "since" / "0" / "model")
     (folder / "versions").mkdir()
     make_version(folder, 0)
     assert reader.result() == b"version 0"
 
 
-def test_earlier_versions_and_other_names_do_not_end_a_wait(
-    since: Path, process: TakeProcess
-) -> None:
-    reader = process()
+def test_earlier_versions_and_other_names_do_not_end_a_wait(since: Path, reader: Process) -> None:
     start_reading(reader, since / "5" / "model")
     for number in range(5):
         make_version(since.parent, number)
@@ -136,11 +129,8 @@ def test_links_are_not_listed(since: Path) -> None:
     assert os.listdir(since) == []
 
 
-def test_a_program_waits_for_a_file_until_it_has_a_version(
-    since: Path, process: TakeProcess
-) -> None:
+def test_a_program_waits_for_a_file_until_it_has_a_version(since: Path, reader: Process) -> None:
     path = since.parent / "versions" / "model"
-    reader = process()
     start_reading(reader, since / "model")
     with path.open("wb") as file:
         file.write(b"whole")
@@ -150,8 +140,7 @@ def test_a_program_waits_for_a_file_until_it_has_a_version(
     assert os.readlink(since / "model") == "../versions/model"
 
 
-def test_an_empty_file_ends_a_wait(since: Path, process: TakeProcess) -> None:
-    reader = process()
+def test_an_empty_file_ends_a_wait(since: Path, reader: Process) -> None:
     start_reading(reader, since / "ready")
     (since.parent / "versions" / "ready").touch()
     assert reader.result() == b""
@@ -250,8 +239,7 @@ def test_a_wait_ends_after_its_time(since: Path) -> None:
         (since / "1" / "model").read_bytes()
 
 
-def test_a_signal_that_is_handled_ends_a_wait(since: Path, process: TakeProcess) -> None:
-    reader = process()
+def test_a_signal_that_is_handled_ends_a_wait(since: Path, reader: Process) -> None:
     reader.do("def tick(*_): raise InterruptedError\nbefore = signal.signal(signal.SIGUSR1, tick)")
     start_reading(reader, since / "1" / "model")
     reader.send_signal(signal.SIGUSR1)
@@ -290,17 +278,14 @@ def pair(pair: list[Path]) -> list[Path]:
     return pair
 
 
-def test_a_version_of_another_host_ends_a_wait(pair: list[Path], process: TakeProcess) -> None:
-    one, other = pair
-    reader = process()
+def test_a_version_of_another_host_ends_a_wait(here: Path, there: Path, reader: Process) -> None:
     for number in range(10):
-        reader.start(READ, path=str(other / "since" / f"{number}" / "model"))
-        make_version(one, number)
+        reader.start(READ, path=str(there / "since" / f"{number}" / "model"))
+        make_version(here, number)
         assert reader.result() == b"version %d" % number
 
 
-def test_an_open_sees_every_version_that_another_host_made_before(pair: list[Path]) -> None:
-    one, other = pair
+def test_an_open_sees_every_version_that_another_host_made_before(here: Path, there: Path) -> None:
     for number in range(30):
-        make_version(one, number)
-        assert (other / "since" / "0" / "model").read_bytes() == b"version %d" % number
+        make_version(here, number)
+        assert (there / "since" / "0" / "model").read_bytes() == b"version %d" % number

@@ -3,20 +3,18 @@
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import eventually
-from harness.processes import AS_NOBODY, NOBODY, Process, is_waiting
+from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess, is_waiting
 
 SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
 TREE = "user.irdmafs.tree"
-TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 from harness.seeds import chosen_seed
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
-TakeProcess = Callable[[], Process]
 libc = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 FALLOC_FL_ZERO_RANGE, FALLOC_FL_COLLAPSE_RANGE = 16, 8
@@ -207,10 +205,7 @@ def test_randomly_edited_file_is_what_the_same_edits_make_in_memory(
 # -- what stat shows -------------------------------------------------------------------------
 
 
-def test_inode_number_stays_and_mtime_moves_over_versions(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "weights"
+def test_inode_number_stays_and_mtime_moves_over_versions(file: Path, process: TakeProcess) -> None:
     look = "s = os.stat(file); (s.st_ino, s.st_mtime_ns, s.st_size)"
     seen = []
     for size in (10, 5000, 100):
@@ -226,9 +221,8 @@ def test_inode_number_stays_and_mtime_moves_over_versions(
 
 @pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR", "O_WRONLY | os.O_APPEND"])
 def test_stat_of_every_hard_link_is_right_once_close_returned(
-    folder: Path, process: TakeProcess, flags: str
+    folder: Path, reader: Process, writer: Process, flags: str
 ) -> None:
-    reader, writer = process(), process()
     look = "[os.stat(name).st_size for name in names]"
     for number in range(100):
         one, other = folder / f"{number}", folder / f"{number}.link"
@@ -249,12 +243,10 @@ def test_stat_of_every_hard_link_is_right_once_close_returned(
 
 @pytest.mark.beyond_posix
 def test_versions_count_up_and_name_their_openers(
-    mount: Mount, folder: Path, process: TakeProcess
+    mount: Mount, file: Path, reader: Process, writer: Process
 ) -> None:
-    file = folder / "weights"
     file.write_bytes(b"1")
     first = int(os.getxattr(file, "user.irdmafs.version"))
-    reader, writer = process(), process()
     reader.do("f = open(file, 'rb')", file=str(file))
     file.write_bytes(b"22")
     assert int(os.getxattr(file, "user.irdmafs.version")) == first + 1
@@ -274,8 +266,7 @@ def test_versions_count_up_and_name_their_openers(
 
 
 @pytest.mark.beyond_posix
-def test_own_attributes_are_not_listed_and_cannot_be_set(folder: Path) -> None:
-    file = folder / "file"
+def test_own_attributes_are_not_listed_and_cannot_be_set(file: Path) -> None:
     file.write_bytes(b"x")
     assert not [name for name in os.listxattr(file) if "irdmafs" in name]
     with pytest.raises(OSError):
@@ -283,8 +274,7 @@ def test_own_attributes_are_not_listed_and_cannot_be_set(folder: Path) -> None:
 
 
 @pytest.mark.beyond_posix
-def test_unchanged_files_publish_nothing(folder: Path, process: TakeProcess) -> None:
-    file = folder / "weights"
+def test_unchanged_files_publish_nothing(file: Path, process: TakeProcess) -> None:
     file.write_bytes(pattern(1, 100_000))
     before = os.getxattr(file, "user.irdmafs.version"), os.stat(file).st_mtime_ns
     process().do("f = open(file, 'r+b'); f.read(); f.close()", file=str(file))
@@ -293,13 +283,10 @@ def test_unchanged_files_publish_nothing(folder: Path, process: TakeProcess) -> 
 
 
 @pytest.mark.beyond_posix
-def test_memory_of_old_versions_is_given_back(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
+def test_memory_of_old_versions_is_given_back(mount: Mount, folder: Path, reader: Process) -> None:
     file, size = folder / "weights", 8 << 20
     file.write_bytes(bytes(size))
     before = {extent.name for extent in mount.extents()}
-    reader = process()
     reader.do(
         "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1); f.close()", file=str(file)
     )
@@ -345,8 +332,7 @@ first = os.lseek(fd, 0, os.SEEK_HOLE)
 
 @pytest.mark.parametrize("mode", ["wb", "r+b"])
 @pytest.mark.kernel_session("fallocate is not in pyfuse3")
-def test_fallocate(folder: Path, process: TakeProcess, mode: str) -> None:
-    file = folder / "file"
+def test_fallocate(file: Path, process: TakeProcess, mode: str) -> None:
     file.write_bytes(b"")
     with open(file, mode, buffering=0) as f:
         fd = f.fileno()

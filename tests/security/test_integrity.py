@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 from harness.clusters import MIB, Cluster, Plan, counters
-from harness.striped import damage, folder, new_content
+from harness.striped import damage, new_content
 
 from irdmafs.backend.files.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.model.records import ContentId, GroupConfig, Layout
@@ -25,8 +25,6 @@ SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
 FILES = 20
 
-__all__ = ["folder"]
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -35,35 +33,35 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_fetched_is_checked(cluster: Cluster, folder: str, size: int) -> None:
+def test_what_is_fetched_is_checked(cluster: Cluster, striped: str, size: int) -> None:
     one, other = cluster.mounts[:2]
     content = new_content(size)
-    (one.path / folder / "file").write_bytes(content)
+    (one.path / striped / "file").write_bytes(content)
     before = counters(other)["checked_bytes"]
-    assert (other.path / folder / "file").read_bytes() == content
+    assert (other.path / striped / "file").read_bytes() == content
     assert counters(other)["checked_bytes"] == before + size
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
-    cluster: Cluster, folder: str, size: int
+    cluster: Cluster, striped: str, size: int
 ) -> None:
     one, other = cluster.mounts[:2]
     # Side by side, small ones are read ahead, all from one node; apart, each from its own.
     names = [f"file{i}" for i in range(FILES)] + [f"apart{i}/file" for i in range(FILES)]
     written = {name: new_content(size) for name in names}
     for name, content in written.items():
-        (one.path / folder / name).parent.mkdir(exist_ok=True)
-        (one.path / folder / name).write_bytes(content)
+        (one.path / striped / name).parent.mkdir(exist_ok=True)
+        (one.path / striped / name).write_bytes(content)
     broken = cluster.nodes[0]
     for content in written.values():
         assert damage(broken, content)
     before = counters(other)["wrong_fetches"]
     for name, content in written.items():
-        assert (other.path / folder / name).read_bytes() == content
+        assert (other.path / striped / name).read_bytes() == content
     assert counters(other)["wrong_fetches"] > before
     log = other.log.read_text()
-    sent = [line for line in log.splitlines() if f"/{folder}/" in line and "sent" in line]
+    sent = [line for line in log.splitlines() if f"/{striped}/" in line and "sent" in line]
     assert sent and all(f"store node {broken.node_id:x} sent other bytes" in line for line in sent)
     mount = mounting.find_mount(str(other.path))
     assert mount is not None
@@ -74,54 +72,54 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_that_no_replica_has_right_cannot_be_read_until_it_is_published_again(
-    cluster: Cluster, folder: str, size: int
+    cluster: Cluster, striped: str, size: int
 ) -> None:
     one, other = cluster.mounts[:2]
-    os.setxattr(one.path / folder, "user.irdmafs.replicas", b"1")
+    os.setxattr(one.path / striped, "user.irdmafs.replicas", b"1")
     content = new_content(size)
-    (one.path / folder / "file").write_bytes(content)
+    (one.path / striped / "file").write_bytes(content)
     assert sum(damage(node, content) for node in cluster.nodes) == -(-size // MIB)
     for _ in range(2):
         with pytest.raises(OSError) as caught:
-            (other.path / folder / "file").read_bytes()
+            (other.path / striped / "file").read_bytes()
         assert caught.value.errno == errno.EIO
-    assert f"/{folder}/file cannot be read: no replica has the bytes" in other.log.read_text()
+    assert f"/{striped}/file cannot be read: no replica has the bytes" in other.log.read_text()
     content = new_content(size)
-    (one.path / folder / "file").write_bytes(content)
-    assert (other.path / folder / "file").read_bytes() == content
+    (one.path / striped / "file").write_bytes(content)
+    assert (other.path / striped / "file").read_bytes() == content
 
 
 def test_a_mount_told_not_to_verify_neither_checks_nor_lets_others_check(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     one = cluster.mounts[0]
     careless = cluster.add_mount("--no-verify")
     contents = {"checked": new_content(300_000), "unchecked": new_content(300_000)}
-    (one.path / folder / "checked").write_bytes(contents["checked"])
-    (careless.path / folder / "unchecked").write_bytes(contents["unchecked"])
+    (one.path / striped / "checked").write_bytes(contents["checked"])
+    (careless.path / striped / "unchecked").write_bytes(contents["unchecked"])
     before = counters(one)["checked_bytes"]
-    assert (careless.path / folder / "checked").read_bytes() == contents["checked"]
-    assert (one.path / folder / "unchecked").read_bytes() == contents["unchecked"]
+    assert (careless.path / striped / "checked").read_bytes() == contents["checked"]
+    assert (one.path / striped / "unchecked").read_bytes() == contents["unchecked"]
     assert counters(careless)["checked_bytes"] == 0
     assert counters(one)["checked_bytes"] == before
 
 
 def test_a_file_that_its_writer_keeps_mapped_stays_readable_elsewhere(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     """Beside a store node, which takes over the very file that is mapped."""
     other = cluster.mounts[1]
     beside = cluster.add_mount(beside=cluster.nodes[0])
-    os.setxattr(beside.path / folder, "user.irdmafs.replicas", b"1")
+    os.setxattr(beside.path / striped, "user.irdmafs.replicas", b"1")
     for number in range(FILES):
-        path = beside.path / folder / f"file{number}"
+        path = beside.path / striped / f"file{number}"
         with path.open("w+b") as file:
             file.write(bytes(300_000))
             file.flush()
             with mmap.mmap(file.fileno(), 300_000) as memory:
                 os.close(os.dup(file.fileno()))  # publishes, though the map stays
                 memory[1000] = 1
-                assert len((other.path / folder / path.name).read_bytes()) == 300_000
+                assert len((other.path / striped / path.name).read_bytes()) == 300_000
 
 
 # -- one transfer, whose file is written on while it is sent

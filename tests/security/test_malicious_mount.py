@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import trio
 from harness.clusters import MIB, Cluster, Plan
-from harness.striped import folder
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
@@ -24,8 +23,6 @@ from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import make_session_key, session_digest
-
-__all__ = ["folder"]
 
 # In a message, and in streams.
 SIZES = [1000, 300_000]
@@ -140,11 +137,11 @@ def contents_on_nodes(cluster: Cluster, content: int) -> list[bytes]:
 @pytest.mark.parametrize("claims", [False, True], ids=["own session", "the victim's session"])
 @pytest.mark.parametrize("size", SIZES)
 async def test_what_another_mount_published_stays_as_it_is(
-    cluster: Cluster, folder: str, size: int, claims: bool
+    cluster: Cluster, striped: str, size: int, claims: bool
 ) -> None:
     size += claims
     written = os.urandom(size)
-    (cluster.mounts[0].path / folder / "file").write_bytes(written)
+    (cluster.mounts[0].path / striped / "file").write_bytes(written)
     async with attacking(cluster) as attacker:
         inode = attacker.file(size)
         if claims:
@@ -154,15 +151,15 @@ async def test_what_another_mount_published_stays_as_it_is(
             assert await tries.outcomes() == {"EACCES"}
         assert contents_on_nodes(cluster, inode.extent) == [written, written]
     fresh = cluster.add_mount()
-    assert (fresh.path / folder / "file").read_bytes() == written
+    assert (fresh.path / striped / "file").read_bytes() == written
     fresh.close()
 
 
 async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     """The victim goes on writing while each of its next numbers is put first, or given up, by another."""
-    directory = cluster.mounts[0].path / folder
+    directory = cluster.mounts[0].path / striped
     written = {f"file{i}": os.urandom(1 + i * 40_000) for i in range(12)}
     (directory / "first").write_bytes(bytes(777))
     async with attacking(cluster) as attacker:
@@ -178,14 +175,14 @@ async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
             await tries.outcomes()
     fresh = cluster.add_mount()
     for name, content in written.items():
-        assert (fresh.path / folder / name).read_bytes() == content
+        assert (fresh.path / striped / name).read_bytes() == content
     fresh.close()
 
 
 async def test_a_session_under_another_certificates_name_has_no_rights(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
-    (cluster.mounts[0].path / folder / "file").write_bytes(bytes(888))
+    (cluster.mounts[0].path / striped / "file").write_bytes(bytes(888))
     async with attacking(cluster, of_certificate="somebody-else") as attacker:
         inode = attacker.file(888)
         own = attacker.session.number << 24 | 1
@@ -195,12 +192,12 @@ async def test_a_session_under_another_certificates_name_has_no_rights(
 
 
 async def test_what_a_mount_published_itself_is_not_replaced_by_it(
-    cluster: Cluster, folder: str
+    cluster: Cluster, striped: str
 ) -> None:
     """It may send a content again, as it does when it does not know what became of it."""
     size = 2 * MIB + 123
     async with attacking(cluster) as attacker:
-        (cluster.mounts[0].path / folder / "file").write_bytes(bytes(999))
+        (cluster.mounts[0].path / striped / "file").write_bytes(bytes(999))
         await attacker.replica.barrier()
         target = attacker.target(attacker.file(999))
         own = attacker.session.number << 24 | 1

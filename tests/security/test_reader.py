@@ -13,7 +13,7 @@ import pytest
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
-from harness.processes import Process
+from harness.processes import TakeProcess
 
 OPEN = "import os, select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll(20_000))"
@@ -115,7 +115,7 @@ def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(
 
 
 def test_a_reader_prefetches_follows_and_is_told_of_changes(
-    made: Cluster, process: Callable[[], Process]
+    made: Cluster, process: TakeProcess
 ) -> None:
     writer = made.mounts[0].path
     follower = made.add_mount("--follow", "models", certificate="reader")

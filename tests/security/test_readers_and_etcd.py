@@ -9,39 +9,22 @@ import pytest
 import trio
 from harness.clusters import Cluster, Plan, counters
 from harness.mountpoint import eventually
+from harness.secure_cluster import CLUSTER, NAMESPACE, NODE_RECORDS, PLACEMENT, keys_within
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.membership import followed_key, seen_key
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import DirectClient, Unsent
 from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.etcd.methods import ALARM, COMPACT, GRANT, STATUS
 from irdmafs.backend.kv import Delete, Put
-from irdmafs.backend.model.records import (
-    NEXT_INO_KEY,
-    SETTINGS_KEY,
-    MountRecord,
-    certificate_key,
-    group_key,
-    key_of,
-    pin_key,
-)
+from irdmafs.backend.model.records import SETTINGS_KEY, MountRecord, key_of, pin_key
 from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.trust import authority
 from irdmafs.backend.trust.security import Credentials
 
-FOREIGN = {
-    "a name": b"d" + bytes(8) + b"file",
-    "an inode": key_of(b"i", 9),
-    "the next inode number": NEXT_INO_KEY,
-    "the last transaction": b"s",
-    "a node's address": key_of(b"n", 7),
-    "a group's configuration": group_key(1),
-    "the settings": SETTINGS_KEY,
-    "a certificate's record": certificate_key("12ab"),
-}
+FOREIGN = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +90,13 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) 
         await nursery.start(ours.run)
         await nursery.start(theirs.run)
 
-        def of(lease: int) -> dict[str, bytes]:
-            return {
-                "a pin": pin_key(5, lease),
-                "a followed directory": followed_key(1, lease),
-                "what was seen": seen_key(lease),
-            }
-
         await victim.transact((), [Put(pin_key(5, theirs.lease), b"", theirs.lease)])
-        foreign = FOREIGN | of(theirs.lease) | {"the session": key_of(MOUNT, theirs.lease)}
+        foreign = FOREIGN | keys_within(theirs.lease)
+        foreign["the session"] = key_of(MOUNT, theirs.lease)
         for key in foreign.values():
             assert await refused(engine.transact((), [Put(key, b"forged", ours.lease)]))
             assert await refused(engine.transact((), [Delete(key)]))
-        for key in of(ours.lease).values():
+        for key in keys_within(ours.lease).values():
             assert await refused(engine.transact((), [Put(key, b"for ever")]))
             await engine.transact((), [Put(key, b"", ours.lease)])
             await engine.transact((), [Delete(key)])

@@ -13,15 +13,13 @@ from harness.clusters import Cluster, Plan
 from harness.daemons import Daemon
 from harness.mountpoint import eventually
 from harness.transport_nodes import serving
-from harness.transport_place import Place, memory, mounted
+from harness.transport_place import Place, mounted
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.renewal import Renewable, Renewal
 from irdmafs.backend.trust.security import Credentials, Identity, identity_in
-
-__all__ = ["memory"]
 
 SECOND = 1 / 86400
 

@@ -7,43 +7,26 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.secure_cluster import SecureCluster
+from harness.secure_cluster import (
+    CLUSTER,
+    NAMESPACE,
+    NODE_RECORDS,
+    PLACEMENT,
+    SecureCluster,
+    keys_within,
+)
 
 from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.membership import followed_key, seen_key
 from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.lock_claims import guard_key
-from irdmafs.backend.model.records import (
-    NEXT_INO_KEY,
-    SETTINGS_KEY,
-    MountRecord,
-    certificate_key,
-    group_key,
-    key_of,
-    pin_key,
-    policy_key,
-    pool_key,
-    targets_key,
-)
-from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, ROOT_INO, inode_key, name_key
+from irdmafs.backend.model.records import MountRecord, key_of, pin_key, policy_key, pool_key
+from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Role
-
-NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}
-PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}
-CLUSTER = {"the settings": SETTINGS_KEY, "a certificate's record": certificate_key("12ab")}
-NAMESPACE = {
-    "a name": name_key(ROOT_INO, b"file"),
-    "an inode": key_of(b"i", 9),
-    "a directory's times": key_of(b"t", 9),
-    "the next inode number": NEXT_INO_KEY,
-    "a placement rule": policy_key(3),
-    "the last transaction": b"s",
-}
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +102,16 @@ async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -
         await nursery.start(theirs.run)
         await nursery.start(ours.run)
 
-        def of(lease: int) -> dict[str, bytes]:
-            return {
-                "the session": key_of(MOUNT, lease),
-                "a pin": pin_key(5, lease),
-                "a followed directory": followed_key(1, lease),
-                "what was seen": seen_key(lease),
-            }
-
         await victim.transact((), [Put(pin_key(5, theirs.lease), b"", theirs.lease)])
-        assert await allowed_writes(engine, of(theirs.lease)) == []
+        foreign = keys_within(theirs.lease) | {"the session": key_of(MOUNT, theirs.lease)}
+        assert await allowed_writes(engine, foreign) == []
         assert await refused(engine.leases.revoke(theirs.lease))
         fences = await engine.range(b"x", b"y")
         ours_begin = engine.leases.owner.to_bytes(3, "big")
         foreign = {f"fence {one.key!r}": one.key for one in fences if one.key[1:4] != ours_begin}
         assert foreign
         assert await allowed_writes(engine, foreign) == []
-        own = {what: key for what, key in of(ours.lease).items() if what != "the session"}
+        own = keys_within(ours.lease)
         assert len(await allowed_writes(engine, own)) == 2 * len(own)
         assert theirs.valid()
         nursery.cancel_scope.cancel()

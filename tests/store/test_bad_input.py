@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import Mount, eventually, irdmafs
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import Process, TakeProcess
 
 NewMount = Callable[..., Mount]
-TakeProcess = Callable[[], Process]
 MIB = 1 << 20
 
 
@@ -40,14 +39,13 @@ def fill(file, mode, size):
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("closes", [False, True])
 def test_full_store_fails_the_write_and_keeps_the_old_version(
-    new_mount: NewMount, process: TakeProcess, closes: bool
+    new_mount: NewMount, writer: Process, closes: bool
 ) -> None:
     """The writer closes the file after that, or is killed."""
     mount = new_mount(store_size="64m")
     mount.mount()
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 20 * MIB))
-    writer = process()
     write_much = """
 f = open(file, 'wb', buffering=0)
 written = 0
@@ -119,13 +117,10 @@ def test_edit_in_place_needs_no_room_for_a_copy(new_mount: NewMount, process: Ta
     assert file.read_bytes() == expected
 
 
-def test_a_new_file_that_does_not_fit_is_left_cut(
-    new_mount: NewMount, process: TakeProcess
-) -> None:
+def test_a_new_file_that_does_not_fit_is_left_cut(new_mount: NewMount, writer: Process) -> None:
     mount = new_mount(store_size="32m")
     mount.mount()
     file = mount.path / "weights"
-    writer = process()
     writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT); done = 0", file=str(file))
     with pytest.raises(OSError) as caught:
         writer.do("while True: done += os.write(fd, bytes(1 << 20))")
@@ -176,55 +171,49 @@ def damage_directory(file: Path) -> None:
 @pytest.mark.beyond_posix
 @pytest.mark.parametrize("damage", [damage_garbage, damage_middle, damage_directory])
 def test_damaged_namespace_refuses_to_mount_with_one_line(
-    new_mount: NewMount, damage: Callable[[Path], None]
+    own_mount: Mount, damage: Callable[[Path], None]
 ) -> None:
-    mount = new_mount()
-    mount.mount()
     for number in range(300):
-        (mount.path / f"file{number}").write_bytes(b"x")
-    mount.unmount()
-    extents = sorted(mount.extents())
-    damage(mount.store / "names")
-    line = refuses(mount.try_mount())
-    assert str(mount.store) in line, "it must say what is damaged"
-    assert not mount.is_mounted()
-    assert sorted(mount.extents()) == extents, "the contents must stay for whoever repairs it"
+        (own_mount.path / f"file{number}").write_bytes(b"x")
+    own_mount.unmount()
+    extents = sorted(own_mount.extents())
+    damage(own_mount.store / "names")
+    line = refuses(own_mount.try_mount())
+    assert str(own_mount.store) in line, "it must say what is damaged"
+    assert not own_mount.is_mounted()
+    assert sorted(own_mount.extents()) == extents, "the contents must stay for whoever repairs it"
 
 
 @pytest.mark.beyond_posix
 def test_missing_extent_is_an_error_of_that_file_only(
-    new_mount: NewMount, process: TakeProcess
+    own_mount: Mount, process: TakeProcess
 ) -> None:
-    mount = new_mount()
-    mount.mount()
-    (mount.path / "good").write_bytes(pattern(1, 10_000))
-    before = set(mount.extents())
-    (mount.path / "bad").write_bytes(pattern(2, 10_000))
-    (lost,) = set(mount.extents()) - before
-    mount.unmount()
+    (own_mount.path / "good").write_bytes(pattern(1, 10_000))
+    before = set(own_mount.extents())
+    (own_mount.path / "bad").write_bytes(pattern(2, 10_000))
+    (lost,) = set(own_mount.extents()) - before
+    own_mount.unmount()
     lost.unlink()
-    mount.remount()
+    own_mount.remount()
     for mode in ("rb", "r+b"):
         with pytest.raises(OSError) as caught:
-            process().do("open(file, mode).read()", file=str(mount.path / "bad"), mode=mode)
+            process().do("open(file, mode).read()", file=str(own_mount.path / "bad"), mode=mode)
         assert caught.value.errno == errno.EIO
-    assert "missing" in mount.log_tail(), "the log must say why"
-    assert version_of((mount.path / "good").read_bytes()) == 1
-    (mount.path / "bad").write_bytes(pattern(3, 10_000))
-    assert version_of((mount.path / "bad").read_bytes()) == 3
-    os.unlink(mount.path / "bad")
+    assert "missing" in own_mount.log_tail(), "the log must say why"
+    assert version_of((own_mount.path / "good").read_bytes()) == 1
+    (own_mount.path / "bad").write_bytes(pattern(3, 10_000))
+    assert version_of((own_mount.path / "bad").read_bytes()) == 3
+    os.unlink(own_mount.path / "bad")
 
 
 @pytest.mark.beyond_posix
-def test_strange_files_in_the_store_are_left_alone(new_mount: NewMount) -> None:
-    mount = new_mount()
-    mount.mount()
-    (mount.path / "file").write_bytes(b"x")
-    mount.unmount()
-    strange = mount.store / "extents" / "README"
+def test_strange_files_in_the_store_are_left_alone(own_mount: Mount) -> None:
+    (own_mount.path / "file").write_bytes(b"x")
+    own_mount.unmount()
+    strange = own_mount.store / "extents" / "README"
     strange.write_text("not ours")
-    mount.remount()
-    assert (mount.path / "file").read_bytes() == b"x"
+    own_mount.remount()
+    assert (own_mount.path / "file").read_bytes() == b"x"
     assert strange.read_text() == "not ours"
 
 
@@ -261,8 +250,7 @@ def test_commands_refuse_what_is_not_a_mount(tmp_path: Path, command: str) -> No
 # -- senseless arguments ---------------------------------------------------------------------
 
 
-def test_senseless_offsets_are_refused_and_change_nothing(folder: Path) -> None:
-    file = folder / "file"
+def test_senseless_offsets_are_refused_and_change_nothing(file: Path) -> None:
     for create in (os.O_CREAT | os.O_TRUNC, 0):
         fd = os.open(file, os.O_RDWR | create)
         os.pwrite(fd, b"content", 0)
@@ -282,8 +270,7 @@ def test_senseless_offsets_are_refused_and_change_nothing(folder: Path) -> None:
     assert file.read_bytes() == b"content"
 
 
-def test_huge_sizes_work_or_are_refused_cleanly(folder: Path, process: TakeProcess) -> None:
-    file = folder / "file"
+def test_huge_sizes_work_or_are_refused_cleanly(file: Path, process: TakeProcess) -> None:
     for size in (2**40, 2**62, 2**63 - 1):
         file.write_bytes(b"content")
         try:
@@ -298,10 +285,7 @@ def test_huge_sizes_work_or_are_refused_cleanly(folder: Path, process: TakeProce
 
 
 @pytest.mark.parametrize("mode", ["wb", "r+b", "ab"])
-def test_file_size_limit_of_a_process_is_kept(
-    folder: Path, mode: str, process: TakeProcess
-) -> None:
-    file = folder / "file"
+def test_file_size_limit_of_a_process_is_kept(file: Path, mode: str, process: TakeProcess) -> None:
     file.write_bytes(b"")
     with Process() as limited:
         limited.do(f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))")
@@ -315,8 +299,7 @@ def test_file_size_limit_of_a_process_is_kept(
     assert process().do("open(file, 'rb').read()", file=str(file)) == b"x" * MIB
 
 
-def test_descriptors_refuse_what_they_were_not_opened_for(folder: Path) -> None:
-    file = folder / "file"
+def test_descriptors_refuse_what_they_were_not_opened_for(file: Path) -> None:
     file.write_bytes(b"content")
     for flags, call in (
         (os.O_RDONLY, lambda fd: os.write(fd, b"x")),
@@ -333,19 +316,17 @@ def test_descriptors_refuse_what_they_were_not_opened_for(folder: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.beyond_posix
-def test_read_only_mount_refuses_changes(new_mount: NewMount) -> None:
-    mount = new_mount()
-    mount.mount()
-    (mount.path / "file").write_bytes(b"x")
-    mount.unmount()
-    mount.arguments = ("-o", "ro")
-    mount.remount()
-    assert (mount.path / "file").read_bytes() == b"x"
+def test_read_only_mount_refuses_changes(own_mount: Mount) -> None:
+    (own_mount.path / "file").write_bytes(b"x")
+    own_mount.unmount()
+    own_mount.arguments = ("-o", "ro")
+    own_mount.remount()
+    assert (own_mount.path / "file").read_bytes() == b"x"
     for change in (
-        lambda: (mount.path / "file").write_bytes(b"y"),
-        lambda: (mount.path / "new").write_bytes(b"y"),
-        lambda: (mount.path / "file").unlink(),
-        lambda: os.utime(mount.path / "file"),
+        lambda: (own_mount.path / "file").write_bytes(b"y"),
+        lambda: (own_mount.path / "new").write_bytes(b"y"),
+        lambda: (own_mount.path / "file").unlink(),
+        lambda: os.utime(own_mount.path / "file"),
     ):
         with pytest.raises(OSError) as caught:
             change()

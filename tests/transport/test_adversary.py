@@ -18,15 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from harness.transport_place import (
-    MiB,
-    Place,
-    certificates,
-    memory,
-    mounted,
-    random_bytes,
-    until,
-)
+from harness.transport_place import MiB, Place, mounted, random_bytes, until
 from test_extents import TIMEOUT_S, in_cluster
 from test_strangers import (
     CODEC,
@@ -59,8 +51,6 @@ from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
 from irdmafs.backend.trust.security import Credentials
-
-__all__ = ["certificates", "memory"]
 
 TO_NODE, TO_MOUNT = 0, 1
 

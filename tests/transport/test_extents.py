@@ -5,7 +5,6 @@ import json
 import os
 import random
 import socket
-import subprocess
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,8 +18,6 @@ from harness.transport_nodes import NodeProcess, serving
 from harness.transport_place import (
     MiB,
     Place,
-    certificates,
-    memory,
     mounted,
     random_bytes,
     read_a_part,
@@ -31,8 +28,6 @@ from harness.transport_place import (
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.security import Credentials
-
-__all__ = ["certificates", "memory"]
 
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
@@ -447,6 +442,7 @@ async def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
 async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = memory / "addresses" / "1"
+        address.parent.mkdir()
         address.write_text(json.dumps(["127.0.0.1", silent.getsockname()[1], 1]))
         async with mounted(memory, timeout_s=NEVER_S) as peers:
 
@@ -479,6 +475,7 @@ async def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = ["127.0.0.1", silent.getsockname()[1], 1]
+        (memory / "addresses").mkdir()
         (memory / "addresses" / "1").write_text(json.dumps(address))
         async with (
             mounted(memory, timeout_s=patience_s) as peers,
@@ -599,26 +596,19 @@ async def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: 
         assert not cluster.service(1).sealed and not cluster.service(2).sealed
 
 
-async def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
+async def test_a_full_target_is_enospc_and_the_node_is_not_blamed(
+    memory: Path, small_tmpfs: Path
+) -> None:
     async with in_cluster(memory, 1) as cluster:
         source = cluster.file("source", random_bytes(20 * MiB))
         await cluster.peers.device(1).write(
             Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
         )
-        (memory / "small").mkdir()
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", memory / "small"], check=True
-        )
-        try:
-            target = os.open(memory / "small" / "target", os.O_RDWR | os.O_CREAT)
-            with pytest.raises(OSError) as caught:
-                await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
-            assert caught.value.errno == errno.ENOSPC
-            os.close(target)
-        finally:
-            subprocess.run(["umount", memory / "small"], check=True)
+        target = os.open(small_tmpfs / "target", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(OSError) as caught:
+            await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
+        assert caught.value.errno == errno.ENOSPC
+        os.close(target)
         os.close(source)
 
 

@@ -16,15 +16,7 @@ import pytest
 import trio
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
-from harness.transport_place import (
-    KiB,
-    Place,
-    certificates,
-    memory,
-    mounted,
-    random_bytes,
-    until,
-)
+from harness.transport_place import KiB, Place, mounted, random_bytes, until
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, on_the_way
 from test_strangers import frame
 
@@ -51,8 +43,6 @@ from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
-
-__all__ = ["certificates", "memory"]
 
 pytestmark = [pytest.mark.verbs, pytest.mark.timeout(300)]
 

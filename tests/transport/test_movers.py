@@ -15,7 +15,7 @@ from ferry.messages import MESSAGES, Bring, Fetch
 from ferry.mover import Ferry
 from ferry.way import BYTES_MIN, FerryWay
 from harness.transport_nodes import serving
-from harness.transport_place import MiB, Place, memory, mounted, random_bytes
+from harness.transport_place import MiB, Place, mounted, random_bytes
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.codec import Codec
@@ -23,8 +23,6 @@ from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may
-
-__all__ = ["memory"]
 
 TIMEOUT_S = 20.0
 SESSION, KEY = 7, b"k" * 32

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import trio
 from harness.transport_nodes import serving
-from harness.transport_place import memory, mounted
+from harness.transport_place import mounted
 
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.frames import BadMessage
@@ -20,8 +20,6 @@ from irdmafs.backend.transport.mover import Host
 from irdmafs.backend.transport.operations import OPERATIONS, Operation, codec_for
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import ANY, NONE, Peer
-
-__all__ = ["memory"]
 
 KNOWN = Extent(7, 0)
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import trio
 from harness.seeds import seeded
-from harness.transport_place import MiB, Place, certificates, memory, mounted, until
+from harness.transport_place import MiB, Place, mounted, until
 from test_extents import TIMEOUT_S, in_cluster
 
 from irdmafs.backend.transport import (
@@ -43,8 +43,6 @@ from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.trust.security import Credentials
-
-__all__ = ["certificates", "memory"]
 
 DOOR = "irdmafs.backend.transport.door"
 HUGE = 1 << 60

@@ -16,7 +16,7 @@ import trio
 from harness import rdma as rdma_ports
 from harness.programs.breakable import break_pair
 from harness.transport_nodes import Node, NodeProcess, serving
-from harness.transport_place import MiB, Place, memory, mounted, until
+from harness.transport_place import MiB, Place, mounted, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
 from irdmafs.backend.transport.mover import NotThisWay
@@ -30,8 +30,6 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.staging import Staging
 from irdmafs.backend.transport.verbs.way import VerbsWay
-
-__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 

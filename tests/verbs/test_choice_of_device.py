@@ -28,7 +28,6 @@ from irdmafs.backend.transport.verbs.queue import timeout_exponent
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma, RdmaUnavailable
 
 KiB = 1 << 10
-MiB = 1 << 20
 
 
 @pytest.fixture

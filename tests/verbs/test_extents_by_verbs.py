@@ -19,7 +19,6 @@ from harness.transport_place import (
     KiB,
     MiB,
     Place,
-    memory,
     mounted,
     random_bytes,
     read_a_part,
@@ -37,8 +36,6 @@ from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.way import VerbsWay
-
-__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 

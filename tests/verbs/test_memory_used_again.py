@@ -12,7 +12,7 @@ import trio
 from harness.clusters import Cluster, Plan
 from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import Node, Yes, serving
-from harness.transport_place import MiB, memory, mounted
+from harness.transport_place import MiB, mounted
 
 from irdmafs.backend.node.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, FileRange, Target
@@ -24,8 +24,6 @@ from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.way import VerbsWay
-
-__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 

@@ -15,7 +15,7 @@ import trio.testing
 from harness.clusters import Cluster, Plan, train
 from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import serving
-from harness.transport_place import KiB, MiB, memory, mounted, random_bytes
+from harness.transport_place import KiB, MiB, mounted, random_bytes
 
 from irdmafs.backend.files import digest as digest_module
 from irdmafs.backend.files.digest import Stripe, digest_of_bytes
@@ -26,8 +26,6 @@ from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
-
-__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 
