@@ -103,6 +103,7 @@ class Map:
         # The changes in the open transaction, those of the last `begin` from `_begun` on.
         self._changes: list[_Change] = []
         self._begun = 0
+        self.begun_count = 0  # of changes
         # Keys that were given values with pages of their own in the open transaction.
         self._large: set[bytes] = set()
         self._txn: lmdb.Transaction[bytes] | _Closed = self._env.begin(write=True)
@@ -154,6 +155,7 @@ class Map:
         if len(self._changes) >= _OPEN_MAX:
             self.commit()
         self._begun = len(self._changes)
+        self.begun_count += 1
         pages = _CHANGE_PAGES + size // _PAGE_BYTES
         self._spare_pages -= pages
         if self._spare_pages < 0:

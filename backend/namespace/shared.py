@@ -104,6 +104,7 @@ class SharedCommitter:
             if attempt >= _PAUSES_FROM:
                 pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - _PAUSES_FROM), _PAUSE_MAX_S)
                 await trio.sleep(random.uniform(0, pause_s))
+            seen = self._tree.records.begun_count
             try:
                 commit = plan()
             except OSError:
@@ -125,8 +126,12 @@ class SharedCommitter:
                 return commit.inode
             elif self._defers(commit):
                 return commit.inode
-            elif await detach():
-                continue  # what it depends on may have changed
+            elif await detach() and (
+                commit.charge is not None  # others may have been charged since
+                or self._tree.records.begun_count != seen
+                or await self._has_to_wait(commit)
+            ):
+                continue
             elif self.deferred is not None and self.deferred.concerns(commit):
                 await self.deferred.store()
                 continue

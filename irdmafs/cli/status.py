@@ -5,7 +5,6 @@ A key that the daemon does not report shows as "-": the two may be of different 
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import click
+import msgspec
 
 from ..backend.model.sizes import human_bytes
 from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
@@ -85,39 +85,23 @@ def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any
     return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
 
 
+class _Parts(msgspec.Struct):
+    """The parts of a report that are no figures. Who sends others is a foreign filesystem of the same
+    name."""
+
+    warnings: list[str] = []
+    quotas: list[dict[str, Any]] = []
+    requests: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
+    cluster: dict[str, Any] | None = None
+
+
 def _as_dict(text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        msgspec.json.decode(text, type=_Parts)
+        return msgspec.json.decode(text, type=dict[str, Any])
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return _sane(value) if isinstance(value, dict) else {}
-
-
-_SCALARS = (str, int, float, bool, type(None))
-
-
-def _sane(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a report that a daemon of irdmafs can have sent. Others come from a foreign
-    filesystem of the same name, and are dropped."""
-    kept: dict[str, Any] = {}
-    for name, value in found.items():
-        if isinstance(value, _SCALARS):
-            kept[name] = value
-        elif isinstance(value, list):
-            kept[name] = [one if isinstance(one, _SCALARS) else _sane(one) for one in value
-                          if isinstance(one, (*_SCALARS, dict))]  # fmt: skip
-        elif isinstance(value, dict):
-            kept[name] = _sane(value)
-    for name in ("warnings",):
-        if not isinstance(kept.get(name, []), list):
-            del kept[name]
-    quotas = kept.get("quotas", [])
-    if not isinstance(quotas, list) or not all(isinstance(one, dict) for one in quotas):
-        del kept["quotas"]
-    for name in ("requests", "errors", "cluster"):
-        if not isinstance(kept.get(name, {}), dict):
-            del kept[name]
-    return kept
 
 
 def report(mount: Mount) -> MountReport:

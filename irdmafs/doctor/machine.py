@@ -5,7 +5,6 @@ Passthrough is negotiated with the kernel on a throwaway mount, huge pages by mo
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import importlib.metadata
 import os
@@ -319,15 +318,4 @@ def check_packages() -> Check:
     except ImportError as error:
         return Check(name, "fail", f"cannot be imported: {error}",
                      "apt install libfuse3-dev pkg-config gcc; pip install pyfuse3")  # fmt: skip
-    return Check(name, "ok", f"{importlib.metadata.version('pyfuse3')}, {_libfuse_version()}")
-
-
-def _libfuse_version() -> str:
-    for library in ("libfuse3.so.4", "libfuse3.so.3"):
-        try:
-            pkgversion = ctypes.CDLL(library).fuse_pkgversion
-        except (OSError, AttributeError):
-            continue
-        pkgversion.restype = ctypes.c_char_p
-        return f"libfuse {pkgversion().decode()}"
-    return "libfuse of unknown version"
+    return Check(name, "ok", importlib.metadata.version("pyfuse3"))
