@@ -126,12 +126,7 @@ def gradients_of(
 @_common.syncs_option
 @_common.out_option
 def main(
-    directory: Path | None,
-    workers: int,
-    steps: int,
-    lr: float,
-    syncs: tuple[str, ...],
-    out: Path,
+    directory: Path | None, workers: int, steps: int, lr: float, syncs: tuple[str, ...], out: Path
 ) -> None:
     train, test = django_texts()
     click.echo(

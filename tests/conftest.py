@@ -123,10 +123,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Spre
 
 
 def make_mount(
-    session: str,
-    *arguments: str,
-    store_size: str | None = None,
-    command: tuple[str, ...] = IRDMAFS,
+    session: str, *arguments: str, store_size: str | None = None, command: tuple[str, ...] = IRDMAFS
 ) -> Mount:
     """A mount that is not mounted yet. Skips the test where the session cannot run."""
     if session == PLAIN:

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
     from ..transport.verbs.rdma import Choice
     from ..trust.security import Credentials, Role
 
-__all__ = [
-    "SECTIONS",
-    "ClusterSection",
-    "LogSection",
-    "MountSection",
-    "NodeSection",
-    "RdmaMode",
-]
+__all__ = ["SECTIONS", "ClusterSection", "LogSection", "MountSection", "NodeSection", "RdmaMode"]
 
 ETCD_PORT = 2379
 STREAMS_MAX = 64
@@ -401,10 +394,7 @@ class MountSection:
     ] = Seconds(60)
     verify: Annotated[
         bool,
-        Option(
-            "Publish digests of contents, and compare fetched bytes with them",
-            commands=_MOUNT,
-        ),
+        Option("Publish digests of contents, and compare fetched bytes with them", commands=_MOUNT),
     ] = True
 
     def __post_init__(self) -> None:

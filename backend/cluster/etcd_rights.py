@@ -25,10 +25,7 @@ _NUMBERED: dict[bytes, tuple[int, int]] = {
 }
 _SINGLE = (NEXT_INO_KEY, b"s")
 # The kinds of keys that every certificate of a role may write.
-_SHARED: dict[Role, bytes] = {
-    "mount": b"ditusPwlDW",
-    "node": b"nNgTsR",
-}
+_SHARED: dict[Role, bytes] = {"mount": b"ditusPwlDW", "node": b"nNgTsR"}
 # Keys that begin with a lease, and so with its owner.
 _LEASED: dict[Role, bytes] = {"mount": b"mpfaL", "node": b"", "reader": b"mpfa"}
 _FENCE = b"x"

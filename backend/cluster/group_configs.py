@@ -11,14 +11,7 @@ import trio
 from ..etcd.engine import EtcdEngine
 from ..kv import Compare, Conflict, Event, KeyValue, Put
 from ..kv.faults import Faults
-from ..model.records import (
-    GROUP_BUCKET_BITS,
-    GroupConfig,
-    Settings,
-    encode,
-    group_key,
-    pool_key,
-)
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
 
 __all__ = ["Groups"]
 

@@ -23,11 +23,7 @@ class Cluster:
     """The state that was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
 
     def __init__(
-        self,
-        members: Members,
-        groups: Groups,
-        targets: Mapping[int, Targets],
-        rebalance_rate: int,
+        self, members: Members, groups: Groups, targets: Mapping[int, Targets], rebalance_rate: int
     ) -> None:
         self.members = members
         self.targets = targets

@@ -172,7 +172,7 @@ class Client(ABC):
     def timed_out(self, after_s: float) -> NoAnswer:
         return NoAnswer(
             f"etcd gave no definite answer for {after_s:.0f} s ({self.failures()})."
-            " Is it running, has it a majority, and are these its client addresses?",
+            " Is it running, has it a majority, and are these its client addresses?"
         )
 
     def refused(self, reason: str) -> OSError:

@@ -154,11 +154,7 @@ class EtcdRoom:
         return [client.only(endpoint) for endpoint in client.endpoints]
 
     async def _ask(
-        self,
-        client: Client,
-        method: Method[Response],
-        request: Message,
-        timeout_s: float = _ASK_S,
+        self, client: Client, method: Method[Response], request: Message, timeout_s: float = _ASK_S
     ) -> Response:
         try:
             return await client.call(method, request, timeout_s=timeout_s, try_s=timeout_s)
@@ -173,11 +169,7 @@ def _room_of(answer: pb.StatusResponse) -> Room:
     if not quota_bytes and answer.db_size < _QUOTA_USUAL_BYTES:
         quota_bytes = _QUOTA_USUAL_BYTES
     return Room(
-        answer.version,
-        answer.db_size,
-        answer.db_size_in_use,
-        quota_bytes,
-        tuple(sorted(raised)),
+        answer.version, answer.db_size, answer.db_size_in_use, quota_bytes, tuple(sorted(raised))
     )
 
 

@@ -308,10 +308,7 @@ def _question_of(prefix: bytes, compare: Compare) -> pb.RequestOp:
     """Return the request that tells, when a transaction fails, whether this compare held."""
     if isinstance(compare, Empty):
         request = pb.RangeRequest(
-            key=prefix + compare.start,
-            range_end=prefix + compare.end,
-            limit=1,
-            keys_only=True,
+            key=prefix + compare.start, range_end=prefix + compare.end, limit=1, keys_only=True
         )
     else:
         key = compare.key if isinstance(compare, Exists) else compare[0]

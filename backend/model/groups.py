@@ -46,9 +46,7 @@ def promoted(config: GroupConfig, node: int) -> GroupConfig:
     is named at a revision not older than `config`: everything named later was written to it, too."""
     assert node in config.joining, f"{node:x} is not joining {config}"
     return _next(
-        config,
-        (*config.in_sync, node),
-        tuple(other for other in config.joining if other != node),
+        config, (*config.in_sync, node), tuple(other for other in config.joining if other != node)
     )
 
 
@@ -57,9 +55,7 @@ def demoted(config: GroupConfig, node: int) -> GroupConfig:
     fill it."""
     assert node in config.in_sync, f"{node:x} is not in sync in {config}"
     return _next(
-        config,
-        tuple(other for other in config.in_sync if other != node),
-        (*config.joining, node),
+        config, tuple(other for other in config.in_sync if other != node), (*config.joining, node)
     )
 
 

@@ -24,15 +24,7 @@ from ..model.records import NEXT_INO_KEY
 from .commit import Commit
 from .differences import differences
 from .events import Listener, changes_of, removals_first, time_of
-from .inode import (
-    DAMAGED_INO,
-    FIRST_VIRTUAL_INO,
-    ROOT_INO,
-    Inode,
-    inode_key,
-    name_key,
-    time_key,
-)
+from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .inodes import link_key
 from .lookup import Names
 from .misplaced import misplaced

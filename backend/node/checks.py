@@ -55,11 +55,7 @@ class Checks:
     """The checks of extents on one store node."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        members: Members,
-        groups: Groups,
-        device: Callable[[int], Source],
+        self, catalog: Catalog, members: Members, groups: Groups, device: Callable[[int], Source]
     ) -> None:
         self._files = catalog.files
         self._catalog = catalog

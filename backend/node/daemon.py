@@ -27,10 +27,7 @@ from ..etcd.client import Client
 from ..etcd.engine import EtcdEngine
 from ..etcd.errors import NoAnswer
 from ..kv import WentBack
-from ..model.records import (
-    NodeAddress,
-    Settings,
-)
+from ..model.records import NodeAddress, Settings
 from ..observe.figures import values_of
 from ..observe.logs import identify
 from ..observe.metrics import serve_metrics
@@ -288,11 +285,7 @@ class _Node:
         )
         handover = Handover(catalog, checks, scrub.doubt)
         self._agent = agent = Agent(
-            cluster,
-            catalog,
-            peers.ping,
-            handover,
-            rereplicate_after_s=section.rereplicate_after,
+            cluster, catalog, peers.ping, handover, rereplicate_after_s=section.rereplicate_after
         )
         self._etcd_watch = EtcdWatch(engine)
 

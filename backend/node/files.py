@@ -22,13 +22,7 @@ from .directory import StoreDirectory
 from .figures import FileFigures
 from .identity import Identity
 from .incoming import Held, Incoming, IncomingFiles, StoredFile
-from .quarantine import (
-    KEPT_IN_MEMORY_S,
-    KEPT_ON_DISK_S,
-    Quarantine,
-    extent_name,
-    parsed_name,
-)
+from .quarantine import KEPT_IN_MEMORY_S, KEPT_ON_DISK_S, Quarantine, extent_name, parsed_name
 from .reuse import Spares
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]

@@ -39,12 +39,7 @@ class Handover:
     """The handover in the groups that this node leads. `doubt` makes this node check a copy of its
     own."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        checks: Checks,
-        doubt: Callable[[Extent], None],
-    ) -> None:
+    def __init__(self, catalog: Catalog, checks: Checks, doubt: Callable[[Extent], None]) -> None:
         self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks

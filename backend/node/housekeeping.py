@@ -31,12 +31,7 @@ _FORGET_TIMEOUT_S = 10.0
 class Housekeeping:
     """The housekeeping of one store node."""
 
-    def __init__(
-        self,
-        cluster: ClusterState,
-        *,
-        rereplicate_after_s: float,
-    ) -> None:
+    def __init__(self, cluster: ClusterState, *, rereplicate_after_s: float) -> None:
         self._cluster = cluster
         self._rereplicate_after_s = rereplicate_after_s
         # By pool: what its targets were last made for.

@@ -26,13 +26,7 @@ class Named(NamedTuple):
         """Return the content that an inode names."""
         layout, size = inode.layout, inode.size
         return cls(
-            inode.ino,
-            inode.extent,
-            size,
-            layout,
-            inode.digests,
-            inode.blocks,
-            layout.stripes(size),
+            inode.ino, inode.extent, size, layout, inode.digests, inode.blocks, layout.stripes(size)
         )
 
     def length(self, stripe: int) -> int:

@@ -107,8 +107,7 @@ class NodeService(Service[Incoming]):
             raise Fenced(target.group)
         if self.node not in config.members:
             raise OSError(
-                errno.EINVAL,
-                f"node {self.node:x} is not a member of group {target.group:#x}",
+                errno.EINVAL, f"node {self.node:x} is not a member of group {target.group:#x}"
             )
         self._check_wanted(extent)
         if self._catalog.is_named(extent.content) and extent not in self._files:

@@ -122,12 +122,7 @@ class ControlClient:
     called when the node is given up because it does not answer."""
 
     def __init__(
-        self,
-        caller: Caller,
-        node: int,
-        frames: Frames,
-        ends: Ends,
-        silent: Callable[[str], None],
+        self, caller: Caller, node: int, frames: Frames, ends: Ends, silent: Callable[[str], None]
     ) -> None:
         self.caller = caller
         self.node = node

@@ -136,11 +136,7 @@ class Device:
         self._counters.sent_bytes += source.length
 
     async def read(
-        self,
-        extent: Extent,
-        start: int,
-        into: FileRange,
-        landed: Landed = nothing_landed,
+        self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
         after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""

@@ -152,12 +152,7 @@ class NextNode(Protocol):
     async def put(self, extent: Extent, target: Target, data: bytes) -> None: ...
 
     async def write(
-        self,
-        extent: Extent,
-        target: Target,
-        source: FileRange,
-        *,
-        growth: Growth | None = None,
+        self, extent: Extent, target: Target, source: FileRange, *, growth: Growth | None = None
     ) -> None: ...
 
     def way(self, kind: type[W]) -> W:

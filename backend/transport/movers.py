@@ -13,7 +13,4 @@ def all_movers(
 ) -> tuple[Mover, ...]:
     """Return all movers, for one process's Peers and Listener; of two that are equally fast the first one
     is preferred. The arguments are those of Verbs and Tcp; without `rdma`, RDMA is switched off."""
-    return (
-        Verbs(rdma or Rdma(Choice("off")), stages=stages),
-        Tcp(streams, encrypt_data),
-    )
+    return (Verbs(rdma or Rdma(Choice("off")), stages=stages), Tcp(streams, encrypt_data))

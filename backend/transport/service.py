@@ -130,11 +130,7 @@ EtcdForReaders: TypeAlias = Callable[[Peer, AskEtcd], Awaitable[EtcdSaid]]
 
 
 async def begin(
-    service: Service[I],
-    extent: Extent,
-    target: Target,
-    length: int,
-    allocated: int | None = None,
+    service: Service[I], extent: Extent, target: Target, length: int, allocated: int | None = None
 ) -> I | None:
     """Return a file to receive an extent into, None if it is here. Raises what Service's `admit` and
     `create` do."""
@@ -145,11 +141,7 @@ async def begin(
 
 
 async def check_right(
-    service: Service[Any],
-    rights: Mapping[Any, Row],
-    peer: Peer,
-    asked: Asked,
-    content: int | None,
+    service: Service[Any], rights: Mapping[Any, Row], peer: Peer, asked: Asked, content: int | None
 ) -> None:
     """Check the right of a peer to ask for something about a content (None: about no content). Raises
     OSError EACCES, and as Service.check_owner."""

@@ -276,11 +276,7 @@ def _write_pair(
     signer: "EllipticCurvePrivateKey",
 ) -> tuple[str, str]:
     from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-    )
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     cert_path, key_path = (os.path.join(directory, f"{name}.{kind}") for kind in ("pem", "key"))
     key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

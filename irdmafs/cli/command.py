@@ -21,12 +21,7 @@ from ..backend.model.sizes import human_bytes
 from ..backend.model.values import ConfigError
 from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
-from ..mount_options import (
-    MountConfig,
-    MountError,
-    MountFlags,
-    parse_mount_options,
-)
+from ..mount_options import MountConfig, MountError, MountFlags, parse_mount_options
 from . import status
 from .cluster import config_option, load, mount_of, print_json, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
@@ -396,13 +391,7 @@ def _why_no_versions(error: OSError) -> str:
 @section_flags("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(
-    ctx: click.Context,
-    /,
-    config_path: str | None,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flags: Any) -> None:
     """Report what this machine can do for irdmafs, and how to improve it.
 
     With a cluster's file, also check whether its RDMA settings work on the route to its etcd, and whether

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..mount_options import MountError
-from .cluster import (
-    cluster,
-    config_option,
-    consent,
-    json_option,
-    load,
-    print_json,
-    say,
-    with_etcd,
-)
+from .cluster import cluster, config_option, consent, json_option, load, print_json, say, with_etcd
 from .status import print_table
 
 if TYPE_CHECKING:

@@ -21,12 +21,7 @@ from .flags import overrides, section_flags
 @config_option
 @section_flags("serve")
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C ends it.")
-def serve(
-    store: str,
-    config_path: str | None,
-    foreground: bool,
-    **flags: Any,
-) -> None:
+def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -> None:
     """Run a store node of a cluster.
 
     Contents of files are kept in the directory STORE.

@@ -63,8 +63,7 @@ class Shared(Coherence):
         else:
             # A file with names in several directories is believed if all of them are.
             valid_s = min(
-                map(self._freshness.believable_s, self.namespace.parents_of(inode.ino)),
-                default=0.0,
+                map(self._freshness.believable_s, self.namespace.parents_of(inode.ino)), default=0.0
             )
         # The kernel checks modes at each step of a path, and at its end before an open.
         valid_s = valid_s or self._freshness.attributes_believable_s()

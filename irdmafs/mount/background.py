@@ -70,11 +70,7 @@ def start(config: MountConfig) -> str:
     return start_process(log_path(config), lambda ready, waits: run_here(config, ready))
 
 
-def start_process(
-    path: str,
-    run: _Run,
-    waits: Callable[[str], None] = lambda text: None,
-) -> str:
+def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda text: None) -> str:
     """Call `run` in a new process in the background, with its output in the log `path`, and return the text
     that `run` gave to its first argument. Each text that it gives to the second one before that is given to
     `waits`.

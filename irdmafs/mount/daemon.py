@@ -12,12 +12,7 @@ import trio
 from .._version import __version__
 from ..backend.files.storedir import StoreInUse
 from ..backend.kv import Damaged
-from ..backend.process import (
-    calm_the_collector,
-    has_terminal,
-    raise_open_files_limit,
-    tell_manager,
-)
+from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..callers.processes import Processes
@@ -104,11 +99,7 @@ class _Assembly:
     """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
 
     def __init__(
-        self,
-        config: MountConfig,
-        store: Store,
-        cluster: Cluster | None,
-        processes: Processes,
+        self, config: MountConfig, store: Store, cluster: Cluster | None, processes: Processes
     ) -> None:
         self._config = config
         self._store = store

@@ -21,11 +21,7 @@ class Answers:
     """Describes nodes, and makes the kernel ask again for changed attributes."""
 
     def __init__(
-        self,
-        cache: Cache,
-        coherence: Coherence,
-        options: MountOptions,
-        atimes: Atimes,
+        self, cache: Cache, coherence: Coherence, options: MountOptions, atimes: Atimes
     ) -> None:
         self._cache = cache
         self._coherence = coherence

@@ -30,12 +30,7 @@ class Xattrs(Part):
     session has the kernel check ACLs, otherwise there are none."""
 
     def __init__(
-        self,
-        block: Superblock,
-        waits: Waits,
-        status: Callable[[], dict[str, Any]],
-        *,
-        acls: bool,
+        self, block: Superblock, waits: Waits, status: Callable[[], dict[str, Any]], *, acls: bool
     ) -> None:
         super().__init__(block)
         self._waits = waits

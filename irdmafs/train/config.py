@@ -128,12 +128,7 @@ _KINDS: dict[str, type] = {
     "rule": str, "lr": float, "options": Mapping, "sync": str, "clip_norm": float, "keep": int,
     "whole_every": int,
 }  # fmt: skip
-_KIND_NAMES = {
-    str: "text",
-    float: "a number of fp32",
-    int: "a whole number",
-    Mapping: "a table",
-}
+_KIND_NAMES = {str: "text", float: "a number of fp32", int: "a whole number", Mapping: "a table"}
 
 
 def _is(value: object, kind: type) -> bool:

@@ -158,11 +158,7 @@ class Worker:
     # -- push --------------------------------------------------------------------------------------
 
     def push(
-        self,
-        gradients: Mapping[str, object],
-        *,
-        weight: float = 1.0,
-        lr: float | None = None,
+        self, gradients: Mapping[str, object], *, weight: float = 1.0, lr: float | None = None
     ) -> int:
         """Push gradients (or whatever the rule takes) by parameter; return the step. Some may be left out.
 

@@ -132,10 +132,7 @@ def running(size: int, nodes: int, **plan: Any) -> Iterator[tuple[Cluster, Path]
         namespaces=True,
         **plan,
     )
-    with (
-        Cluster(whole) as cluster,
-        huge_page_tmpfs(cluster.directory / "beside", room) as memory,
-    ):
+    with Cluster(whole) as cluster, huge_page_tmpfs(cluster.directory / "beside", room) as memory:
         yield cluster, memory
 
 

@@ -67,10 +67,7 @@ class Names(click.ParamType[tuple[str, ...]]):
         self._known = known
 
     def convert(
-        self,
-        value: str | tuple[str, ...],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
+        self, value: str | tuple[str, ...], param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value

@@ -114,12 +114,7 @@ def measure_round(
 
 
 def measure_link(
-    bits_per_s: float | None,
-    mtu: int,
-    size: int,
-    streams: list[int],
-    rounds: int,
-    prefaulted: bool,
+    bits_per_s: float | None, mtu: int, size: int, streams: list[int], rounds: int, prefaulted: bool
 ) -> list[Rates]:
     """A worker and two store nodes on a host each, with links in a row: worker - node - node."""
     with contextlib.ExitStack() as stack:
@@ -192,13 +187,7 @@ def bits_of(link: str) -> float | None:
 @click.option("--prefaulted", is_flag=True, help="Receive into memory that is there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure of every round.")
 def transport(
-    rounds: int,
-    size_mib: int,
-    streams: str,
-    links: str,
-    mtu: int,
-    prefaulted: bool,
-    as_json: bool,
+    rounds: int, size_mib: int, streams: str, links: str, mtu: int, prefaulted: bool, as_json: bool
 ) -> None:
     """Compare the transport with iperf3, on the same links in the same minute.
 

@@ -296,12 +296,7 @@ def test_status_when_all_is_well(cluster: Cluster) -> None:
     found = cluster.status(0)
     assert found["health"] == "ok"
     assert found["problems"] == []
-    assert found["groups"] == {
-        "total": 2,
-        "unavailable": 0,
-        "degraded": 0,
-        "missing_replicas": {},
-    }
+    assert found["groups"] == {"total": 2, "unavailable": 0, "degraded": 0, "missing_replicas": {}}
     assert [node["groups_primary"] for node in found["nodes"]] == [1, 1]
     assert found["mounts"][0]["mountpoint"] == "/params"
     # From here the nodes cannot be asked; what counts is their leases.

@@ -301,9 +301,7 @@ tensors = st.dictionaries(
 @PROPERTY
 @given(state=tensors, metadata=st.none() | st.dictionaries(st.text(), st.text(), max_size=3))
 def test_safetensors_reads_what_is_published(
-    store: client.Store,
-    state: dict[str, np.ndarray[Any, Any]],
-    metadata: dict[str, str] | None,
+    store: client.Store, state: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None
 ) -> None:
     store.publish_state_dict(state, "some.safetensors", metadata)
     loaded = safetensors.numpy.load_file(os.path.join(store.path, "some.safetensors"))

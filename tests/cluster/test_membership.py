@@ -71,10 +71,7 @@ class Process:
 
 @asynccontextmanager
 async def process(keys: EtcdKeys, node: int = 0) -> AsyncIterator[Process]:
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        trio.open_nursery() as nursery,
-    ):
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         found = Process(engine, node)
         if await engine.get(SETTINGS_KEY) is None:
             await engine.transact((), [Put(SETTINGS_KEY, encode(SETTINGS))])
@@ -126,10 +123,7 @@ async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> 
 
 
 async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) -> None:
-    async with (
-        process(keys) as watcher,
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-    ):
+    async with process(keys) as watcher, EtcdEngine(keys.endpoints, keys.prefix) as engine:
         session = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
         async with trio.open_nursery() as nursery:
             await nursery.start(session.run)
@@ -409,11 +403,7 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
 
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
-    async with (
-        process(keys) as first,
-        process(keys) as second,
-        trio.open_nursery() as nursery,
-    ):
+    async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:
         start = first.replica.applied
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
@@ -746,10 +736,7 @@ async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
     keys: EtcdKeys, kind: bytes
 ) -> None:
     record = MOUNT_RECORD if kind == MOUNT else address(7)
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        trio.open_nursery() as nursery,
-    ):
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         leases = engine.leases = GoneOnceGranted(engine._calls, 0)
         await admit(engine, 7, UP)
         session = Session(engine, kind, record, TTL_S, node=7)

@@ -139,12 +139,7 @@ labels = st.fixed_dictionaries(
     },
 )
 candidates = st.lists(
-    st.builds(
-        Candidate,
-        st.integers(0, 2**63 - 1),
-        st.sampled_from([0.5, 1.0, 1.0, 4.0]),
-        labels,
-    ),
+    st.builds(Candidate, st.integers(0, 2**63 - 1), st.sampled_from([0.5, 1.0, 1.0, 4.0]), labels),
     max_size=10,
     unique_by=lambda candidate: candidate.node,
 )

@@ -704,9 +704,7 @@ def _wait_settled(cluster: Cluster) -> None:
     eventually(settled, "everything is where it should be", 60)
 
 
-def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
-    process: TakeProcess,
-) -> None:
+def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(process: TakeProcess) -> None:
     with Cluster(Plan(nodes=2, store_bytes=512 * MIB)) as cluster:
         one, other = cluster.mounts
         size = 24 * MIB

@@ -73,9 +73,7 @@ def test_a_file_larger_than_everything_is_kept_and_read_by_what_is_in_it(
     (one.path / "d").rmdir()
 
 
-def test_a_file_with_a_hole_in_every_other_page_is_read_as_it_was_written(
-    cluster: Cluster,
-) -> None:
+def test_a_file_with_a_hole_in_every_other_page_is_read_as_it_was_written(cluster: Cluster) -> None:
     one, other = cluster.mounts
     content = bytearray(24 * MIB)
     with (one.path / "comb").open("wb") as file:

@@ -16,14 +16,7 @@ import trio
 from harness.scratch import scratch_directory
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from irdmafs.backend.files.extents import ExtentStore, copy_contents
 from irdmafs.backend.kv.map import Map

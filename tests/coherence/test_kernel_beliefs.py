@@ -400,7 +400,7 @@ def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
 for i in range(100):
     os.path.exists(f"{folder}/{1 - number}-{i}")
     os.unlink(f"{folder}/{number}-{i}")
-""",
+"""
         )
     for worker in workers:
         worker.result(60)

@@ -99,9 +99,7 @@ def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
         assert [path.read_bytes()[5] for path in (here, there)] == [number, number]
 
 
-def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(
-    pair: list[Path],
-) -> None:
+def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(pair: list[Path]) -> None:
     here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(pattern(1, 50_000))
     os.truncate(there, 60_000)

@@ -205,9 +205,7 @@ def test_unmounting_and_mounting_again_keeps_everything(own_mount: Mount) -> Non
     assert comparable(look(own_mount.path)) == comparable(tree.look())
 
 
-def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(
-    own_mount: Mount,
-) -> None:
+def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(own_mount: Mount) -> None:
     old = own_mount.path / "old"
     old.write_bytes(pattern(1, 100_000))
     with Process() as writer:

@@ -11,10 +11,7 @@ from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess
 
-pytestmark = [
-    pytest.mark.beyond_posix,
-    pytest.mark.kernel_session("pyfuse3 does not carry it"),
-]
+pytestmark = [pytest.mark.beyond_posix, pytest.mark.kernel_session("pyfuse3 does not carry it")]
 
 
 def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:

@@ -796,8 +796,7 @@ async def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_ot
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDONLY | O_LARGEFILE],
+    "flags", [os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDONLY | O_LARGEFILE]
 )
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
 async def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets_that_one(

@@ -65,11 +65,7 @@ class EtcdServer(Etcd):
             [Host(f"m{number}", "127.0.0.1") for number in range(members)],
             directory,
             credentials,
-            (
-                "--bcrypt-cost=4",
-                f"--quota-backend-bytes={quota_bytes}",
-                *arguments,
-            ),
+            ("--bcrypt-cost=4", f"--quota-backend-bytes={quota_bytes}", *arguments),
         )
 
     def __enter__(self) -> Self:

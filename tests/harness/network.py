@@ -252,9 +252,7 @@ class Namespaces(Network):
         self._configure(here, f"link add {device} type veth peer name {peer} netns {there}")
         for namespace, device, address in ends:
             self._configure(
-                namespace,
-                f"addr add {address}/24 dev {device}",
-                f"link set {device} mtu {mtu} up",
+                namespace, f"addr add {address}/24 dev {device}", f"link set {device} mtu {mtu} up"
             )
             _shape(namespace, device, bits_per_s)
         return replace(one, address=ends[0][2]), replace(other, address=ends[1][2])

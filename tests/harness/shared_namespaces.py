@@ -101,11 +101,7 @@ class HostNamespace(Namespace):
 
 @asynccontextmanager
 async def host(
-    keys: EtcdKeys,
-    hub: type[Replica] = Replica,
-    *,
-    maker: int = 0,
-    claims: Claims | None = None,
+    keys: EtcdKeys, hub: type[Replica] = Replica, *, maker: int = 0, claims: Claims | None = None
 ) -> AsyncIterator[HostNamespace]:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         namespace = HostNamespace(engine, hub, maker=maker, claims=claims)

@@ -163,12 +163,7 @@ class Cluster:
     """Store nodes by their ids. Use `cluster()`."""
 
     def __init__(
-        self,
-        keys: EtcdKeys,
-        directory: str,
-        nursery: trio.Nursery,
-        buckets: int,
-        ttl_s: int,
+        self, keys: EtcdKeys, directory: str, nursery: trio.Nursery, buckets: int, ttl_s: int
     ) -> None:
         self.keys = keys
         self.settings = Settings(1, "test", 2, buckets, 0, ttl_s)

@@ -210,10 +210,7 @@ async def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
 async def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
     keys: EtcdKeys,
 ) -> None:
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        trio.open_nursery() as nursery,
-    ):
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         consumer = Recorded()
         replica = Replica(engine, (consumer,))
         await replica.start(nursery)
@@ -313,10 +310,7 @@ async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(keys:
 
 
 async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: EtcdKeys) -> None:
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        trio.open_nursery() as nursery,
-    ):
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         replica = Replica(engine, (), timeout_s=0.1)
         await replica.start(nursery)
         assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"

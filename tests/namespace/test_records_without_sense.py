@@ -153,9 +153,7 @@ def test_a_refused_name_counts_when_its_reason_has_gone() -> None:
 
 
 @given(st.lists(records(), max_size=20))
-def test_what_is_there_at_the_start_is_a_tree(
-    found: list[tuple[bytes, bytes | None]],
-) -> None:
+def test_what_is_there_at_the_start_is_a_tree(found: list[tuple[bytes, bytes | None]]) -> None:
     present = dict(map(directory, (2, 3, 4)))
     present |= {key: value for key, value in found if value is not None}
     check(loaded((present | dict([directory(ROOT_INO)])).items()))

@@ -23,10 +23,7 @@ HERE, THERE = 11, 22
 
 @asynccontextmanager
 async def two(keys: EtcdKeys) -> AsyncIterator[tuple[HostNamespace, HostNamespace]]:
-    async with (
-        host(keys, maker=HERE) as here,
-        host(keys, maker=THERE) as there,
-    ):
+    async with host(keys, maker=HERE) as here, host(keys, maker=THERE) as there:
         yield here, there
 
 

@@ -346,9 +346,7 @@ def test_a_restart_frees_what_nothing_can_name_and_keeps_the_rest(world: World) 
     assert not world.has(pending)
 
 
-def test_what_was_superseded_while_the_node_was_down_is_not_taken_for_pending(
-    world: World,
-) -> None:
+def test_what_was_superseded_while_the_node_was_down_is_not_taken_for_pending(world: World) -> None:
     content = world.session(5) << 24
     world.keep(content + 1)
     world.name(9, content + 1, 100, one_stripe())

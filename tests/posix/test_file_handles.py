@@ -68,9 +68,7 @@ def test_a_handle_of_a_directory_leads_there(mount: Mount, folder: Path) -> None
         os.close(fd)
 
 
-def test_handles_outlive_the_daemon_and_never_lead_to_another_file(
-    own_mount: Mount,
-) -> None:
+def test_handles_outlive_the_daemon_and_never_lead_to_another_file(own_mount: Mount) -> None:
     directory, file, gone = (
         own_mount.path / "dir",
         own_mount.path / "dir" / "file",

@@ -34,11 +34,7 @@ def write(file: Path, version: int, size: int) -> None:
 
 
 # Overwriting a file leaves its readers alone only with us.
-EVERY_WAY = [
-    pytest.param("truncate", marks=pytest.mark.beyond_posix),
-    "rename",
-    "unlink",
-]
+EVERY_WAY = [pytest.param("truncate", marks=pytest.mark.beyond_posix), "rename", "unlink"]
 
 
 @pytest.mark.parametrize("how", EVERY_WAY)

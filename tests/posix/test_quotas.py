@@ -147,8 +147,7 @@ def test_a_file_without_a_name_is_charged_when_it_gets_one(folder: Path) -> None
 
 
 def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
-    folder: Path,
-    file: Path,
+    folder: Path, file: Path
 ) -> None:
     limit(folder, size="1M")
     file.write_bytes(b"before" * 10000)

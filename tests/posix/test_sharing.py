@@ -152,8 +152,7 @@ def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile
 
 
 def test_a_writer_in_place_whose_version_is_replaced_on_the_same_host_closes_last_and_wins(
-    folder: Path,
-    file: Path,
+    folder: Path, file: Path
 ) -> None:
     reader = os.open(file, os.O_RDONLY | os.O_CREAT)
     replaces = os.open(file, os.O_RDWR | os.O_TRUNC)

@@ -94,9 +94,7 @@ def test_a_reader_changes_nothing(reader: ClusterMount) -> None:
     assert (reader.path / "models/small").read_bytes() == b"s"
 
 
-def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(
-    made: Cluster,
-) -> None:
+def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(made: Cluster) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting anew takes root")
     forced = made.add_mount(certificate="reader")

@@ -607,9 +607,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
 
 StoreAgainstModel.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStoreAgainstModel = StoreAgainstModel.TestCase

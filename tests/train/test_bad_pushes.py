@@ -83,8 +83,7 @@ def test_worker_misses_its_push_that_was_removed_before_it_was_planned(run: Path
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [("stranger@1", "not one of the workers"), ("w@1000", "too far ahead")],
+    ("name", "reason"), [("stranger@1", "not one of the workers"), ("w@1000", "too far ahead")]
 )
 def test_push_that_got_its_name_by_renaming_is_refused_as_well(
     run: Path, shards: int, name: str, reason: str

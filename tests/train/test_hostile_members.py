@@ -339,10 +339,7 @@ ODD = (b'"', b"{", b"[", b"-1", b"1e9", b"9" * 21, b"\\ud800", b"null", b"NaN")
 @given(
     st.integers(0, 2),
     st.lists(
-        st.tuples(
-            st.integers(0, 1000),
-            st.binary(min_size=1, max_size=8) | st.sampled_from(ODD),
-        ),
+        st.tuples(st.integers(0, 1000), st.binary(min_size=1, max_size=8) | st.sampled_from(ODD)),
         max_size=4,
     ),
     st.none() | st.integers(0, 5000),

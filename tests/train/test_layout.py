@@ -7,8 +7,7 @@ from irdmafs.train.layout import ALIGN, Parameter, cut
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 300), max_size=2), min_size=1, max_size=8),
-    st.integers(1, 6),
+    st.lists(st.lists(st.integers(0, 300), max_size=2), min_size=1, max_size=8), st.integers(1, 6)
 )
 def test_cut_covers_every_element_once(shapes: list[list[int]], shards: int) -> None:
     parameters = [

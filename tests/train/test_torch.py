@@ -140,10 +140,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 RULES: dict[str, tuple[dict[str, float | bool], Callable[[Any], Any]]] = {
-    "sgd": (
-        {"momentum": 0.9},
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    ),
+    "sgd": ({"momentum": 0.9}, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)),
     "adamw": (
         {"weight_decay": 0.1},
         lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
@@ -371,10 +368,7 @@ def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path
     begin_training(folder, model, config, shards=2)
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     expected = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    with (
-        reducing(folder),
-        DiLoCo(inner, folder, name="worker", timeout_s=TIMEOUT_S) as optimizer,
-    ):
+    with reducing(folder), DiLoCo(inner, folder, name="worker", timeout_s=TIMEOUT_S) as optimizer:
         for step in range(STEPS):
             for one, which in ((model, optimizer), (alone, expected)):
                 which.zero_grad()

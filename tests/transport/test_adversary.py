@@ -33,13 +33,7 @@ from test_strangers import (
 )
 
 from irdmafs.backend.model.records import NodeAddress
-from irdmafs.backend.transport import (
-    Extent,
-    FileRange,
-    Target,
-    Unreachable,
-    messages,
-)
+from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable, messages
 from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -252,10 +246,7 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
 
 @pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
 async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    caplog: pytest.LogCaptureFixture,
-    place: int,
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     content = random_bytes(3 * MiB)
     async with attacked(memory, certificates, 2) as (cluster, relay, peers):

@@ -477,10 +477,7 @@ async def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
         address = ["127.0.0.1", silent.getsockname()[1], 1]
         (memory / "addresses").mkdir()
         (memory / "addresses" / "1").write_text(json.dumps(address))
-        async with (
-            mounted(memory, timeout_s=patience_s) as peers,
-            trio.open_nursery() as nursery,
-        ):
+        async with mounted(memory, timeout_s=patience_s) as peers, trio.open_nursery() as nursery:
 
             async def ping() -> None:
                 with pytest.raises(Unreachable):

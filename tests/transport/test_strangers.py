@@ -318,10 +318,7 @@ async def test_who_does_not_fit_is_told_why(
 
 @pytest.mark.parametrize("who", ["foreign", "nobody", "plain node"])
 async def test_those_who_will_never_be_let_in_are_told_so(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    caplog: pytest.LogCaptureFixture,
-    who: str,
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
     """Each side says which side is configured how; and waiting is of no use."""
     node, theirs = certificates["node"], certificates.get(who)

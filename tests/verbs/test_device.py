@@ -102,9 +102,7 @@ def test_mount_beside_the_device_passes_reads_and_writes_through(port: rdma.Port
         assert not {"READ", "WRITE"} & set(requests), requests
 
 
-def test_cluster_beside_the_device_shows_each_host_what_another_published(
-    port: rdma.Port,
-) -> None:
+def test_cluster_beside_the_device_shows_each_host_what_another_published(port: rdma.Port) -> None:
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, mounts=2, lease_ttl_s=20)
     with Cluster(plan, links=rdma.IN_GUEST) as cluster:

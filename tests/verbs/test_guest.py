@@ -17,10 +17,7 @@ from harness.mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")]
 
 
 @pytest.fixture

@@ -373,9 +373,7 @@ class Claims:
     # -- giving up ---------------------------------------------------------------------------------
 
     async def run(
-        self,
-        store: Callable[[int], Awaitable[None]],
-        store_deferred: Callable[[], Awaitable[None]],
+        self, store: Callable[[int], Awaitable[None]], store_deferred: Callable[[], Awaitable[None]]
     ) -> None:
         """Give up the claims that others want, and idle ones; share those of directories that others
         follow. `store(directory)` stores what this mount keeps to itself in a directory."""

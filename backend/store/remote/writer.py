@@ -18,15 +18,7 @@ from ...kv import Compare
 from ...model.groups import has_still
 from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
-from ...transport import (
-    Distrusted,
-    Extent,
-    Fenced,
-    FileRange,
-    Target,
-    Unreachable,
-    nothing_landed,
-)
+from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe

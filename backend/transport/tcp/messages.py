@@ -28,7 +28,4 @@ class Granted(Answer, tag=24):
 MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
 
 # The rights to requests on data connections.
-RIGHTS: Mapping[Op, Row] = {
-    Op.READ: (ANY, ANY, ANY, NONE),
-    Op.WRITE: (ANY, OWN, NONE, NONE),
-}
+RIGHTS: Mapping[Op, Row] = {Op.READ: (ANY, ANY, ANY, NONE), Op.WRITE: (ANY, OWN, NONE, NONE)}

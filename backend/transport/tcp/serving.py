@@ -11,12 +11,7 @@ from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
 from ..mover import Connection, Host, Serving
 from ..rights import Peer
-from .channel import (
-    AuthenticatedChannel,
-    Channel,
-    EncryptedChannel,
-    Lost,
-)
+from .channel import AuthenticatedChannel, Channel, EncryptedChannel, Lost
 from .data import Data
 from .tickets import Guest, Office
 from .transfers import Transfers

@@ -37,13 +37,7 @@ class TcpWay(Way):
 
     name = "tcp"
 
-    def __init__(
-        self,
-        link: Link,
-        streams: int,
-        encrypt: bool,
-        places: trio.Semaphore,
-    ) -> None:
+    def __init__(self, link: Link, streams: int, encrypt: bool, places: trio.Semaphore) -> None:
         self.pool = Pool(link, encrypt, places)
         self._link = link
         self._streams = streams

@@ -203,10 +203,7 @@ def memlock_obstacle() -> Obstacle:
 
 
 def choose(
-    devices: list[Device],
-    local: str,
-    device: str | None = None,
-    gid_index: int | None = None,
+    devices: list[Device], local: str, device: str | None = None, gid_index: int | None = None
 ) -> Route:
     """Return the route that this host's address `local` belongs to: the GID that stands for it, or the port
     whose network interface has it (InfiniBand). Hardware comes before software, RoCE v2 before v1.

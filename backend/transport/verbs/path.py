@@ -66,11 +66,7 @@ class Path:
     stages: bool
 
     async def read(
-        self,
-        extent: Extent,
-        start: int,
-        into: FileRange,
-        landed: Landed = nothing_landed,
+        self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length

@@ -154,11 +154,7 @@ class Staging:
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(
-        self,
-        pair: QueuePair,
-        remote: Remote,
-        into: FileRange,
-        landed: Landed = nothing_landed,
+        self, pair: QueuePair, remote: Remote, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Read from the peer's memory into a range of a file. `make` comes first. Raises OSError,
         Broken."""

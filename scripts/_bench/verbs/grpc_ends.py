@@ -18,10 +18,7 @@ from ..rpc import serve_rpc
 from ..workers import serve_jobs
 from .jobs import Kept
 
-_OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-)
+_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 _SERVICE = "bench"
 _THREADS = 4
 _READY_S = 20.0

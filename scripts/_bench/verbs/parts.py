@@ -373,10 +373,7 @@ class Bench:
         """A model's tensors in one region, and in one each."""
         wanted = registration.tensors(self.scale.tensors)
         registrar = registration.Registrar(self.way.device, self.cluster.directory, wanted)
-        kinds = {
-            "one region for the file": registrar.whole,
-            "one for each tensor": registrar.each,
-        }
+        kinds = {"one region for the file": registrar.whole, "one for each tensor": registrar.each}
         found: dict[str, list[registration.Registered]] = {kind: [] for kind in kinds}
         with registrar.opened():
             for round_ in range(self.scale.rounds):

@@ -27,9 +27,7 @@ from irdmafs.backend.namespace import (
     NewVersion,
     fail,
 )
-from irdmafs.backend.namespace import (
-    Tree as NamespaceTree,
-)
+from irdmafs.backend.namespace import Tree as NamespaceTree
 
 Result = TypeVar("Result")
 Tree = dict[bytes, tuple[Any, ...]]
@@ -493,9 +491,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             thing.mode = stat.S_IFMT(thing.mode) | changes.get("mode", stat.S_IMODE(thing.mode))
 
         inode = self.both(
-            lambda: self.namespace.set_attributes(thing.ino, **changes),
-            expected,
-            full=full,
+            lambda: self.namespace.set_attributes(thing.ino, **changes), expected, full=full
         )
         assert inode is not None
         assert {key: getattr(inode, key) for key in times} == times
