@@ -64,9 +64,10 @@ for n in range(files):
     os.close(fd)
 """
     look = "[os.stat(f'{d}/{n}').st_atime_ns for n in range(files)]"
-    reader.do(read + look, files=FILES, d=str(folder / "d"))
     # An open that empties a file is answered when all that were released are.
-    reader.do("for _ in range(2): open(f'{d}/emptied', 'wb').close()", d=str(folder / "d"))
+    released = "for _ in range(2): open(f'{d}/emptied', 'wb').close()"
+    for step in (read, released, look):
+        reader.do(step, files=FILES, d=str(folder / "d"))
     # What the kernel knows is no request: a name that is new to it is.
     again = "for n in range(files): os.rename(f'{d}/{n}', f'{d}/_{n}'); os.stat(f'{d}/_{n}')"
     with mount.requests() as asked:
