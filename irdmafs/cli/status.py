@@ -9,10 +9,9 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict
 
 import click
-import msgspec
 
 from ..backend.model.sizes import human_bytes
 from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
@@ -85,18 +84,20 @@ def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any
     return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
 
 
-class _Parts(msgspec.Struct):
+class _Parts(TypedDict, total=False):
     """The parts of a report that are no figures. Who sends others is a foreign filesystem of the same
     name."""
 
-    warnings: list[str] = []
-    quotas: list[dict[str, Any]] = []
-    requests: dict[str, Any] = {}
-    errors: dict[str, Any] = {}
-    cluster: dict[str, Any] | None = None
+    warnings: list[str]
+    quotas: list[dict[str, Any]]
+    requests: dict[str, Any]
+    errors: dict[str, Any]
+    cluster: dict[str, Any] | None
 
 
 def _as_dict(text: bytes) -> dict[str, Any]:
+    import msgspec
+
     try:
         msgspec.json.decode(text, type=_Parts)
         return msgspec.json.decode(text, type=dict[str, Any])
