@@ -136,16 +136,15 @@ class Deferred:
             self._many.set()
 
     def concerns(self, commit: Commit) -> bool:
-        """Return whether a commit cannot be stored before what is deferred is."""
+        """Return whether a commit cannot be stored with what is deferred: it changes the same. If the
+        outcome of that were not known, what was deferred would be stored again, over the commit."""
         if self.is_empty:
             return False
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
         keys = [name_key(parent, name) for parent, name, _ in commit.names]
-        keys += [inode_key(one.ino) for one in (*commit.gone, *commit.fixed)]
-        if any(key in self._waiting or key in self._under_way for key in keys):
-            return True
-        return any(inode_key(inode.ino) in self._under_way for inode in commit.inodes)
+        keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
+        return any(key in self._waiting or key in self._under_way for key in keys)
 
     def _is_ahead_of(self, event: Event) -> bool:
         """Return whether the tree has a later state of a record than an event."""
@@ -216,8 +215,7 @@ class Deferred:
         self, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
         """Apply operations if conditions hold, and return the revision of that. What was deferred before
-        this call is stored before, or in the same transaction, where the claims guard the records of both.
-        Raises Conflict, OSError."""
+        this call is stored before, or in the same transaction. Raises Conflict, OSError."""
         newest = self.count
         if not self.is_empty:
             async with self._storing:
@@ -226,8 +224,7 @@ class Deferred:
                     some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
                     is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
                     if is_room and len(some.changes) == len(earlier) and not self._not_held():
-                        others = [one for one in conditions if one[0] not in some.operations]
-                        return await self._send(some, others, operations)
+                        return await self._send(some, conditions, operations)
                     await self._store_some()
         return await self._engine.transact(conditions, operations)
 
