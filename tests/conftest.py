@@ -378,13 +378,13 @@ def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path
 
 @pytest.fixture
 def here(pair: list[Path]) -> Path:
-    """That directory, as the first of the hosts sees it."""
+    """Return the directory of `pair` as the first host sees it."""
     return pair[0]
 
 
 @pytest.fixture
 def there(pair: list[Path]) -> Path:
-    """That directory, as the second of the hosts sees it."""
+    """Return the directory of `pair` as the second host sees it."""
     return pair[1]
 
 

@@ -65,6 +65,6 @@ class Claims(Protocol):
         self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
         """Give what a transaction compares and changes besides, so that this mount has the claims of
-        directories that it changes often, or makes, and none of those that it removes. It is carried out
-        meanwhile. Raises Conflict if the claims are refused."""
+        directories that it changes often, or makes, and of none that it removes. The block carries the
+        transaction out. Raises Conflict if the claims are refused."""
         ...

@@ -99,10 +99,11 @@ def _as_dict(text: bytes) -> dict[str, Any]:
     import msgspec
 
     try:
-        msgspec.json.decode(text, type=_Parts)
-        return msgspec.json.decode(text, type=dict[str, Any])
+        found = msgspec.json.decode(text, type=dict[str, Any])
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    msgspec.convert(found, _Parts)
+    return found
 
 
 def report(mount: Mount) -> MountReport:

@@ -355,7 +355,7 @@ async def test_a_full_store_refuses_and_keeps_what_it_has(small_tmpfs: Path, pla
         assert caught.value.errno == errno.ENOSPC
         assert node.extents() == {Extent(kept, 0)}
         assert not list((node.store / "incoming").iterdir())
-        # What is overwritten makes room for what comes, however soon that is.
+        # A version that was replaced frees its room for the next one, however soon that comes.
         for _ in range(8):
             newest = await writer.publish(b"kept", bytes(7 << 20))
         await writer.until(lambda: node.extents() == {Extent(newest, 0)})
