@@ -20,8 +20,8 @@ The rules:
    puts the locks really held. After a second without others it may become sole again.
 4. Nothing is granted under a growth before this host knows everything published up to its revision,
    and the file written in place shows it.
-5. No lock for writing is given up before the bytes are published, or the holder was told that they
-   are not.
+5. No lock for writing is given up before the bytes are published and changes of names are stored, or
+   the holder was told that they are not.
 6. Nothing is granted when the session is over by the host's own clock, which is before etcd removes
    its entries. Bytes are published in the session they were written in, or the publish finds that
    its process lost a lock.
@@ -228,6 +228,11 @@ class HostLocks(Protocol):
 
     async def test(self, ino: int, claim: Claim) -> Claim | None:
         """Return the claim of another host that conflicts with a lock. Raises OSError ETIMEDOUT."""
+        ...
+
+    async def store_names(self) -> None:
+        """Return when no change of names or attributes is deferred any more that was answered before this
+        call: another host may lock next. Raises OSError."""
         ...
 
     def shrunk(self, ino: int) -> None:

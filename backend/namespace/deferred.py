@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from ...inline import detach
 from ..kv import Compare, Conflict, Delete, Event, Put
 from ..model.records import CLAIM, claim_key
 from ..pauses import Pauses
@@ -191,6 +192,7 @@ class Deferred:
         newest = self.count
         if self.is_empty:
             return
+        await detach()
         async with self._storing:
             while self._changes and self._changes[0].number <= newest:
                 await self._store_some()
@@ -286,7 +288,7 @@ class Deferred:
         self._stored_s = trio.current_time()
         for key in some.operations:
             if key in self._waiting:
-                self._before[key] = revision
+                self._before[key] = revision if isinstance(stored[key], Put) else 0
             else:
                 self._before.pop(key, None)
         return revision

@@ -150,11 +150,7 @@ class Locking(LockHolder):
         self, table: LockTable, ino: int, owner: int, lock: Lock, *, closing: bool = False
     ) -> None:
         shared = self._shared
-        if (
-            shared is None
-            or not table.holds(ino, owner)
-            or (shared.is_alone(ino) and not self._contents.is_changed_in_place(ino))
-        ):
+        if shared is None or not table.holds(ino, owner):
             table.acquire(ino, owner, lock)
             return
         try:
@@ -184,15 +180,16 @@ class Locking(LockHolder):
         closing: bool = False,
         any_signal: bool = False,
     ) -> None:
-        """Publish what was written in place before an owner gives up locks for writing: others may lock
-        the file next. Raises OSError if that fails. While this host is alone, a store through a mapping
-        that no time shows waits until another host asks for a lock."""
-        if table.writes(ino, owner, lock) and (
-            self._contents.is_changed_in_place(ino) or not shared.is_alone(ino)
-        ):
+        """Publish what was written in place before an owner gives up locks for writing, and have changes of
+        names stored: others may lock the file next. Raises OSError if that fails. While this host is alone,
+        a store through a mapping that no time shows waits until another host asks for a lock."""
+        if not table.writes(ino, owner, lock):
+            return
+        if self._contents.is_changed_in_place(ino) or not shared.is_alone(ino):
             await detach(any_signal=any_signal)
             with self.publishing(ino, lock.pid):
                 await self._contents.publish_in_place(ino, begun=not closing)
+        await shared.store_names()
 
     def _refuse(self) -> None:
         if self._scope == "refuse":
@@ -246,6 +243,8 @@ class Locking(LockHolder):
         try:
             try:
                 yield
+                if owners and self._shared is not None:
+                    await self._shared.store_names()
             finally:
                 self._drop_lockers(owners, ino)
                 if self.flocks.holds(ino, fh):

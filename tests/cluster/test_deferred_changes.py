@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import pytest
 import trio
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
-from harness.mountpoint import eventually
+from harness.mountpoint import can_be_opened, eventually
 from harness.seeds import seeded
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -162,7 +164,7 @@ def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
     if is_empty:
         (here / "file").unlink()
         there.rmdir()
-        assert not here.exists()
+        assert not can_be_opened(here)
     else:
         with pytest.raises(OSError) as caught:
             there.rmdir()
@@ -247,6 +249,43 @@ def test_what_was_changed_before_it_survives(
         os.close(fd)
     holder.kill9()
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
+
+
+CHANGE_UNDER_A_LOCK = """
+import fcntl, os, sys
+fd = os.open("lock", os.O_RDWR)
+getattr(fcntl, sys.argv[1])(fd, fcntl.LOCK_EX)
+os.unlink("old")
+os.chmod("changed", 0o600)
+if sys.argv[2] == "unlock":
+    getattr(fcntl, sys.argv[1])(fd, fcntl.LOCK_UN)
+elif sys.argv[2] == "share":
+    getattr(fcntl, sys.argv[1])(fd, fcntl.LOCK_SH)
+else:
+    os.close(fd)
+os.write(1, b"given up")
+"""
+
+
+@pytest.mark.parametrize("kind", ["lockf", "flock"])
+@pytest.mark.parametrize("by", ["unlock", "share", "close"])
+def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
+    apart: tuple[ClusterMount, Path, Path], kind: str, by: str
+) -> None:
+    """As SQLite removes its journal, and unlocks the database."""
+    holder, here, there = apart
+    for name in ("lock", "old", "changed"):
+        (here / name).write_bytes(b"content")
+    claim_exclusively(holder, here)
+    before = deferred(holder)
+    command = [sys.executable, "-c", CHANGE_UNDER_A_LOCK, kind, by]
+    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.read(8) == b"given up"
+        assert deferred(holder) > before
+        holder.kill9()
+    assert sorted(os.listdir(there)) == ["changed", "lock"]
+    assert stat.S_IMODE((there / "changed").stat().st_mode) == 0o600
 
 
 def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(

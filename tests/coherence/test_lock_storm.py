@@ -152,7 +152,9 @@ class Storm:
             )
             kind = self._rng.choice(list(faults))
             host = self._rng.randrange(len(self._programs))
+            began = time.monotonic_ns()
             faults[kind](self._cluster.mounts[host], self._programs[host])
+            print(f"{began} to {time.monotonic_ns()}: {kind}, host {host}")
             happened[kind] += 1
 
     def _stop(self, mount: ClusterMount, _: Programs) -> None:
@@ -188,6 +190,13 @@ def test_no_acknowledged_increment_is_lost_or_counted_twice(tmp_path: Path) -> N
         for name, counter in lock_counters.COUNTERS.items():
             numbers = [line.number for line in lines if line.name == name and line.number]
             twice = [number for number, times in Counter(numbers).items() if times > 1]
+            said_twice = sorted(
+                (line.began, place, line)
+                for place, program in enumerate(said)
+                for line in program
+                if line.name == name and line.number in twice
+            )
+            print(*said_twice, sep="\n")
             assert not twice, f"seed {seed}: {name}"
             for mount in cluster.mounts:
                 last = counter.look(mount.path / name)

@@ -45,6 +45,16 @@ def irdmafs(
     return forks.run(words, launcher, timeout_s=COMMAND_TIMEOUT_S)
 
 
+def can_be_opened(path: Path) -> bool:
+    """Return whether a path leads to something. stat(2) may see for a moment what another host removed, an
+    open does not (docs/cluster.md)."""
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
     """Return the only line that a failed command printed, without the name of the command."""
     assert (done.returncode, done.stdout) == (code, ""), done

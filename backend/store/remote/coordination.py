@@ -79,9 +79,6 @@ class Coordination:
             faults=faults,
             history=History(engine, self.session, faults),
         )
-        self.locks = SharedLocks(
-            engine, self.replica, self.session, self.members, entries, nursery, timeout_s,
-        )  # fmt: skip
         self.leases = Leases(
             engine, self.replica, tree, self.members, self.session, nursery,
             self.changes.mount_listeners,
@@ -101,6 +98,9 @@ class Coordination:
         assert deferred is not None, "it has claims"
         self.deferred = deferred
         self.namespace = Namespace(tree, self._committer)
+        self.locks = SharedLocks(
+            engine, self.replica, self.session, self.members, entries, nursery, timeout_s, deferred.store,
+        )  # fmt: skip
 
     @property
     def settings(self) -> Settings:

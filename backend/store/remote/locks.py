@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -91,12 +91,14 @@ class SharedLocks:
         entries: LockEntries,
         nursery: trio.Nursery,
         timeout_s: float,
+        store_names: Callable[[], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._replica = replica
         self._session = session
         self._members = members
         self._entries = entries
+        self._store_names = store_names
         self._timeout_s = timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
@@ -209,6 +211,9 @@ class SharedLocks:
             state.wanting.remove(claim)
             if state.mine.wanted:
                 self._settle_soon(ino, state)
+
+    async def store_names(self) -> None:
+        await self._store_names()
 
     def shrunk(self, ino: int) -> None:
         """Note that processes gave locks back, and that what they wrote under them is published."""
