@@ -34,7 +34,7 @@ Entries of dead hosts end with their leases, which wakes the hosts that wait; no
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from fcntl import F_RDLCK, F_WRLCK
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -49,7 +49,6 @@ __all__ = [
     "POSIX",
     "Claim",
     "Entry",
-    "HostLocks",
     "LockHolder",
     "entry_key",
     "guard_key",
@@ -200,45 +199,3 @@ class LockHolder(ABC):
     def check_publishing(self, ino: int) -> None:
         """Check a content that was begun in a lost session and is about to be published in a new one. Raise
         OSError if it must not be."""
-
-
-class HostLocks(Protocol):
-    """The locks that all hosts share, and what this host may grant of them (see remote.locks)."""
-
-    # The tables of the locks that processes of this host hold.
-    holders: list[LockHolder]
-
-    def grants(self, ino: int, claim: Claim, since: float) -> bool:
-        """Return whether a lock may be granted now, as far as other hosts are concerned, to a request
-        that was made at `since` (time.monotonic(), seconds)."""
-        ...
-
-    def is_alone(self, ino: int) -> bool:
-        """Return whether no other host can lock the inode before this one has come down."""
-        ...
-
-    async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
-        """Return when `grants` is true for a request that need not let others go first (`since` 0); it
-        stays so until the caller waits for something.
-
-        Raises BlockingIOError if a conflicting lock is held elsewhere and `wait` is false, OSError
-        ETIMEDOUT, ENOLCK.
-        """
-        ...
-
-    async def test(self, ino: int, claim: Claim) -> Claim | None:
-        """Return the claim of another host that conflicts with a lock. Raises OSError ETIMEDOUT."""
-        ...
-
-    async def store_names(self) -> None:
-        """Return when no change of names or attributes is deferred any more that was answered before this
-        call: another host may lock next. Raises OSError."""
-        ...
-
-    def shrunk(self, ino: int) -> None:
-        """Note that processes released locks, after what they wrote under them was published."""
-        ...
-
-    async def shrink(self, ino: int) -> None:
-        """Do the same, and return when etcd has it, if etcd can be reached now."""
-        ...

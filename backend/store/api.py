@@ -1,12 +1,14 @@
 """The interface between a mount and its store, which is this host's own or a cluster's."""
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..files.extents import ExtentStore
-from ..model.lock_claims import HostLocks
 from ..model.records import ContentId, Layout
 from ..namespace import Inode, Namespace, NewVersion
+
+if TYPE_CHECKING:
+    from .remote.locks import SharedLocks
 
 __all__ = ["Freshness", "Store", "StoreListener"]
 
@@ -75,7 +77,7 @@ class Store(Protocol):
     size_max: int
 
     @property
-    def locks(self) -> HostLocks | None:
+    def locks(self) -> "SharedLocks | None":
         """Return the locks that other hosts see, too; None where there are no others."""
 
     @property

@@ -199,6 +199,30 @@ class Publisher:
             with self._host.held(content):
                 await self._publish_so_far(content)
 
+    async def set_aside(self, ino: int) -> None:
+        """Keep what was written in place and not published in a file beside it, and show the newest
+        version: it was written by a process that had lost its lock. Raises OSError."""
+        content = self._table.current.get(ino)
+        if content is None or not content.state.writable:
+            return
+        with self._host.held(content):
+            await detach()
+            async with content.locked():
+                if not content.state.writable or not self._changes.is_written(content, surely=True):
+                    return
+                status = self._table.stat(content)
+                extent, shape = await self._copy(content)
+                version = NewVersion.of_file(ino, extent, shape, status.st_mtime_ns)
+                try:
+                    name = await self._store.save_aside(version)
+                except BaseException:
+                    self._store.extents.free(extent)
+                    raise
+                where = self._store.namespace.describe(ino)
+                log.warning("%s: what was written when the lock was lost is in %s", where, name)
+                content.be_set_aside(stamp_of(status))
+                await self._in_place.show_after_conflict(content)
+
     async def show_newest(self, ino: int) -> None:
         """Show the newest version, before a lock of the file is granted.
 

@@ -39,10 +39,12 @@ class Lock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """The locks that one owner holds on an inode. No byte is in both sets."""
+    """The locks that one owner holds on an inode. No byte is in both sets. `lost`: other hosts do not heed
+    them, those of this host still do."""
 
     uid: int
     pid: int = 0
+    lost: bool = False
     reads: Ranges = field(default_factory=Ranges)
     writes: Ranges = field(default_factory=Ranges)
 
@@ -160,24 +162,36 @@ class LockTable:
         return held is not None and held.writes.count(lock.start, lock.end) > 0
 
     def held(self, ino: int) -> Iterator[Lock]:
-        """Yield all locks on an inode."""
+        """Yield all locks on an inode that are not lost."""
         inode = self.inodes.get(ino)
         for owner in inode.owners.values() if inode is not None else ():
+            if owner.lost:
+                continue
             for kind, ranges in ((F_RDLCK, owner.reads), (F_WRLCK, owner.writes)):
                 for start, end in ranges:
                     yield Lock(kind, start, end, owner.pid, owner.uid)
 
-    def clear(self) -> dict[int, list[tuple[int, int]]]:
-        """Remove every lock; return (owner, pid) of those who had some, by inode."""
-        had = {
-            ino: [(owner, held.pid) for owner, held in inode.owners.items()]
-            for ino, inode in self.inodes.items()
-            if inode.owners
-        }
-        for ino, owners in had.items():
-            for owner, _ in owners:
+    def lose(self) -> Iterator[tuple[int, int, bool]]:
+        """Mark every lock as lost. Yield the inode and the process of each owner's, and whether some were
+        for writing."""
+        for ino, inode in self.inodes.items():
+            for held in inode.owners.values():
+                if not held.lost:
+                    held.lost = True
+                    yield ino, held.pid, bool(held.writes)
+
+    def is_lost(self, ino: int, owner: int) -> bool:
+        """Return whether an owner had locks on the inode, and lost them."""
+        inode = self.inodes.get(ino)
+        held = inode.owners.get(owner) if inode is not None else None
+        return held is not None and held.lost
+
+    def release_lost(self, ino: int, pid: int) -> None:
+        """Remove the locks on an inode that a process lost."""
+        inode = self.inodes.get(ino)
+        for owner, held in list(inode.owners.items()) if inode is not None else ():
+            if held.lost and held.pid == pid:
                 self.release_owner(ino, owner)
-        return had
 
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
         """Return a lock of somebody else that `lock` would have to wait for."""
@@ -230,8 +244,11 @@ class LockTable:
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
         _validate(lock)
         inode = self.inodes.get(ino)
-        if inode is not None and lock.type != F_UNLCK and inode.conflicts(owner, lock):
-            return False
+        if inode is not None and lock.type != F_UNLCK:
+            if inode.conflicts(owner, lock):
+                return False
+            if self.is_lost(ino, owner):
+                self.release_owner(ino, owner)
         self._set(ino, owner, lock)
         return True
 
@@ -309,24 +326,14 @@ class LockTable:
 
 
 class FlockTable(LockTable):
-    """BSD locks: F_RDLCK is LOCK_SH, F_WRLCK is LOCK_EX, on the whole file whatever the range says.
+    """BSD locks: F_RDLCK is LOCK_SH, F_WRLCK is LOCK_EX, and the range is the whole file.
 
     The owner stands for an open file description. A conversion gives the old lock up first and may
     then block or fail without it, as flock(2) does on Linux: two shared holders that both want to
     be exclusive do not wait for each other for ever. Deadlocks are not detected.
     """
 
-    def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
-        return super().test(ino, owner, _whole_file(lock))
-
-    def blockers(self, ino: int, owner: int, lock: Lock) -> set[int]:
-        return super().blockers(ino, owner, _whole_file(lock))
-
-    async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
-        await super().wait_free(ino, owner, _whole_file(lock))
-
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
-        lock = _whole_file(lock)
         inode = self.inodes.get(ino)
         held = inode.owners.get(owner) if inode is not None else None
         if held is not None and bool(held.writes) != (lock.type == F_WRLCK):
@@ -335,10 +342,6 @@ class FlockTable(LockTable):
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
         return False
-
-
-def _whole_file(lock: Lock) -> Lock:
-    return lock._replace(start=0, end=LAST_BYTE)
 
 
 def _validate(lock: Lock) -> None:

@@ -13,16 +13,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from fcntl import F_RDLCK, F_UNLCK
+from typing import TYPE_CHECKING
 
 import trio
 
-from ..backend.model.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
+from ..backend.model.lock_claims import FLOCK, POSIX, Claim, LockHolder
 from ..callers.processes import ids_of
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.publishing import Publisher
 from ..inline import detach
 from ..mount_options import LockScope
 from .lock_tables import LAST_BYTE, FlockTable, Lock, LockTable
+
+if TYPE_CHECKING:
+    from ..backend.store.remote.locks import SharedLocks
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class Locking(LockHolder):
     def __init__(
         self,
         scope: LockScope,
-        shared: HostLocks | None,
+        shared: "SharedLocks | None",
         contents: Publisher,
         kernel: KernelCache,
         describe: Callable[[int], str],
@@ -51,8 +55,8 @@ class Locking(LockHolder):
         self.lockers: dict[int, set[int]] = {}
         # Handles that are being released, whose flock(2) locks end with them, and what tells of the end.
         self._leaving: dict[int, trio.Event] = {}
-        # Processes that do not know yet that they lost locks: on which inodes.
-        self._lost: dict[int, set[int]] = {}
+        # Processes that do not know yet that they lost locks: on which inodes, and whether for writing.
+        self._lost: dict[int, dict[int, bool]] = {}
         self._publishing: dict[int, list[int]] = {}  # inode -> processes
         if self._shared is not None:
             self._shared.holders.append(self)
@@ -86,15 +90,15 @@ class Locking(LockHolder):
             try:
                 await self._unlock(table, ino, owner, lock)
             except OSError:
-                self.told(lock.pid, ino)
+                await self._told(lock.pid, ino)
                 raise
-            self.tell_lost(lock.pid, ino)
+            await self._tell_lost(lock.pid, ino)
             return
-        self.tell_lost(lock.pid, ino)
         self._refuse()
         if not flock:
             self.lockers.setdefault(fh, set()).add(owner)
         if self._shared is not None:
+            await self._tell_lost(lock.pid, ino)
             await self._lock_shared(self._shared, table, ino, owner, lock, wait=wait)
             return
         while True:
@@ -113,7 +117,14 @@ class Locking(LockHolder):
         return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving.keys()
 
     async def _lock_shared(
-        self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
+        self,
+        shared: "SharedLocks",
+        table: LockTable,
+        ino: int,
+        owner: int,
+        lock: Lock,
+        *,
+        wait: bool,
     ) -> None:
         since = turn = time.monotonic()
         claim = _claim(table, lock)
@@ -121,6 +132,8 @@ class Locking(LockHolder):
         if lock.type == F_RDLCK:
             await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
         while True:
+            if self._lost:
+                await self._tell_lost(lock.pid, ino)  # maybe while it waited
             if shared.grants(ino, claim, turn):
                 try:
                     table.acquire(ino, owner, lock)
@@ -153,6 +166,12 @@ class Locking(LockHolder):
         if shared is None or not table.holds(ino, owner):
             table.acquire(ino, owner, lock)
             return
+        if table.is_lost(ino, owner):
+            try:
+                await self._tell_lost(lock.pid, ino)
+            finally:
+                table.acquire(ino, owner, lock)
+            return
         try:
             await self._publish_written(shared, table, ino, owner, lock, closing=closing)
         except OSError:
@@ -162,7 +181,7 @@ class Locking(LockHolder):
         await self._give_up(shared, table, ino, owner, lock)
 
     async def _give_up(
-        self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock
+        self, shared: "SharedLocks", table: LockTable, ino: int, owner: int, lock: Lock
     ) -> None:
         table.acquire(ino, owner, lock)
         if not shared.is_alone(ino):
@@ -171,7 +190,7 @@ class Locking(LockHolder):
 
     async def _publish_written(
         self,
-        shared: HostLocks,
+        shared: "SharedLocks",
         table: LockTable,
         ino: int,
         owner: int,
@@ -215,16 +234,15 @@ class Locking(LockHolder):
             owners.discard(owner)
             if not owners:
                 del self.lockers[fh]
+        if not published:
+            await self._told(pid, ino)
         if self.posix.holds(ino, owner):
             all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, pid)
             if published or self._shared is None:
                 await self._unlock(self.posix, ino, owner, all_of_it, closing=True)
             else:
                 await self._give_up(self._shared, self.posix, ino, owner, all_of_it)
-        if published:
-            self.tell_lost(pid, ino)
-        else:
-            self.told(pid, ino)
+        await self._tell_lost(pid, ino)
 
     def _drop_lockers(self, owners: Iterable[int], ino: int) -> None:
         """Drop the POSIX locks that were taken through a handle and are left at its release: read locks of
@@ -239,16 +257,17 @@ class Locking(LockHolder):
         """Give up the locks of a handle whose last descriptor is closed, after what was written through
         it is published."""
         owners = self.lockers.pop(fh, ())
+        all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
         self._leaving[fh] = trio.Event()
         try:
             try:
                 yield
-                if owners and self._shared is not None:
+                writes = any(self.posix.writes(ino, owner, all_of_it) for owner in owners)
+                if writes and self._shared is not None:
                     await self._shared.store_names()
             finally:
                 self._drop_lockers(owners, ino)
                 if self.flocks.holds(ino, fh):
-                    all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
                     await self._unlock(self.flocks, ino, fh, all_of_it, closing=True)
         finally:
             self._leaving.pop(fh).set()
@@ -277,40 +296,49 @@ class Locking(LockHolder):
 
     def lost(self) -> None:
         """Note that the session is over: other hosts may have taken locks that processes here believe to
-        hold."""
+        hold. Here they go on to exclude others until their processes have been told: these may write."""
         if self._shared is None:
             return
         for table in (self.posix, self.flocks):
-            for ino, owners in table.clear().items():
-                pids = {pid for _, pid in owners}
+            for ino, pid, writes in table.lose():
                 log.error(
-                    "%s: the locks of process %s are lost with the session: what it writes is not "
+                    "%s: the locks of process %d are lost with the session: what it writes is not "
                     "published until it has closed, unlocked or locked the file",
-                    self._describe(ino), ", ".join(map(str, sorted(pids))),
+                    self._describe(ino), pid,
                 )  # fmt: skip
-                for pid in pids:
-                    self._lost.setdefault(pid, set()).add(ino)
+                inodes = self._lost.setdefault(pid, {})
+                inodes[ino] = writes or inodes.get(ino, False)
         for pid in [pid for pid in self._lost if not os.path.exists(f"/proc/{pid}")]:
             del self._lost[pid]
 
-    def tell_lost(self, pid: int, ino: int) -> None:
+    async def _tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
-        if self.told(pid, ino):
+        if self._lost and await self._told(pid, ino):
             raise OSError(
                 errno.EIO, "the lock was lost when the mount was cut off from its cluster"
             )
 
-    def told(self, pid: int, ino: int) -> bool:
+    async def _told(self, pid: int, ino: int) -> bool:
         """Note that a process gets an error when it locks, unlocks or closes a file. Return whether it had
-        lost a lock of the file and was not told before."""
+        lost a lock of the file and was not told before. Then what it may have written since is set aside,
+        and others on this host get locks again."""
         if not self._lost:
             return False
-        inodes = self._lost.get(_process_of(pid))
-        if inodes is None or ino not in inodes:
+        pid = _process_of(pid)
+        inodes = self._lost.get(pid, {})
+        if ino not in inodes:
             return False
-        inodes.discard(ino)
+        writes = inodes.pop(ino)
         if not inodes:
-            del self._lost[_process_of(pid)]
+            del self._lost[pid]
+        try:
+            if writes:
+                await self._contents.set_aside(ino)
+        except OSError as error:
+            log.error("%s: what was written without its lock stays: %s", self._describe(ino), error)
+        finally:
+            for table in (self.posix, self.flocks):
+                table.release_lost(ino, pid)
         return True
 
     def check(self, pid: int) -> None:

@@ -503,6 +503,59 @@ def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
     assert sorted(os.listdir(other.path)) == ["count"]
 
 
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+@pytest.mark.parametrize("shown", [False, True], ids=["", "opened meanwhile"])
+def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
+    failing: Cluster, lock: str, *, shown: bool
+) -> None:
+    """As SQLite does, which puts back what was there before when it cannot commit."""
+    one, other = failing.mounts
+    (one.path / "count").write_text("0")
+    add = ADD_IN_PLACE.replace("lockf", lock)
+    with Process() as loser, Process() as next_one, Process() as there:
+        for process, mount in ((loser, one), (next_one, one), (there, other)):
+            _opened(process, mount.path, "count")
+        assert next_one.do(add) == 1
+        loser.do(f"fcntl.{lock}(fd, fcntl.LOCK_EX); os.pread(fd, 20, 0)")
+        if not shown:
+            loser.do("os.pwrite(fd, b'2', 0)")
+        one.pause()
+        there.start(add)
+        assert there.result(30) == 2
+        assert [there.do(add) for _ in range(3)] == [3, 4, 5]
+        one.resume()
+        if shown:
+            eventually(
+                lambda: (one.path / "count").read_text() == "5", "it shows what others wrote"
+            )
+        next_one.start(add)
+        assert not next_one.finished(NEVER_S), "whoever lost its lock may still write"
+        assert loser.do("failure(lambda: os.fsync(fd))") == (0 if shown else errno.EIO)
+        loser.do("os.pwrite(fd, b'1', 0)")
+        assert loser.do(f"failure(lambda: fcntl.{lock}(fd, fcntl.LOCK_UN))") == errno.EIO
+        assert next_one.result(30) == 6
+        assert [process.do(add) for process in (loser, there, next_one)] == [7, 8, 9]
+    (aside,) = (name for name in os.listdir(other.path) if "conflict" in name)
+    assert (other.path / aside).read_text() == "1"
+
+
+def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(failing: Cluster) -> None:
+    one, other = failing.mounts
+    (one.path / "count").write_text("0" * 20)
+    with Process() as loser, Process() as there:
+        for process, mount in ((loser, one), (there, other)):
+            _opened(process, mount.path, "count")
+        loser.do("fcntl.lockf(fd, fcntl.LOCK_SH, 1, 0)")
+        there.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10)")
+        loser.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10))")
+        assert not loser.finished(NEVER_S)
+        failing.isolate(one)
+        there.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'1', 0)")
+        failing.heal_all()
+        there.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
+        assert loser.result(30) == errno.EIO
+
+
 def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster) -> None:
     one, other = failing.mounts
     (one.path / "count").write_text("0")
@@ -517,7 +570,6 @@ def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster
         failing.heal_all()
         assert here.result(60) == errno.EIO
         assert there.do(ADD_IN_PLACE) == 2
-        assert here.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ESTALE
         assert here.do(ADD_IN_PLACE) == 3
     (aside,) = (name for name in os.listdir(other.path) if "conflict" in name)
     assert (other.path / aside).read_text() == "9"

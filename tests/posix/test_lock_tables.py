@@ -148,14 +148,6 @@ def test_nonsense_is_refused(lock: Lock) -> None:
     assert not table.inodes
 
 
-def test_a_flock_covers_the_whole_file_whatever_range_is_given() -> None:
-    table = FlockTable()
-    table.acquire(INO, 1, write(5, 4))
-    assert table.test(INO, 2, read(100, 100)) == write()
-    table.acquire(INO, 1, unlock(3, 3))
-    assert not table.inodes
-
-
 def test_a_user_has_a_limited_number_of_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LOCKS_OF_USER_MAX > 1000
     monkeypatch.setattr("irdmafs.posix.lock_tables.LOCKS_OF_USER_MAX", 3)

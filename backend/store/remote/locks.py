@@ -80,7 +80,7 @@ class _Inode:
 
 class SharedLocks:
     """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
-    after `timeout_s`."""
+    after `timeout_s`. `store_names` stores what is deferred."""
 
     def __init__(
         self,
@@ -213,6 +213,7 @@ class SharedLocks:
                 self._settle_soon(ino, state)
 
     async def store_names(self) -> None:
+        """Return when etcd has all changes of names that were answered before. Raises OSError."""
         await self._store_names()
 
     def shrunk(self, ino: int) -> None:
