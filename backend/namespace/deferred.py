@@ -2,9 +2,11 @@
 
 In a directory of which the mount has an exclusive claim nobody else looks or changes anything
 (store/remote/claims.py). So some changes there are answered as soon as the tree has them: a name of a file
-without a version, a removed name, attributes. Whoever looks into the directory first has what was deferred
-stored. So does fsync, of any file or directory. Changes are stored in their order, one that is not deferred
-together with those before it: if this mount dies, those that are lost are the last ones.
+without a version, a removed name, attributes of a file, a directory made or removed. Whoever looks into the
+directory first has what was deferred stored. So do fsync, of any file or directory, and giving up a lock
+for writing. Changes are stored in their order, one that is not deferred together with those before it: if
+this mount dies, those that are lost are the last ones. Nothing is put into a new directory before that is
+stored; with it comes its claim.
 
 A transaction of deferred changes compares nothing but the claims. If this mount has lost one, with its
 session for example, the transaction compares the records that it changes: so nothing is lost unless another
@@ -16,13 +18,14 @@ import errno
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from itertools import takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Delete, Event, Put
+from ..kv import Compare, Conflict, Delete, Empty, Event, Exists, Put
 from ..model.records import CLAIM, claim_key
 from ..pauses import Pauses
 from .commit import Commit
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 
 # etcd takes 127 operations and as many compares in a transaction. Some compare the claims of directories.
 _OPERATIONS_MAX = 100
+_LOST_OPERATIONS_MAX = 60
 _DIRECTORIES_MAX = 20
 _COMPARES_MAX = 127
 # The first of several changes waits so long for others.
@@ -54,11 +58,12 @@ _TOLD_MAX = 10
 
 class _Change(NamedTuple):
     """`claims` has the directories that it concerns, with the revisions of their claims when it was
-    deferred."""
+    deferred; one of them is `removed`, or none (0)."""
 
     number: int
     operations: Sequence[Put | Delete]
     claims: dict[int, int]
+    removed: int
 
 
 class _Some(NamedTuple):
@@ -129,7 +134,8 @@ class Deferred:
         self._tree.keep(commit)
         self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
-        change = _Change(self.count, changes, claims)
+        removed = next((one.ino for one in commit.gone if one.is_dir), 0)
+        change = _Change(self.count, changes, claims, removed)
         self._changes.append(change)
         self._waiting.update(operation.key for operation in change.operations)
         self._first.set()
@@ -137,13 +143,16 @@ class Deferred:
             self._many.set()
 
     def concerns(self, commit: Commit) -> bool:
-        """Return whether a commit cannot be stored with what is deferred: it changes the same. If the
-        outcome of that were not known, what was deferred would be stored again, over the commit."""
+        """Return whether a commit cannot be stored with what is deferred: it changes the same, or needs a
+        directory that is not stored yet. If the outcome of that were not known, what was deferred would be
+        stored again, over the commit."""
         if self.is_empty:
             return False
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
         keys = [name_key(parent, name) for parent, name, _ in commit.names]
+        keys += [inode_key(parent) for parent, _, _ in commit.names]
+        keys += map(inode_key, commit.within)
         keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
         return any(key in self._waiting or key in self._under_way for key in keys)
 
@@ -235,10 +244,12 @@ class Deferred:
         lost = self._not_held()
         for directory in self._claims.of_others({one for change in lost for one in change.claims}):
             await self._claims.recall(directory)
-        some = self._first_of(lost or self._changes, _OPERATIONS_MAX)
-        conditions = [(key, self._before[key]) for key in some.operations if key in self._before]
+        if lost:
+            some, conditions = self._first_of_lost(lost)
+        else:
+            some, conditions = self._first_of(self._changes, _OPERATIONS_MAX), []
         try:
-            revision = await self._send(some, conditions if lost else (), ())
+            revision = await self._send(some, conditions, ())
         except Conflict as conflict:
             await self._hub.barrier()  # the claims are known then
             if not conflict.key.startswith(CLAIM):
@@ -287,10 +298,10 @@ class Deferred:
         self._under_way = {}
         self._stored_s = trio.current_time()
         for key in some.operations:
-            if key in self._waiting:
-                self._before[key] = revision if isinstance(stored[key], Put) else 0
-            else:
+            if key not in self._waiting:
                 self._before.pop(key, None)
+            elif key in self._before:
+                self._before[key] = revision if isinstance(stored[key], Put) else 0
         return revision
 
     def _remove(self, changes: Sequence[_Change]) -> None:
@@ -310,6 +321,19 @@ class Deferred:
             for change in self._changes
             if any(revision(directory) != held for directory, held in change.claims.items())
         ]
+
+    def _first_of_lost(self, lost: Sequence[_Change]) -> tuple[_Some, list[Compare]]:
+        """Return the first of these changes, without claims, and what is to be so that they undo nothing of
+        others. A directory is removed apart: it has to be empty before."""
+        together = [*takewhile(lambda change: not change.removed, lost)] or lost[:1]
+        some = self._first_of(together, _LOST_OPERATIONS_MAX)
+        for key in [key for key in some.operations if key.startswith(CLAIM)]:
+            del some.operations[key]
+        conditions: list[Compare] = [Exists(inode_key(one)) for one in some.claims]
+        conditions += [(key, self._before[key]) for key in some.operations if key in self._before]
+        if removed := together[0].removed:
+            conditions.append(Empty(name_key(removed, b""), name_key(removed + 1, b"")))
+        return some, conditions
 
     def _lose(self, lost: Sequence[_Change]) -> None:
         """Give up changes: another mount has changed the same."""

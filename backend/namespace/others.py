@@ -61,6 +61,14 @@ class Claims(Protocol):
         """Return when no other mount has deferred changes in the directory."""
         ...
 
+    def making(self, directory: int) -> list[Put]:
+        """Return what is stored with a directory that this mount makes, so that it has the claim of it."""
+        ...
+
+    def removing(self, directory: int) -> list[Delete]:
+        """Return what is stored with the removal of a directory of which this mount has the claim."""
+        ...
+
     def taking(
         self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:

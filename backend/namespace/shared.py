@@ -267,11 +267,12 @@ class SharedCommitter:
         claims, deferred = self._claims, self.deferred
         if claims is None or deferred is None or not (commit.may_wait and deferred.has_room):
             return False
-        if any(inode.is_dir or inode.more for inode in (*commit.inodes, *commit.gone)) or any(
-            inode.maker for inode in commit.inodes
+        if any(inode.more for inode in (*commit.inodes, *commit.gone)) or any(
+            inode.maker or (inode.is_dir and inode is not commit.new) for inode in commit.inodes
         ):
             return False
-        directories = _has_files_in(commit)
+        removed = [inode.ino for inode in commit.gone if inode.is_dir]
+        directories = _has_files_in(commit).union(removed)
         quotas = self._tree.quotas
         if (
             not directories
@@ -283,6 +284,10 @@ class SharedCommitter:
         changes = operations(commit)
         if any(one.key in self._under_way for one in changes) or any(map(_is_large, changes)):
             return False
+        if commit.new is not None and commit.new.is_dir:
+            changes += claims.making(commit.new.ino)
+        for directory in removed:
+            changes += claims.removing(directory)
         deferred.add(commit, changes, directories)
         return True
 

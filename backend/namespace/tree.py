@@ -360,7 +360,7 @@ class Tree(Names):
         if known is not None:
             inode.parent, inode.name, inode.more = known.parent, known.name, known.more
         if inode.is_dir:
-            inode.nlink = known.nlink if known is not None else 2
+            inode.nlink = (known.nlink if known is not None else 0) or 2
             touched = self.records.get(time_key(ino))
             if touched is not None:
                 inode.mtime_ns = time_ns = time_of(touched)

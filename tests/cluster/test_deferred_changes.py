@@ -64,6 +64,76 @@ def test_a_version_or_a_rename_takes_what_was_deferred_along(
         assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (number, 0o600)
 
 
+def test_directories_are_made_and_removed_many_at_a_time(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    claim_exclusively(hosts[0], here)
+    before = counters(hosts[0])["transactions"]
+    for number in range(FILES):
+        (here / f"{number}").mkdir()
+    assert here.stat().st_nlink == FILES + 2
+    made = counters(hosts[0])["transactions"]
+    assert made - before < FILES / 5
+    for number in range(0, FILES, 2):
+        (here / f"{number}").rmdir()
+    assert counters(hosts[0])["transactions"] - made < FILES / 5
+    assert here.stat().st_nlink == FILES // 2 + 2
+    assert sorted(os.listdir(there)) == sorted(f"{number}" for number in range(1, FILES, 2))
+
+
+def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    (here / "file").write_bytes(b"content")
+    claim_exclusively(hosts[0], here)
+    for name in ("moved", "linked", "nested", "made", "set"):
+        (here / name).mkdir()
+    (here / "file").rename(here / "moved/file")
+    os.link(here / "moved/file", here / "linked/file")
+    (here / "nested/folder").mkdir()
+    (here / "nested/folder/file").write_bytes(b"content")
+    (here / "nested").rename(here / "made/nested")
+    os.close(os.open(here / "made/empty", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    (here / "set").chmod(0o2700)
+    os.setxattr(here / "set", "user.note", b"set")
+    os.utime(here / "set", (1, 2))
+    expected = ["linked/file", "made/empty", "made/nested/folder/file", "moved/file"]
+    for folder in (here, there):
+        found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        assert sorted(found) == expected
+        assert (folder / "made/nested/folder/file").read_bytes() == b"content"
+        was_set = (folder / "set").stat()
+        assert (stat.S_IMODE(was_set.st_mode), was_set.st_mtime) == (0o2700, 2)
+        assert os.getxattr(folder / "set", "user.note") == b"set"
+
+
+def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_removed(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    here, there = pair
+    claim_exclusively(hosts[0], here)
+    before = deferred(hosts[0])
+    (here / "made").mkdir()
+    (here / "removed").mkdir()
+    assert deferred(hosts[0]) == before + 2
+    (there / "made/file").write_bytes(b"content")
+    assert (here / "made/file").read_bytes() == b"content"
+    with pytest.raises(FileExistsError):
+        (there / "removed").mkdir()
+    inside = os.open(there / "removed", os.O_RDONLY | os.O_DIRECTORY)
+    claim_exclusively(hosts[0], here)
+    (here / "removed").rmdir()
+    assert os.listdir(inside) == []
+    with pytest.raises(FileNotFoundError):
+        os.mkdir("folder", dir_fd=inside)
+    with pytest.raises(FileNotFoundError):
+        os.stat(there / "removed")
+    (there / "removed").mkdir()
+    os.close(inside)
+
+
 def scan(path: Path) -> os.stat_result:
     found = {entry.name: entry for entry in list(os.scandir(path.parent))}
     if path.name not in found:
@@ -336,6 +406,57 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     claim_exclusively(holder, here)
     (here / "new").touch()
     assert (there / "new").exists()
+
+
+def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
+    apart: tuple[ClusterMount, Path, Path],
+) -> None:
+    holder, here, there = apart
+    for name in ("used", "unused"):
+        (here / name).mkdir()
+    claim_exclusively(holder, here)
+    for name in ("used", "unused"):
+        claim_exclusively(holder, here / name)
+    for name in ("used", "unused"):
+        (here / name).rmdir()
+    (here / "made").mkdir()
+    holder.pause()
+    (there / "used/file").write_bytes(b"content")
+    holder.resume()
+    eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
+    for folder in (here, there):
+        eventually(lambda: (folder / "used/file").exists(), "the tree is right")  # noqa: B023
+        assert (folder / "used/file").read_bytes() == b"content"
+        assert (folder / "used").stat().st_nlink == 2
+    fd = os.open(here, os.O_RDONLY)
+    with pytest.raises(OSError) as caught:
+        os.fsync(fd)
+    assert caught.value.errno == errno.EIO
+    os.close(fd)
+    (here / "used/file").unlink()
+    (here / "used").rmdir()
+
+
+def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
+    apart: tuple[ClusterMount, Path, Path],
+) -> None:
+    holder, here, there = apart
+    for number in range(30):
+        (here / f"old{number}").mkdir()
+    claim_exclusively(holder, here)
+    for number in range(30):
+        (here / f"new{number}").mkdir()
+        (here / f"old{number}").rmdir()
+    holder.pause()
+    assert len(os.listdir(there)) in range(30, 60)
+    (there / "other").touch()
+    holder.resume()
+    expected = sorted(["other", *(f"new{number}" for number in range(30))])
+    eventually(lambda: sorted(os.listdir(there)) == expected, "all are stored")
+    assert sorted(os.listdir(here)) == expected
+    assert "are lost" not in holder.log.read_text()
+    (here / "new0/file").write_bytes(b"content")
+    assert (there / "new0/file").read_bytes() == b"content"
 
 
 def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more(

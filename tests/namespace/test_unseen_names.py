@@ -161,6 +161,12 @@ class AllClaimed:
 
     look = recall
 
+    def making(self, directory: int) -> list[Put]:
+        return []
+
+    def removing(self, directory: int) -> list[Delete]:
+        return []
+
     def taking(
         self, *directories: Iterable[int]
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:

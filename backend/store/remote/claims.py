@@ -71,8 +71,9 @@ class _Claim(NamedTuple):
     revision: int
 
 
-def _value(lease: int, exclusive: bool) -> bytes:
-    return lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
+def _claim(directory: int, lease: int, *, exclusive: bool) -> Put:
+    value = lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
+    return Put(claim_key(directory), value, lease)
 
 
 class ClaimEntries:
@@ -167,6 +168,8 @@ class Claims:
         self._taking: set[int] = set()
         self._ending: set[int] = set()
         self._sharing: set[int] = set()
+        # Directories that this mount has removed, and of which it may still have the claim.
+        self._removed: set[int] = set()
         # Sessions whose mounts did not answer, and until when they are not waited for.
         self._late: dict[int, float] = {}
         # The leases under which this mount took its newest claim, was refused one, and under which others
@@ -225,7 +228,7 @@ class Claims:
             conditions.append(self._session.compare())
         ours = [one for one in removed if self.revision(one)]
         changes: list[Put | Delete] = [Delete(claim_key(one)) for one in ours]
-        changes += [Put(claim_key(one), _value(lease, one in exclusive), lease) for one in taken]
+        changes += [_claim(one, lease, exclusive=one in exclusive) for one in taken]
         self._taking.update(taken, ours)
         try:
             yield conditions, changes
@@ -244,6 +247,13 @@ class Claims:
             self._taking.difference_update(taken, ours)
             if not self._entries.touched.isdisjoint(taken):
                 self._entries.changed.unpark_all()  # somebody may want one already
+
+    def making(self, directory: int) -> list[Put]:
+        return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
+
+    def removing(self, directory: int) -> list[Delete]:
+        self._removed.add(directory)
+        return [Delete(claim_key(directory))]
 
     def _may_take(self) -> bool:
         return (
@@ -392,17 +402,18 @@ class Claims:
                 if directory in self._ending or directory in self._taking:
                     entries.touched.add(directory)
                     continue
-                wanted = directory in self._entries.wishes
-                used = self._used.get(directory, now)
                 if not self.revision(directory):
-                    # The session has ended, or others deleted the claim: they may take the names.
-                    if self._used.pop(directory, None):
+                    is_removed = directory in self._removed
+                    self._removed.discard(directory)
+                    # Else the session has ended, or others deleted the claim: they may take the names.
+                    if self._used.pop(directory, None) and not is_removed:
                         if self._claimed_under == self._session.lease:
                             self._doubted = self._session.lease
                             self._doubted_until = now + _DOUBTED_S
                         self._nursery.start_soon(self._attempt, store, directory)
                     continue
-                if wanted:
+                used = self._used.setdefault(directory, now)
+                if directory in self._entries.wishes:
                     self._rests.begin(directory)
                     self._start_giving_up(store, [directory])
                 elif now - used > _IDLE_S or self._is_doubted():
@@ -453,9 +464,8 @@ class Claims:
         try:
             await store_deferred()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
-            lease = self._session.lease
-            put = Put(claim_key(directory), _value(lease, False), lease)
-            await self._replica.wait_applied(await self._engine.transact(conditions, [put]))
+            claim = _claim(directory, self._session.lease, exclusive=False)
+            await self._replica.wait_applied(await self._engine.transact(conditions, [claim]))
         except Conflict as conflict:
             log.debug("the claim of directory %d has gone: %s", directory, conflict)
         except OSError as error:

@@ -37,6 +37,8 @@ class Freshness:
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
+        if inode.is_dir and not inode.revision:
+            return True  # it was made here, and is not stored yet
         directories = self._directories_of(inode)
         return (
             bool(directories)
