@@ -3,10 +3,9 @@
 In a directory of which the mount has an exclusive claim nobody else looks or changes anything
 (store/remote/claims.py). So some changes there are answered as soon as the tree has them: a name of a file
 without a version, a removed name, attributes of a file, a directory made or removed. Whoever looks into the
-directory first has what was deferred stored. So do fsync, of any file or directory, and giving up a lock
-for writing. Changes are stored in their order, one that is not deferred together with those before it: if
-this mount dies, those that are lost are the last ones. Nothing is put into a new directory before that is
-stored; with it comes its claim.
+directory first has what was deferred stored. So do fsync of anything, and giving up a lock for writing.
+Changes are stored in their order, one that is not deferred together with those before it: if this mount
+dies, those that are lost are the last ones. A new directory is stored before anything is put into it.
 
 A transaction of deferred changes compares nothing but the claims. If this mount has lost one, with its
 session for example, the transaction compares the records that it changes: so nothing is lost unless another

@@ -403,14 +403,13 @@ class Claims:
                     entries.touched.add(directory)
                     continue
                 if not self.revision(directory):
-                    is_removed = directory in self._removed
-                    self._removed.discard(directory)
-                    # Else the session has ended, or others deleted the claim: they may take the names.
-                    if self._used.pop(directory, None) and not is_removed:
+                    # The session has ended, or others deleted the claim: they may take the names.
+                    if self._used.pop(directory, None) and directory not in self._removed:
                         if self._claimed_under == self._session.lease:
                             self._doubted = self._session.lease
                             self._doubted_until = now + _DOUBTED_S
                         self._nursery.start_soon(self._attempt, store, directory)
+                    self._removed.discard(directory)
                     continue
                 used = self._used.setdefault(directory, now)
                 if directory in self._entries.wishes:
