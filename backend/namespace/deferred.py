@@ -181,15 +181,15 @@ class Deferred:
                 await self._many.wait()
             try:
                 async with self._storing:
+                    if self._lost_keys:
+                        await self._take_back()
                     if self._changes:
                         await self._store_some()
                 pauses.begin_anew()
             except OSError as error:
                 log.warning("%d changes are not stored yet: %s", len(self._changes), error)
                 await pauses.wait()
-            if self._lost_keys:
-                await self._take_back()
-            if not self._changes:
+            if not (self._changes or self._lost_keys):
                 self._first = trio.Event()
             if len(self._waiting) < _OPERATIONS_MAX:
                 self._many = trio.Event()
@@ -204,6 +204,12 @@ class Deferred:
         async with self._storing:
             while self._changes and self._changes[0].number <= newest:
                 await self._store_some()
+
+    async def settle(self) -> None:
+        """Return when the tree shows what others have changed in directories whose claims are lost. Raises
+        OSError."""
+        if self._not_held():
+            await self.store()
 
     async def flush(self) -> None:
         """Store everything that was deferred before this call. Raises OSError EIO once if some of it, or of
@@ -253,6 +259,7 @@ class Deferred:
             await self._hub.barrier()  # the claims are known then
             if not conflict.key.startswith(CLAIM):
                 self._lose([one for one in lost if not some.claims.isdisjoint(one.claims)])
+                await self._take_back()
         else:
             if lost:
                 await self._after_commit((*some.claims,), revision)
@@ -346,7 +353,6 @@ class Deferred:
         text = f"{len(lost)} changes in {where} are lost: they were cut off, and others changed the same"
         log.error("%s", text)
         self._lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
-        self._first.set()
 
     async def _take_back(self) -> None:
         """Have the tree as it is without what was lost."""

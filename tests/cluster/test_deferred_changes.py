@@ -408,6 +408,30 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     assert (there / "new").exists()
 
 
+def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
+    apart: tuple[ClusterMount, Path, Path],
+) -> None:
+    holder, here, there = apart
+    (here / "name").write_bytes(b"content")
+    (here / "folder").mkdir()
+    for directory in (here, here / "folder"):
+        claim_exclusively(holder, directory)
+    (here / "name").unlink()
+    (here / "folder/new").touch()
+    holder.pause()
+    (there / "name").write_bytes(b"of the other")
+    (there / "folder").rmdir()
+    holder.resume()
+    assert (here / "name").read_bytes() == b"of the other"
+    assert not can_be_opened(here / "folder")
+    for folder in (here, there):
+        assert os.listdir(folder) == ["name"]
+    with pytest.raises(OSError) as caught:
+        (here / "folder").mkdir()
+    assert caught.value.errno == errno.EIO
+    (here / "folder").mkdir()
+
+
 def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
     apart: tuple[ClusterMount, Path, Path],
 ) -> None:

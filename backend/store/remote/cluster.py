@@ -38,6 +38,7 @@ class Cluster:
         self.namespace = coordination.namespace
         self.leases = coordination.leases
         self.claims = coordination.claims
+        self.deferred = coordination.deferred
         self.peers = peers
         self.nursery = nursery
         self.small_bytes = mount.small_file

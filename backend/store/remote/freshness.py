@@ -34,6 +34,7 @@ class Freshness:
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
+        self._deferred = cluster.deferred
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
@@ -78,6 +79,7 @@ class Freshness:
             await self._barrier_and_content(inode)
         else:
             await self._replica.barrier()
+        await self._deferred.settle()
         directories = self._directories_of(inode)
         for directory in self._claims.exclusive_of_others(directories):
             await self._claims.look(directory)
