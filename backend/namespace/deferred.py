@@ -94,9 +94,10 @@ class Deferred:
         self._changes: deque[_Change] = deque()
         self.count = 0
         # How many changes put or delete a key, of those that are not being stored; and what is being
-        # stored, by key.
+        # stored, by key, and the changes.
         self._waiting: Counter[bytes] = Counter()
         self._under_way: dict[bytes, bytes | None] = {}
+        self._sent: list[_Change] = []
         # The revisions of names and inodes before deferred changes; 0: there was none.
         self._before: dict[bytes, int] = {}
         self._stored_s = 0.0  # when everything was stored, or the last changes were
@@ -106,6 +107,7 @@ class Deferred:
         # records, until the tree is right again.
         self._lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
+        self._is_settling = False  # it is being found out whether changes are lost
         self._is_running = False
         tree.is_ahead_of = self._is_ahead_of
 
@@ -208,8 +210,10 @@ class Deferred:
     async def settle(self) -> None:
         """Return when the tree shows what others have changed in directories whose claims are lost. Raises
         OSError."""
-        if self._not_held():
-            await self.store()
+        if self._is_settling or self._not_held():
+            async with self._storing:
+                while self._not_held():
+                    await self._store_some()
 
     async def flush(self) -> None:
         """Store everything that was deferred before this call. Raises OSError EIO once if some of it, or of
@@ -246,23 +250,17 @@ class Deferred:
 
     async def _store_some(self) -> None:
         """Store the first changes: those whose claims are lost, if there are such."""
-        lost = self._not_held()
-        for directory in self._claims.of_others({one for change in lost for one in change.claims}):
-            await self._claims.recall(directory)
-        if lost:
-            some, conditions = self._first_of_lost(lost)
-        else:
-            some, conditions = self._first_of(self._changes, _OPERATIONS_MAX), []
+        if lost := self._not_held():
+            self._is_settling = True
+            try:
+                await self._settle(lost)
+            finally:
+                self._is_settling = False
+            return
         try:
-            revision = await self._send(some, conditions, ())
-        except Conflict as conflict:
+            await self._send(self._first_of(self._changes, _OPERATIONS_MAX), (), ())
+        except Conflict:
             await self._hub.barrier()  # the claims are known then
-            if not conflict.key.startswith(CLAIM):
-                self._lose([one for one in lost if not some.claims.isdisjoint(one.claims)])
-                await self._take_back()
-        else:
-            if lost:
-                await self._after_commit((*some.claims,), revision)
 
     def _first_of(self, changes: Collection[_Change], operations_max: int) -> _Some:
         """Return the first changes, as many as a transaction takes, at least one."""
@@ -291,17 +289,18 @@ class Deferred:
         stored = some.operations | {operation.key: operation for operation in operations}
         self._remove(some.changes)
         self._under_way = {key: _value_of(stored[key]) for key in some.operations}
+        self._sent = some.changes
         try:
             revision = await self._engine.transact(compares, [*stored.values()])
             await self._hub.wait_applied(revision)
         except BaseException:
             # It may have been applied. It is tried again, and finds that, or its claims.
-            self._under_way = {}
+            self._under_way, self._sent = {}, []
             self._changes = deque(sorted((*some.changes, *self._changes), key=itemgetter(0)))
             for change in some.changes:
                 self._waiting.update(operation.key for operation in change.operations)
             raise
-        self._under_way = {}
+        self._under_way, self._sent = {}, []
         self._stored_s = trio.current_time()
         for key in some.operations:
             if key not in self._waiting:
@@ -324,9 +323,24 @@ class Deferred:
         revision = self._claims.revision
         return [
             change
-            for change in self._changes
+            for change in (*self._sent, *self._changes)
             if any(revision(directory) != held for directory, held in change.claims.items())
         ]
+
+    async def _settle(self, lost: Sequence[_Change]) -> None:
+        """Store the first of these changes, whose claims are lost, or give them up."""
+        for directory in self._claims.of_others({one for change in lost for one in change.claims}):
+            await self._claims.recall(directory)
+        some, conditions = self._first_of_lost(lost)
+        try:
+            revision = await self._send(some, conditions, ())
+        except Conflict as conflict:
+            await self._hub.barrier()
+            if not conflict.key.startswith(CLAIM):
+                self._lose([one for one in lost if not some.claims.isdisjoint(one.claims)])
+                await self._take_back()
+        else:
+            await self._after_commit((*some.claims,), revision)
 
     def _first_of_lost(self, lost: Sequence[_Change]) -> tuple[_Some, list[Compare]]:
         """Return the first of these changes, without claims, and what is to be so that they undo nothing of

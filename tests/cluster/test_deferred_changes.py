@@ -274,7 +274,7 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
 
 @pytest.fixture
 def own_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
         yield cluster
 
 
@@ -379,20 +379,20 @@ def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
 
 
 def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
-    apart: tuple[ClusterMount, Path, Path],
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
     holder, here, there = apart
     (here / "old").write_bytes(b"content")
     (here / "changed").write_bytes(b"content")
     claim_exclusively(holder, here)
+    own_cluster.isolate(holder)
     (here / "old").unlink()
     (here / "changed").chmod(0o600)
     (here / "new").touch()
-    holder.pause()
     assert sorted(os.listdir(there)) == ["changed", "old"]
     (there / "other").touch()
     (there / "changed").chmod(0o644)
-    holder.resume()
+    own_cluster.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")
     assert (here / "old").read_bytes() == b"content"
@@ -409,19 +409,19 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
 
 
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
-    apart: tuple[ClusterMount, Path, Path],
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
     holder, here, there = apart
     (here / "name").write_bytes(b"content")
     (here / "folder").mkdir()
     for directory in (here, here / "folder"):
         claim_exclusively(holder, directory)
+    own_cluster.isolate(holder)
     (here / "name").unlink()
     (here / "folder/new").touch()
-    holder.pause()
     (there / "name").write_bytes(b"of the other")
     (there / "folder").rmdir()
-    holder.resume()
+    own_cluster.heal_all()
     assert (here / "name").read_bytes() == b"of the other"
     assert not can_be_opened(here / "folder")
     for folder in (here, there):
@@ -433,7 +433,7 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
 
 
 def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
-    apart: tuple[ClusterMount, Path, Path],
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
     holder, here, there = apart
     for name in ("used", "unused"):
@@ -441,12 +441,12 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
     claim_exclusively(holder, here)
     for name in ("used", "unused"):
         claim_exclusively(holder, here / name)
+    own_cluster.isolate(holder)
     for name in ("used", "unused"):
         (here / name).rmdir()
     (here / "made").mkdir()
-    holder.pause()
     (there / "used/file").write_bytes(b"content")
-    holder.resume()
+    own_cluster.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     for folder in (here, there):
         eventually(lambda: (folder / "used/file").exists(), "the tree is right")  # noqa: B023
@@ -462,20 +462,21 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
 
 
 def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
-    apart: tuple[ClusterMount, Path, Path],
+    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
     holder, here, there = apart
-    for number in range(30):
+    for number in range(5):
         (here / f"old{number}").mkdir()
+        claim_exclusively(holder, here / f"old{number}")
     claim_exclusively(holder, here)
-    for number in range(30):
+    own_cluster.isolate(holder)
+    for number in range(5):
         (here / f"new{number}").mkdir()
         (here / f"old{number}").rmdir()
-    holder.pause()
-    assert len(os.listdir(there)) in range(30, 60)
+    assert len(os.listdir(there)) == 5
     (there / "other").touch()
-    holder.resume()
-    expected = sorted(["other", *(f"new{number}" for number in range(30))])
+    own_cluster.heal_all()
+    expected = ["new0", "new1", "new2", "new3", "new4", "other"]
     eventually(lambda: sorted(os.listdir(there)) == expected, "all are stored")
     assert sorted(os.listdir(here)) == expected
     assert "are lost" not in holder.log.read_text()
