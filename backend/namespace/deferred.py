@@ -107,7 +107,6 @@ class Deferred:
         # records, until the tree is right again.
         self._lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
-        self._is_settling = False  # it is being found out whether changes are lost
         self._is_running = False
         tree.is_ahead_of = self._is_ahead_of
 
@@ -210,7 +209,7 @@ class Deferred:
     async def settle(self) -> None:
         """Return when the tree shows what others have changed in directories whose claims are lost. Raises
         OSError."""
-        if self._is_settling or self._not_held():
+        if self._lost_keys or self._not_held():
             async with self._storing:
                 while self._not_held():
                     await self._store_some()
@@ -251,11 +250,7 @@ class Deferred:
     async def _store_some(self) -> None:
         """Store the first changes: those whose claims are lost, if there are such."""
         if lost := self._not_held():
-            self._is_settling = True
-            try:
-                await self._settle(lost)
-            finally:
-                self._is_settling = False
+            await self._settle(lost)
             return
         try:
             await self._send(self._first_of(self._changes, _OPERATIONS_MAX), (), ())
@@ -367,6 +362,7 @@ class Deferred:
         text = f"{len(lost)} changes in {where} are lost: they were cut off, and others changed the same"
         log.error("%s", text)
         self._lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
+        self._first.set()
 
     async def _take_back(self) -> None:
         """Have the tree as it is without what was lost."""

@@ -8,65 +8,10 @@ from ..model.records import ContentId, Layout
 from ..namespace import Inode, Namespace, NewVersion
 
 if TYPE_CHECKING:
+    from .remote.freshness import Freshness
     from .remote.locks import SharedLocks
 
-__all__ = ["Freshness", "Store", "StoreListener"]
-
-
-class StoreListener(Protocol):
-    """The notices of a shared store to its mount: of all changes in its namespace, by any host, before it
-    tells any host that this mount knows them. The store calls the methods from inside its own loops: they
-    must not block, and must not raise."""
-
-    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """Note that an inode changed. None: it did not exist, or is gone."""
-
-    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
-        """Note that a name changed. `old_ino` is the inode that it led to, 0 if none."""
-
-    def transaction(self, *, ours: bool) -> None:
-        """Note that all changes since the last call were one transaction; `ours`: by this mount."""
-
-    def not_followed(self, directory: int) -> None:
-        """Note that nothing below a directory, nor its path, may be believed without asking any more."""
-
-    def content_gone(self, extent: ContentId) -> None:
-        """Note that the file of a content left this host. It may come again, as another file."""
-
-
-class Freshness(Protocol):
-    """How far a shared namespace may be believed on this host. Other hosts change it, too."""
-
-    # Told of every change from now on.
-    listeners: list[StoreListener]
-
-    def is_fresh(self, inode: Inode) -> bool:
-        """Return whether `freshen` has nothing to wait for."""
-
-    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
-        """Return when the namespace holds every change that anybody was told of before this call and that
-        matters to an open of this file (or of a name in this directory). With `content`, the content of
-        a small file is fetched, too. Raises OSError ETIMEDOUT."""
-
-    def is_missing(self, directory: int, name: bytes) -> bool:
-        """Return whether there is no such name, as is known without asking: only this mount makes names in
-        the directory."""
-
-    def is_deferred_elsewhere(self, directory: int) -> bool:
-        """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
-        it told."""
-
-    def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """Return for how many seconds a directory may be believed: its names, and inodes with no other
-        names. Hosts that change it wait for this mount that long. A directory that is `used` often
-        becomes believable."""
-
-    def attributes_believable_s(self) -> float:
-        """Return for how many seconds the kernel may believe the attributes of anything. It is made to
-        forget them when a change comes here, so they are no older than a new answer would be."""
-
-    def path_valid_s(self, directory: int) -> float:
-        """Return for how many seconds the name of a directory may be believed whose parent may not be."""
+__all__ = ["Store"]
 
 
 class Store(Protocol):
@@ -90,7 +35,7 @@ class Store(Protocol):
         (`is_same`). The file of a version must not be written then; on one host it is written in place."""
 
     @property
-    def freshness(self) -> Freshness | None:
+    def freshness(self) -> "Freshness | None":
         """Return how far the namespace may be believed; None where nobody else changes it."""
 
     @property

@@ -9,10 +9,10 @@ import errno
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..backend.namespace import ROOT_INO, Inode, fail
-from ..backend.store.api import Freshness, Store
+from ..backend.store.api import Store
 from ..inline import detach
 from .beliefs import Beliefs
 from .cache import Cache
@@ -23,6 +23,9 @@ from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
 from .trail import LookupTrails, Retry, TrailStep
+
+if TYPE_CHECKING:
+    from ..backend.store.remote.freshness import Freshness
 
 __all__ = ["Shared"]
 
@@ -39,7 +42,9 @@ class Shared(Coherence):
     def has_private_views(self) -> bool:
         return self._kernel.can_forget
 
-    def __init__(self, store: Store, freshness: Freshness, cache: Cache, beliefs: Beliefs) -> None:
+    def __init__(
+        self, store: Store, freshness: "Freshness", cache: Cache, beliefs: Beliefs
+    ) -> None:
         super().__init__(store.namespace, cache)
         self._store = store
         self._freshness = freshness

@@ -15,17 +15,19 @@ import math
 import stat
 from functools import partial
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
 from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
-from ..backend.store.api import Freshness
 from ..inline import detach
 from .calls import Attributes, Caller
 from .superblock import Part, Superblock
 from .waits import Waits
+
+if TYPE_CHECKING:
+    from ..backend.store.remote.freshness import Freshness
 
 _DIGITS_MAX: Final = 18
 # A node's id has 16 bits that tell it from others of its inode.
@@ -114,7 +116,7 @@ class Since(Part):
         self._namespace.add_virtual(link)
         return link
 
-    async def _freshen(self, freshness: Freshness, directory: Inode) -> None:
+    async def _freshen(self, freshness: "Freshness", directory: Inode) -> None:
         """Have the namespace know every name that was committed before."""
         parent = self._inodes.get(self._namespace.parent_of(directory.ino))
         if parent is None:

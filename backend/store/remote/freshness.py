@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Freshness:
-    """The freshness of files and directories as a mount sees them."""
+    """How far a shared namespace may be believed on this host: other hosts change it, too. `listeners` are
+    told of every change."""
 
     def __init__(
         self, cluster: Cluster, changes: Changes, contents: Contents, versions: Versions
@@ -48,11 +49,13 @@ class Freshness:
         )
 
     def is_deferred_elsewhere(self, directory: int) -> bool:
-        """Return whether another mount may have changed the directory, and has told nobody (see api)."""
+        """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
+        it told."""
         return bool(self._claims.exclusive_of_others((directory,)))
 
     def is_missing(self, directory: int, name: bytes) -> bool:
-        """Return whether there is no such name, as is known without asking (see api)."""
+        """Return whether there is no such name, as is known without asking: only this mount makes names in
+        the directory."""
         return self._claims.is_ours(directory) and not self._namespace.tree.ino_behind(
             directory, name
         )
@@ -61,7 +64,9 @@ class Freshness:
         return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """Return for how many seconds the knowledge of a directory may be believed (see api)."""
+        """Return for how many seconds a directory may be believed: its names, and inodes with no other
+        names. Hosts that change it wait for this mount that long. A directory that is `used` often becomes
+        believable."""
         if self._claims.exclusive_of_others((directory,)):
             return 0.0
         seconds = self._leases.believable_s(directory, used=used)
@@ -71,7 +76,8 @@ class Freshness:
 
     async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         """Return when the namespace holds every change that anybody was told of before this call and that
-        matters to an open of this file (see api). Raises OSError ETIMEDOUT."""
+        matters to an open of this file (or of a name in this directory). With `content`, the content of a
+        small file is fetched, too. Raises OSError ETIMEDOUT."""
         if self.is_fresh(inode):
             return
         small = content and inode.is_file and 0 < inode.size <= self._cluster.small_bytes

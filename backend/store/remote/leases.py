@@ -29,7 +29,7 @@ from ...etcd.engine import EtcdEngine
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode, Tree
 from ...namespace.attributes import FOLLOW
-from ..api import StoreListener
+from .listeners import StoreListener
 from .promise import Followers, Sureness
 from .rests import Rests
 

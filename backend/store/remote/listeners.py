@@ -1,13 +1,34 @@
 """Changes in a cluster's namespace, as the watch brings them, and who is told of them on this host."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ...kv import Event, KeyValue
 from ...model.records import ContentId
 from ...namespace import Inode
-from ..api import StoreListener
 
-__all__ = ["Changes"]
+__all__ = ["Changes", "StoreListener"]
+
+
+class StoreListener(Protocol):
+    """The notices of a shared store to its mount: of all changes in its namespace, by any host, before it
+    tells any host that this mount knows them. The store calls the methods from inside its own loops: they
+    must not block, and must not raise."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """Note that an inode changed. None: it did not exist, or is gone."""
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
+        """Note that a name changed. `old_ino` is the inode that it led to, 0 if none."""
+
+    def transaction(self, *, ours: bool) -> None:
+        """Note that all changes since the last call were one transaction; `ours`: by this mount."""
+
+    def not_followed(self, directory: int) -> None:
+        """Note that nothing below a directory, nor its path, may be believed without asking any more."""
+
+    def content_gone(self, extent: ContentId) -> None:
+        """Note that the file of a content left this host. It may come again, as another file."""
 
 
 class Changes:
