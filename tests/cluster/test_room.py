@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from harness.clusters import MIB, Cluster, Plan
+from harness.errors import fails_with
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.kv import Event
@@ -77,14 +77,12 @@ def test_only_nodes_that_take_new_files_count() -> None:
 def test_room_is_reserved_as_far_as_there_is_any(here: Path) -> None:
     free = free_bytes(here)
     with (here / "one").open("wb") as one, (here / "other").open("wb") as other:
-        with pytest.raises(OSError) as caught:
+        with fails_with(errno.ENOSPC):
             os.posix_fallocate(one.fileno(), 0, free + MIB)
-        assert caught.value.errno == errno.ENOSPC
         os.posix_fallocate(one.fileno(), 0, 16 * MIB)
         os.posix_fallocate(one.fileno(), 0, 16 * MIB)
-        with pytest.raises(OSError) as caught:
+        with fails_with(errno.ENOSPC):
             os.posix_fallocate(other.fileno(), 0, free - 8 * MIB)
-        assert caught.value.errno == errno.ENOSPC
         os.posix_fallocate(other.fileno(), 0, 4 * MIB)
     for name, size in (("one", 16 * MIB), ("other", 4 * MIB)):
         assert (here / name).stat().st_size == size
@@ -98,9 +96,8 @@ def test_a_file_without_a_name_takes_no_room_of_the_cluster() -> None:
         free = free_bytes(here)
         with (here / "removed").open("wb") as removed, (here / "new").open("wb") as new:
             os.posix_fallocate(removed.fileno(), 0, free - 8 * MIB)
-            with pytest.raises(OSError) as caught:
+            with fails_with(errno.ENOSPC):
                 os.posix_fallocate(new.fileno(), 0, free - 8 * MIB)
-            assert caught.value.errno == errno.ENOSPC
             (here / "removed").unlink()
             os.posix_fallocate(new.fileno(), 0, free - 8 * MIB)
 
