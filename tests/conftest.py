@@ -305,12 +305,13 @@ def as_on_tmpfs(
 
 @pytest.fixture
 def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Mount]]:
-    """new_mount(*arguments, store_size=None): a mount that one test alone may kill or break."""
+    """new_mount(*arguments, store_size=None) makes a mount that one test alone may kill or break."""
     _skip_what_is_not_promised(request.node, session)
     mounts: list[Mount] = []
 
     def make(*arguments: str, store_size: str | None = None) -> Mount:
         mounts.append(make_mount(session, *arguments, store_size=store_size))
+        mounts[-1].mount()
         return mounts[-1]
 
     yield make
@@ -320,10 +321,7 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
 
 @pytest.fixture
 def own_mount(new_mount: Callable[..., Mount]) -> Mount:
-    """Such a mount, which is mounted."""
-    mount = new_mount()
-    mount.mount()
-    return mount
+    return new_mount()
 
 
 class SharedCluster:

@@ -204,8 +204,7 @@ def test_files_are_read_whatever_room_their_writers_leave(shared: OneNodeMount) 
     (shared.path / "second").write_bytes(second)
     with OneNodeMount(store_size="64M") as small:
         small.arguments = shared.arguments
-        small.unmount()
-        small.mount()
+        small.restart()
         with (small.path / "new").open("wb") as new:
             new.write(bytes(36 << 20))
             assert (small.path / "first").read_bytes() == first
@@ -326,8 +325,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
             # What is new may be moved there meanwhile.
             eventually(lambda: not keeps(store, b"0123456789"), "what was given up is freed", 30)
             (mounted.path / "more").write_bytes(b"def")
-            mounted.unmount()
-            mounted.mount()
+            mounted.restart()
             assert (mounted.path / "new").read_bytes() == b"abc"
             assert (mounted.path / "more").read_bytes() == b"def"
             assert not (mounted.path / "lost").exists()
@@ -374,8 +372,7 @@ def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
             assert told in mount.log_tail(100_000)
         mount.start_node()
         (mount.path / "other").write_bytes(b"other")
-        mount.unmount()
-        mount.mount()
+        mount.restart()
         # A name without a version is not seen by another mount, nor by a later one.
         assert sorted(os.listdir(mount.path)) == ["old", "other"]
         assert (mount.path / "old").read_bytes() == b"first"

@@ -200,8 +200,7 @@ def test_unmounting_and_mounting_again_keeps_everything(own_mount: Mount) -> Non
         change = tree.propose(rng, version)
         carry_out(change, str(own_mount.path), rng)
         tree.apply(change)
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     assert comparable(look(own_mount.path)) == comparable(tree.look())
 
 
@@ -241,9 +240,8 @@ def test_store_of_a_living_daemon_is_refused_to_a_second_one(
     new_mount: Callable[..., Mount],
 ) -> None:
     first, second = new_mount(), new_mount()
-    first.mount()
     (first.path / "weights").write_bytes(b"x")
-    os.rmdir(second.store)
+    second.unmount()
     second.store = first.store
     done = second.try_mount()
     second.store = second.path.parent / "none"

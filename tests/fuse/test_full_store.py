@@ -26,7 +26,6 @@ def fill(directory: Path) -> None:
 
 def test_a_full_store_is_unmounted_in_order(new_mount: Callable[..., Mount]) -> None:
     mount = new_mount(store_size="24m")
-    mount.mount()
     small = [mount.path / f"small{number}" for number in range(50)]
     for path in small:
         path.write_text("a")
@@ -42,7 +41,6 @@ def test_a_full_store_is_unmounted_in_order(new_mount: Callable[..., Mount]) -> 
 @pytest.mark.kernel_session("pyfuse3 does not hand fallocate on")
 def test_room_that_is_not_there_is_not_reserved(new_mount: Callable[..., Mount]) -> None:
     mount = new_mount(store_size="24m")
-    mount.mount()
     with (mount.path / "file").open("wb") as file:
         with pytest.raises(OSError) as caught:
             os.posix_fallocate(file.fileno(), 0, 32 << 20)

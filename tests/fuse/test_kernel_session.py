@@ -91,7 +91,6 @@ def demanded_latency_us() -> int:
 @pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds it")
 def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewMount) -> None:
     mount = new_mount("--fast-wakeups", "on")
-    mount.mount()
     assert mount.status()["fast_wakeups"] is True
     eventually(lambda: demanded_latency_us() > 0, "idle processors may sleep")
 
@@ -107,7 +106,6 @@ def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewM
 @needs_qos
 def test_wakeups_can_be_left_alone(new_mount: NewMount) -> None:
     mount = new_mount("--fast-wakeups", "off")
-    mount.mount()
     assert mount.status()["fast_wakeups"] is False
 
 

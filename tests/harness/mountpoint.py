@@ -145,6 +145,10 @@ class Mount:
         eventually(lambda: not self.pids(), f"the daemon of {self.path} ends after umount")
         living.discard(self)
 
+    def restart(self) -> None:
+        self.unmount()
+        self.mount()
+
     def explain(self, done: subprocess.CompletedProcess[str]) -> str:
         return f"exit {done.returncode}\n{done.stdout}{done.stderr}\nlog:\n{self.log_tail()}"
 
@@ -250,7 +254,8 @@ class Mount:
 
     def __enter__(self) -> Self:
         try:
-            self.mount()
+            if not self.is_mounted():
+                self.mount()
         except BaseException:
             self.close()
             raise

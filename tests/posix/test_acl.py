@@ -193,7 +193,6 @@ def test_acls_cost_others_a_question_for_the_root_alone(
     if session == CLUSTER:
         pytest.skip("what a kernel may keep of a cluster is told by test_kernel_beliefs")
     mount = new_mount("-o", options)
-    mount.mount()
     mount.path.chmod(0o755)
     for number in range(20):
         (mount.path / f"{number}").write_bytes(b"x")
@@ -211,12 +210,10 @@ def test_acls_cost_others_a_question_for_the_root_alone(
 
 def test_acls_outlive_the_daemon(new_mount: Callable[..., Mount]) -> None:
     mount = new_mount("-o", "allow_other")
-    mount.mount()
     (mount.path / "file").write_bytes(b"x")
     setfacl("-m", f"u:{USER}:rw", mount.path / "file")
     kept = getfacl(mount.path / "file")
-    mount.unmount()
-    mount.remount()
+    mount.restart()
     assert getfacl(mount.path / "file") == kept
 
 

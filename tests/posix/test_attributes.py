@@ -461,7 +461,6 @@ def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmo
     session: str, new_mount: Callable[..., Mount], process: TakeProcess, option: str
 ) -> None:
     mount = new_mount("-o", option)
-    mount.mount()
     file = mount.path / "file"
     file.write_bytes(b"content")
     os.utime(file, (1, 2))
@@ -469,8 +468,7 @@ def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmo
     atime_ns = file.stat().st_atime_ns
     assert (atime_ns > 10**9) == (option == "relatime")
     if session != CLUSTER:  # what is written is not on the next mount's host
-        mount.unmount()
-        mount.remount()
+        mount.restart()
         assert file.stat().st_atime_ns == atime_ns
 
 
@@ -490,8 +488,7 @@ def test_access_times_stay_on_a_read_only_mount(
     own_mount.remount()
     process().do("open(f, 'rb').read(); os.listdir(d)", f=str(file), d=str(directory))
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
 
 

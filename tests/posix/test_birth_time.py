@@ -28,6 +28,5 @@ def test_the_time_of_birth_is_told_and_never_changes(
     os.chmod(file, 0o600)
     os.rename(file, own_mount.path / "moved")
     assert birth(own_mount.path / "moved") == born[0]
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     assert [birth(path) for path in (own_mount.path / "moved", directory)] == born

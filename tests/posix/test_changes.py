@@ -215,8 +215,7 @@ def test_a_remounted_daemon_repeats_no_counter(new_mount: Callable[..., Mount]) 
         count = count_of(mount.path)
         for number in range(10):
             (mount.path / f"{number}").touch()
-        mount.unmount()
-        mount.remount()
+        mount.restart()
         assert int(os.getxattr(mount.path, f"{CHANGES}.{count}")) > count + 20
 
 

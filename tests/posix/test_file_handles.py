@@ -80,8 +80,7 @@ def test_handles_outlive_the_daemon_and_never_lead_to_another_file(own_mount: Mo
     gone.write_bytes(b"gone")
     handles = [handle_of(path) for path in (own_mount.path, directory, file, gone)]
     gone.unlink()
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     for number in range(5):
         (own_mount.path / f"new{number}").write_bytes(b"new")
     root, *_ = handles
@@ -105,6 +104,5 @@ def test_a_handle_of_a_version_that_was_replaced_leads_to_the_file(
     handle = handle_of(file)
     assert content_by(own_mount.path, handle) == b"second"
     reader.do("held.close()")
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     assert content_by(own_mount.path, handle) == b"second"

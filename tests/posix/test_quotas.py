@@ -391,6 +391,5 @@ def test_a_directory_that_was_removed_with_its_quota_is_no_obstacle_to_the_next_
         (own_mount.path / name).mkdir()
         os.setxattr(own_mount.path / name, "user.irdmafs.quota_inodes", b"10")
     (own_mount.path / "removed").rmdir()
-    own_mount.unmount()
-    own_mount.remount()
+    own_mount.restart()
     assert os.getxattr(own_mount.path / "kept", "user.irdmafs.quota_inodes") == b"10"

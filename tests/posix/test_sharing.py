@@ -238,7 +238,6 @@ def test_without_isolation_an_overwrite_is_seen_at_once(
     new_mount: NewMount, reader: Process, writer: Process, option: bool
 ) -> None:
     mount = new_mount(*(("-o", "isolation=off") if option else ()))
-    mount.mount()
     below = mount.path / "below"
     below.mkdir()
     file = below / "file"

@@ -44,7 +44,6 @@ def test_full_store_fails_the_write_and_keeps_the_old_version(
 ) -> None:
     """The writer closes the file after that, or is killed."""
     mount = new_mount(store_size="64m")
-    mount.mount()
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 20 * MIB))
     write_much = """
@@ -76,7 +75,6 @@ failed, written
 @pytest.mark.beyond_posix
 def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: TakeProcess) -> None:
     mount = new_mount(store_size="32m")
-    mount.mount()
     for number in range(20):
         (mount.path / f"small{number}").write_bytes(pattern(number, 8192))
     filler = process()
@@ -97,14 +95,12 @@ def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: Take
     assert os.listdir(mount.path) == []
     eventually(lambda: os.statvfs(mount.path).f_bavail * 4096 > 24 * MIB, "its space is free again")
     (mount.path / "after").write_bytes(pattern(3, 16 * MIB))
-    mount.unmount()
-    mount.remount()
+    mount.restart()
     assert version_of((mount.path / "after").read_bytes()) == 3
 
 
 def test_edit_in_place_needs_no_room_for_a_copy(new_mount: NewMount, process: TakeProcess) -> None:
     mount = new_mount(store_size="32m")
-    mount.mount()
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 20 * MIB))
     editor = process()
@@ -118,7 +114,6 @@ def test_edit_in_place_needs_no_room_for_a_copy(new_mount: NewMount, process: Ta
 
 def test_a_new_file_that_does_not_fit_is_left_cut(new_mount: NewMount, writer: Process) -> None:
     mount = new_mount(store_size="32m")
-    mount.mount()
     file = mount.path / "weights"
     writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT); done = 0", file=str(file))
     with fails_with(errno.ENOSPC):
@@ -133,7 +128,6 @@ def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
     new_mount: NewMount, process: TakeProcess
 ) -> None:
     mount = new_mount(store_size="32m")
-    mount.mount()
     file, size = mount.path / "sparse", 1 << 40
     file.touch()
     os.truncate(file, size)
@@ -221,15 +215,13 @@ def test_strange_files_in_the_store_are_left_alone(own_mount: Mount) -> None:
 @pytest.mark.parametrize("kind", ["missing", "file", "full", "mounted"])
 def test_wrong_mountpoints_are_refused_with_one_line(new_mount: NewMount, kind: str) -> None:
     mount = new_mount()
-    if kind == "missing":
+    if kind != "mounted":
+        mount.unmount()
+    if kind in ("missing", "file"):
         mount.path.rmdir()
-    elif kind == "file":
-        mount.path.rmdir()
+    if kind == "file":
         mount.path.write_text("precious")
-    elif kind == "full":
-        (mount.path / "precious").write_text("precious")
-    else:
-        mount.mount()
+    elif kind != "missing":
         (mount.path / "precious").write_text("precious")
     refuses(mount.try_mount())
     if kind == "file":
