@@ -355,9 +355,15 @@ def shared_cluster() -> Iterator[SharedCluster]:
 
 
 @pytest.fixture(scope="module")
-def cluster(shared_cluster: SharedCluster) -> Cluster:
-    """Three store nodes and two mounts, for tests that leave them as they are."""
-    return shared_cluster.get()
+def cluster(shared_cluster: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster of a module that has a PLAN, or three store nodes and two mounts, for tests that leave
+    them as they are."""
+    plan: Plan | None = getattr(request.module, "PLAN", None)
+    if plan is None:
+        yield shared_cluster.get()
+    else:
+        with Cluster(plan) as made:
+            yield made
 
 
 @pytest.fixture(scope="module")

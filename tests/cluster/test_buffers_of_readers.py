@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +25,7 @@ from irdmafs.backend.store.remote.lent import Lender
 SIZES = [100_000, MIB, 3 * MIB + 4097]
 XATTR = "user.irdmafs.read_into"
 ROUNDS = 60
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=2)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=2)
 
 
 def held(buffer: client.Buffer) -> bytes:

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from irdmafs.train.placement import is_here, shard_names
 
 PLACEMENT, NODES = "user.irdmafs.placement", "user.irdmafs.nodes"
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0})) as made:
-        yield made
+PLAN = Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0})
 
 
 @pytest.fixture

@@ -1,20 +1,14 @@
 """A file that is changed in place: what stays the same is neither sent nor stored again."""
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB)
 
 
 def sent_bytes(cluster: Cluster) -> int:

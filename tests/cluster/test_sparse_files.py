@@ -1,7 +1,6 @@
 """A file with holes takes the room of its data, on store nodes, on the way between them and in caches."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,7 @@ from harness.patterns import pattern
 from irdmafs.backend.model.records import STRIPES_MAX
 
 STORE_BYTES = 192 * MIB
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=2, store_bytes=STORE_BYTES, cache_bytes=64 * MIB)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=2, store_bytes=STORE_BYTES, cache_bytes=64 * MIB)
 
 
 def write_with_holes(path: Path, size: int, data: dict[int, bytes]) -> None:

@@ -23,12 +23,7 @@ from harness.mountpoint import Mount, eventually
 from harness.processes import TakeProcess
 
 ROUNDS = 25
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, replicas=1, mounts=3)) as cluster:
-        yield cluster
+PLAN = Plan(nodes=1, replicas=1, mounts=3)
 
 
 @pytest.fixture(scope="module")

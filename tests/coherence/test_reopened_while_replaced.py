@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from harness.clusters import Cluster, Plan
@@ -42,11 +41,7 @@ for _ in range(calls):
 print(json.dumps(failures))
 """
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=1)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=1)
 
 
 @pytest.mark.parametrize("calls", [("replace", "reopen"), ("replace", "reopen", "cut")])

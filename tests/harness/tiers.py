@@ -100,6 +100,8 @@ def tier_of(item: pytest.Item) -> Tier:
         function = definitions[-1].func
         if function.__module__ != "conftest":
             found.append(_tier_of_code(function))
+        elif name == "cluster" and hasattr(item.module, "PLAN"):
+            found.append(Tier.ALL)
         elif name in _SHARED:
             found.append(Tier.PROMISES)
     return max(found)

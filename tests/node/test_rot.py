@@ -3,7 +3,7 @@ them right; a copy that is wrong never takes the place of a sound one."""
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,7 @@ from irdmafs.backend.transport.peers import open_peers
 
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -19,13 +19,8 @@ from irdmafs.callers.processes import PendingSignals, Processes
 TICK_S = 0.002
 # How long an impatient user would wait.
 SOON_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    # Nodes are stopped for a while, and must not look like ones that are gone.
-    with Cluster(Plan(nodes=2, mounts=2, lease_ttl_s=60)) as made:
-        yield made
+# Nodes are stopped for a while, and must not look like ones that are gone.
+PLAN = Plan(nodes=2, mounts=2, lease_ttl_s=60)
 
 
 @pytest.fixture

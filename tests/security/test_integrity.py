@@ -3,7 +3,6 @@
 import errno
 import mmap
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +23,7 @@ from irdmafs.mount import mounting
 SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
 FILES = 20
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2, mounts=2)) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=2)
 
 
 @pytest.mark.parametrize("size", SIZES)

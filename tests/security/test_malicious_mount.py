@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -27,13 +27,7 @@ from irdmafs.backend.transport.rights import make_session_key, session_digest
 # In a message, and in streams.
 SIZES = [1000, 300_000]
 BUCKETS = 8
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    plan = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
-    with Cluster(plan) as made:
-        yield made
+PLAN = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
 
 
 class Attacker:

@@ -1,7 +1,7 @@
 """A reader's certificate opens store nodes, and not etcd: a node asks etcd for it, within limits."""
 
 import errno
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from contextlib import closing
 from pathlib import Path
 
@@ -25,27 +25,21 @@ from irdmafs.backend.trust import authority
 from irdmafs.backend.trust.security import Credentials
 
 FOREIGN = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE
+# Without namespaces, so that this process can talk to nodes and etcd itself.
+PLAN = Plan(nodes=2, mounts=1, replicas=2, buckets=4, tls=True, namespaces=False)
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[Cluster]:
-    """Without namespaces, so that this process can talk to nodes and etcd itself."""
-    plan = Plan(nodes=2, mounts=1, replicas=2, buckets=4, tls=True, namespaces=False)
-    with Cluster(plan) as cluster:
-        yield cluster
+def section_of(cluster: Cluster, certificate: str = "reader") -> ClusterSection:
+    return ClusterConfig.load(str(cluster.config_of(certificate))).cluster
 
 
-def section_of(made: Cluster, certificate: str = "reader") -> ClusterSection:
-    return ClusterConfig.load(str(made.config_of(certificate))).cluster
-
-
-async def is_accepted(made: Cluster, certificate: str) -> bool:
+async def is_accepted(cluster: Cluster, certificate: str) -> bool:
     """Return whether etcd grants a lease to who has this certificate."""
     ca, cert, key = (
-        str(made.config_directory / name)
+        str(cluster.config_directory / name)
         for name in ("ca.pem", f"{certificate}.pem", f"{certificate}.key")
     )
-    with closing(DirectClient(made.etcd.endpoints, ca=ca, cert=cert, key=key)) as client:
+    with closing(DirectClient(cluster.etcd.endpoints, ca=ca, cert=cert, key=key)) as client:
         try:
             await client.attempt(GRANT, pb.LeaseGrantRequest(TTL=5), 5.0)
         except Unsent:
@@ -69,19 +63,19 @@ async def shut_out(doing: Awaitable[object]) -> bool:
     return False
 
 
-async def test_etcd_does_not_accept_a_reader_s_certificate(made: Cluster) -> None:
-    assert not await is_accepted(made, "reader")
-    assert "unhandled critical extension" in made.etcd.log_tail()
+async def test_etcd_does_not_accept_a_reader_s_certificate(cluster: Cluster) -> None:
+    assert not await is_accepted(cluster, "reader")
+    assert "unhandled critical extension" in cluster.etcd.log_tail()
 
 
-async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) -> None:
-    said = made.irdmafs(
-        "cluster", "cert", "bystander", "--role", "reader", "--cluster", made.config
+async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluster) -> None:
+    said = cluster.irdmafs(
+        "cluster", "cert", "bystander", "--role", "reader", "--cluster", cluster.config
     )
-    assert all(f":{node.control_port}" in said for node in made.live_nodes().values())
+    assert all(f":{node.control_port}" in said for node in cluster.live_nodes().values())
     async with (
-        section_of(made).engine("reader") as engine,
-        section_of(made, "reader-bystander").engine("reader") as victim,
+        section_of(cluster).engine("reader") as engine,
+        section_of(cluster, "reader-bystander").engine("reader") as victim,
         trio.open_nursery() as nursery,
     ):
         ours, theirs = (
@@ -111,34 +105,34 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) 
         assert theirs.valid()
         assert ours.valid()
         nursery.cancel_scope.cancel()
-    assert "alarm" not in made.etcd.ctl("alarm", "list")
+    assert "alarm" not in cluster.etcd.ctl("alarm", "list")
 
 
-async def test_a_revoked_reader_can_do_nothing(made: Cluster) -> None:
-    made.irdmafs("cluster", "cert", "r1", "--role", "reader", "--cluster", made.config)
-    async with section_of(made, "reader-r1").engine("reader", 1.0) as engine:
+async def test_a_revoked_reader_can_do_nothing(cluster: Cluster) -> None:
+    cluster.irdmafs("cluster", "cert", "r1", "--role", "reader", "--cluster", cluster.config)
+    async with section_of(cluster, "reader-r1").engine("reader", 1.0) as engine:
         lease = await engine.leases.grant(60)
         await engine.transact((), [Put(pin_key(5, lease), b"", lease)])
         await trio.to_thread.run_sync(
-            lambda: made.irdmafs("cluster", "revoke", "r1", "--yes", "--cluster", made.config)
+            lambda: cluster.irdmafs("cluster", "revoke", "r1", "--yes", "--cluster", cluster.config)
         )
         assert await shut_out(engine.get(SETTINGS_KEY))
         assert await shut_out(engine.leases.grant(60))
         assert await shut_out(engine.transact((), [Put(pin_key(5, lease), b"", lease)]))
-    assert pin_key(5, lease)[1:] not in made.pins()
+    assert pin_key(5, lease)[1:] not in cluster.pins()
 
 
-async def test_with_a_revoked_certificate_etcd_cannot_be_reached(made: Cluster) -> None:
-    made.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", made.config)
-    made.irdmafs("cluster", "revoke", "w1", "--cluster", made.config)
-    assert await is_accepted(made, "mount")
-    assert not await is_accepted(made, "mount-w1")
+async def test_with_a_revoked_certificate_etcd_cannot_be_reached(cluster: Cluster) -> None:
+    cluster.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", cluster.config)
+    cluster.irdmafs("cluster", "revoke", "w1", "--cluster", cluster.config)
+    assert await is_accepted(cluster, "mount")
+    assert not await is_accepted(cluster, "mount-w1")
 
 
 def test_a_certificate_of_before_is_refused_with_the_remedy(
-    made: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = str(made.config_directory)
+    directory = str(cluster.config_directory)
     with monkeypatch.context() as patched:
         patched.setattr(authority, "READER_OID", "1.3.6.1.3.1")
         authority.issue(str(tmp_path), "former", "reader", ca_directory=directory)
@@ -147,7 +141,7 @@ def test_a_certificate_of_before_is_refused_with_the_remedy(
         str(tmp_path / "reader-former.pem"),
         str(tmp_path / "reader-former.key"),
     ).check()
-    text = made.config_of("reader").read_text()
+    text = cluster.config_of("reader").read_text()
     config = tmp_path / "cluster.toml"
     config.write_text(text.replace(f"{directory}/reader.", f"{tmp_path}/reader-former."))
     with pytest.raises(ConfigError, match="irdmafs cluster cert former --role reader"):
@@ -157,15 +151,15 @@ def test_a_certificate_of_before_is_refused_with_the_remedy(
         ClusterConfig.load(str(config)).cluster.engine("reader")
 
 
-def test_a_reader_goes_on_with_its_session_when_its_node_ends(made: Cluster) -> None:
+def test_a_reader_goes_on_with_its_session_when_its_node_ends(cluster: Cluster) -> None:
     """At a node that its configuration does not name."""
-    writer = made.mounts[0].path
+    writer = cluster.mounts[0].path
     (writer / "before").write_bytes(b"b" * 300_000)
-    reader = made._make_mount(None, certificate="reader")
+    reader = cluster._make_mount(None, certificate="reader")
     text = reader.config.read_text()
     [line] = [line for line in text.splitlines() if line.startswith("nodes = ")]
-    used = made.nodes[0]
-    address = made.live_nodes()[used.node_id]
+    used = cluster.nodes[0]
+    address = cluster.live_nodes()[used.node_id]
     only = f'nodes = ["{address.address}:{address.control_port}"]'
     reader.config.write_text(text.replace(line, only))
     reader.start()

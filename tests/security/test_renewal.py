@@ -3,7 +3,7 @@
 import os
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -237,12 +237,7 @@ def test_what_cannot_be_loaded_at_first_is_an_error() -> None:
 
 # -- a whole cluster -----------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def made() -> Iterator[Cluster]:
-    plan = Plan(nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False)
-    with Cluster(plan) as cluster:
-        yield cluster
+PLAN = Plan(nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False)
 
 
 def renew(cluster: Cluster, name: str, role: str) -> None:
@@ -260,66 +255,66 @@ def sessions(cluster: Cluster) -> list[int]:
 
 
 async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(
-    made: Cluster,
+    cluster: Cluster,
 ) -> None:
-    made.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", made.config)
-    mount = made.add_mount(certificate="mount-w1")
+    cluster.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", cluster.config)
+    mount = cluster.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)
-    held = sessions(made)
-    [node] = made.nodes
+    held = sessions(cluster)
+    [node] = cluster.nodes
     config = ClusterConfig.load(str(mount.config))
     before = config.cluster.credentials("mount")
 
-    renew(made, "w1", "mount")
-    renew(made, "node", "node")
+    renew(cluster, "w1", "mount")
+    renew(cluster, "node", "node")
     for daemon in (mount, node):
         hang_up(daemon, "read again")
 
     # Whatever is opened from now on shows the new ones.
-    made.etcd.kill9()
-    made.etcd.start()
+    cluster.etcd.kill9()
+    cluster.etcd.start()
     (mount.path / "after").write_bytes(b"a" * 300_000)
     assert (mount.path / "before").read_bytes() == b"b" * 300_000
-    assert sessions(made) == held
+    assert sessions(cluster) == held
     credentials = config.cluster.credentials("mount")
     assert credentials is not None
     assert before is not None
     assert credentials.identity.user == before.identity.user
     assert credentials.identity.serial != before.identity.serial
-    nodes = made.live_nodes()
+    nodes = cluster.live_nodes()
 
     async with open_peers(nodes.get, (), credentials=credentials, name="w1", role="mount") as peers:
         await peers.ping(next(iter(nodes)))
 
 
-def test_a_file_that_is_damaged_is_told_of_in_status(made: Cluster) -> None:
-    made.irdmafs("cluster", "cert", "w2", "--role", "mount", "--cluster", made.config)
-    mount = made.add_mount(certificate="mount-w2")
-    [node] = made.nodes
+def test_a_file_that_is_damaged_is_told_of_in_status(cluster: Cluster) -> None:
+    cluster.irdmafs("cluster", "cert", "w2", "--role", "mount", "--cluster", cluster.config)
+    mount = cluster.add_mount(certificate="mount-w2")
+    [node] = cluster.nodes
     for daemon, stem in ((mount, "mount-w2"), (node, "node")):
-        path = made.config_directory / f"{stem}.pem"
+        path = cluster.config_directory / f"{stem}.pem"
         sound = path.read_bytes()
         path.write_text("nonsense")
         hang_up(daemon, "stays in use")
         if daemon is mount:
             assert any("no usable certificate" in line for line in mount.status()["warnings"])
         else:
-            [problem] = made.status()["problems"]
+            [problem] = cluster.status()["problems"]
             assert "goes on with its former credentials" in problem
         (mount.path / stem).write_bytes(b"a" * 300_000)
         path.write_bytes(sound)
         hang_up(daemon, "read again")
-    eventually(lambda: made.status()["problems"] == [], "all is well again")
+    eventually(lambda: cluster.status()["problems"] == [], "all is well again")
     eventually(lambda: mount.status()["warnings"] == [], "all is well again")
 
 
-def test_only_who_is_let_in_can_have_a_certificate_renewed(made: Cluster) -> None:
-    made.irdmafs("cluster", "cert", "w3", "--role", "mount", "--cluster", made.config)
-    config = made.config
+def test_only_who_is_let_in_can_have_a_certificate_renewed(cluster: Cluster) -> None:
+    cluster.irdmafs("cluster", "cert", "w3", "--role", "mount", "--cluster", cluster.config)
+    config = cluster.config
     arguments = ("cluster", "cert", "w3", "--role", "reader", "--renew", "--cluster", config)
-    assert made.irdmafs(*arguments, allowed=(1,)) == ""
-    made.irdmafs("cluster", "revoke", "w3", "--cluster", config)
-    before = (made.config_directory / "mount-w3.pem").read_bytes()
+    assert cluster.irdmafs(*arguments, allowed=(1,)) == ""
+    cluster.irdmafs("cluster", "revoke", "w3", "--cluster", config)
+    before = (cluster.config_directory / "mount-w3.pem").read_bytes()
     arguments = ("cluster", "cert", "w3", "--role", "mount", "--renew", "--cluster", config)
-    assert made.irdmafs(*arguments, allowed=(1,)) == ""
-    assert (made.config_directory / "mount-w3.pem").read_bytes() == before
+    assert cluster.irdmafs(*arguments, allowed=(1,)) == ""
+    assert (cluster.config_directory / "mount-w3.pem").read_bytes() == before

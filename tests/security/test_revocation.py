@@ -1,7 +1,6 @@
 """A revoked certificate loses what it opened within seconds, also for a peer that is connected already."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ PLAN = Plan(
 )
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[Cluster]:
-    with Cluster(PLAN) as cluster:
-        yield cluster
-
-
 def members(cluster: Cluster) -> list[dict[str, Any]]:
     answer = cluster.irdmafs("cluster", "members", "--json", "--cluster", cluster.config)
     found: list[dict[str, Any]] = json.loads(answer)
@@ -45,27 +38,27 @@ def issue(cluster: Cluster, name: str) -> None:
 
 
 def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_in(
-    made: Cluster,
+    cluster: Cluster,
 ) -> None:
-    issue(made, "w1")
-    mount = made.add_mount(certificate="mount-w1")
+    issue(cluster, "w1")
+    mount = cluster.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)
     opened = (mount.path / "opened").open("wb", buffering=0)
     opened.write(b"o" * 300_000)
     old = {
         path: path.read_bytes()
         for kind in ("pem", "key")
-        for path in [made.config_directory / f"mount-w1.{kind}"]
+        for path in [cluster.config_directory / f"mount-w1.{kind}"]
     }
 
-    refused = made.irdmafs("cluster", "revoke", "w1", "--cluster", made.config, allowed=(1,))
+    refused = cluster.irdmafs("cluster", "revoke", "w1", "--cluster", cluster.config, allowed=(1,))
     assert refused == ""
     assert (mount.path / "before").read_bytes() == b"b" * 300_000
-    made.irdmafs("cluster", "revoke", "w1", "--yes", "--cluster", made.config)
+    cluster.irdmafs("cluster", "revoke", "w1", "--yes", "--cluster", cluster.config)
 
     # Whatever it holds open: what it does now is refused by nodes and by etcd.
     eventually(
-        lambda: "its certificate was revoked" in made.nodes[0].log_tail(), "the node cuts it off"
+        lambda: "its certificate was revoked" in cluster.nodes[0].log_tail(), "the node cuts it off"
     )
     with pytest.raises(OSError):
         (mount.path / "after").write_bytes(b"a")
@@ -74,28 +67,28 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
         opened.close()
     assert "this mount has had no session for 3 s: " in mount.log_tail()
     assert "our certificate was revoked" in mount.log_tail()
-    assert (made.mounts[0].path / "before").read_bytes() == b"b" * 300_000
-    assert not (made.mounts[0].path / "after").exists()
+    assert (cluster.mounts[0].path / "before").read_bytes() == b"b" * 300_000
+    assert not (cluster.mounts[0].path / "after").exists()
     mount.kill9()
     mount.detach()
-    [state] = [one["state"] for one in members(made) if one["name"] == "w1"]
+    [state] = [one["state"] for one in members(cluster) if one["name"] == "w1"]
     assert state == "revoked"
 
     for path in old:
         path.unlink()
-    issue(made, "w1")
+    issue(cluster, "w1")
     mount.start()
     mount.wait_ready()
     assert (mount.path / "before").read_bytes() == b"b" * 300_000
     (mount.path / "again").write_bytes(b"again")
-    assert (made.mounts[0].path / "again").read_bytes() == b"again"
-    states = [one["state"] for one in members(made) if one["name"] == "w1"]
+    assert (cluster.mounts[0].path / "again").read_bytes() == b"again"
+    states = [one["state"] for one in members(cluster) if one["name"] == "w1"]
     assert states == ["valid", "revoked"]
 
     # The old one does not come back with the name.
     for path, data in old.items():
         path.write_bytes(data)
-    thief = made._make_mount(None, certificate="mount-w1")
+    thief = cluster._make_mount(None, certificate="mount-w1")
     thief.start()
     eventually(lambda: not thief.alive, "it gives up", 30)
     assert "etcd gave no definite answer" in thief.log_tail()
@@ -103,15 +96,15 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
 
 
 async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
-    made: Cluster,
+    cluster: Cluster,
 ) -> None:
     """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
-    issue(made, "w2")
-    made.add_mount(certificate="mount-w2").kill9()
-    config = ClusterConfig.load(str(made.mounts[-1].config))
+    issue(cluster, "w2")
+    cluster.add_mount(certificate="mount-w2").kill9()
+    config = ClusterConfig.load(str(cluster.mounts[-1].config))
     credentials = config.cluster.credentials("mount")
     assert credentials is not None
-    nodes = made.live_nodes()
+    nodes = cluster.live_nodes()
     [node] = nodes
 
     async with open_peers(
@@ -119,7 +112,7 @@ async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
     ) as peers:
         await peers.ping(node)
         await trio.to_thread.run_sync(
-            lambda: made.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", made.config)
+            lambda: cluster.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", cluster.config)
         )
         with trio.fail_after(20):
             while True:
@@ -142,29 +135,32 @@ def test_a_revoked_node_is_put_out_and_stays_out() -> None:
         assert not own.live_nodes()
 
 
-async def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
+async def test_what_is_revoked_stays_so_when_etcd_forgets_it(cluster: Cluster) -> None:
     """A record that is taken back by other means lets nobody in where it was known."""
-    issue(made, "w3")
-    identity = identity_in(str(made.config_directory / "mount-w3.pem"))
+    issue(cluster, "w3")
+    identity = identity_in(str(cluster.config_directory / "mount-w3.pem"))
     assert identity is not None
-    made.irdmafs("cluster", "revoke", "w3", "--cluster", made.config)
-    eventually(lambda: "'w3' is revoked" in made.nodes[0].log_tail(), "the node knows")
+    cluster.irdmafs("cluster", "revoke", "w3", "--cluster", cluster.config)
+    eventually(lambda: "'w3' is revoked" in cluster.nodes[0].log_tail(), "the node knows")
     key = f"/irdmafs/default/K{identity.serial}"
-    made.etcd.ctl("del", key)
+    cluster.etcd.ctl("del", key)
     credentials = Credentials(
-        *(str(made.config_directory / name) for name in ("ca.pem", "mount-w3.pem", "mount-w3.key"))
+        *(
+            str(cluster.config_directory / name)
+            for name in ("ca.pem", "mount-w3.pem", "mount-w3.key")
+        )
     )
-    nodes = made.live_nodes()
+    nodes = cluster.live_nodes()
 
     async with open_peers(nodes.get, (), credentials=credentials, name="w3", role="mount") as peers:
         with pytest.raises(OSError, match="its certificate was revoked"):
             await peers.ping(next(iter(nodes)))
 
 
-def test_who_hides_behind_another_name_is_put_out_all_the_same(made: Cluster) -> None:
-    issue(made, "w5")
-    config = made.config_directory / "w5.toml"
-    config.write_text(made.config.read_text().replace("{role}", "mount-w5"))
+def test_who_hides_behind_another_name_is_put_out_all_the_same(cluster: Cluster) -> None:
+    issue(cluster, "w5")
+    config = cluster.config_directory / "w5.toml"
+    config.write_text(cluster.config.read_text().replace("{role}", "mount-w5"))
     left_over: dict[str, bytes] = {}
 
     async def hide() -> None:
@@ -179,14 +175,16 @@ def test_who_hides_behind_another_name_is_put_out_all_the_same(made: Cluster) ->
             left_over["pin"] = pin_key(5, session.lease)
             await engine.transact((), [Put(left_over["pin"], b"")])
             await trio.to_thread.run_sync(
-                lambda: made.irdmafs("cluster", "revoke", "w5", "--yes", "--cluster", made.config)
+                lambda: cluster.irdmafs(
+                    "cluster", "revoke", "w5", "--yes", "--cluster", cluster.config
+                )
             )
             with pytest.raises(PermissionError):
                 await engine.transact((), [Put(left_over["pin"], b"")])
             nursery.cancel_scope.cancel()
 
     async def look() -> list[bytes]:
-        async with ClusterConfig.load(str(made.config)).cluster.engine("admin") as engine:
+        async with ClusterConfig.load(str(cluster.config)).cluster.engine("admin") as engine:
             mounts = [decode(pair.value, MountRecord) for pair in await engine.range(b"m", b"n")]
             assert "/hidden" not in [mount.mountpoint for mount in mounts]
             return [pair.key for pair in await engine.range(b"p", b"q")]
@@ -195,15 +193,15 @@ def test_who_hides_behind_another_name_is_put_out_all_the_same(made: Cluster) ->
     assert left_over["pin"] not in trio.run(look)
 
 
-def test_revoking_what_is_not_there_or_gone_already_says_so(made: Cluster) -> None:
+def test_revoking_what_is_not_there_or_gone_already_says_so(cluster: Cluster) -> None:
     def refused(name: str) -> str:
-        done = run_irdmafs(made.admin, "cluster", "revoke", name, "--cluster", made.config)
+        done = run_irdmafs(cluster.admin, "cluster", "revoke", name, "--cluster", cluster.config)
         assert done.returncode == 1, done
         return done.stderr
 
     assert "no certificate was issued to 'nobody'" in refused("nobody")
-    issue(made, "w4")
-    made.irdmafs("cluster", "revoke", "w4", "--cluster", made.config)
+    issue(cluster, "w4")
+    cluster.irdmafs("cluster", "revoke", "w4", "--cluster", cluster.config)
     assert "were revoked already" in refused("w4")
     assert "--yes agrees to cutting them off" in refused("mount")
-    assert [one["state"] for one in members(made) if one["name"] == "mount"] == ["valid"]
+    assert [one["state"] for one in members(cluster) if one["name"] == "mount"] == ["valid"]

@@ -1,7 +1,6 @@
 """Trainings cost a cluster little beside the bytes of their parameters."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,14 +29,11 @@ def figures(mount: ClusterMount) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1)) as cluster:
-        yield cluster
+PLAN = Plan(nodes=1, mounts=2, replicas=1)
 
 
-def test_planning_fetches_no_push(hosts: Cluster) -> None:
-    worker_at, planned_at = hosts.mounts
+def test_planning_fetches_no_push(cluster: Cluster) -> None:
+    worker_at, planned_at = cluster.mounts
     run = start(worker_at.path / "planned", model(), shards=3)
     there = planned_at.path / "planned"
     with Worker(run, "w") as worker, Reducer(there) as reducer:
@@ -54,9 +50,9 @@ def test_planning_fetches_no_push(hosts: Cluster) -> None:
         assert figures(planned_at)["fetched_files"] == before
 
 
-def test_push_after_the_first_makes_no_files(hosts: Cluster) -> None:
+def test_push_after_the_first_makes_no_files(cluster: Cluster) -> None:
     """They lie in the files of the last one that has counted."""
-    run = start(hosts.mounts[0].path / "again", model(), shards=3)
+    run = start(cluster.mounts[0].path / "again", model(), shards=3)
 
     def numbers() -> set[int]:
         (push,) = train.push.iterdir()
@@ -75,8 +71,8 @@ def test_push_after_the_first_makes_no_files(hosts: Cluster) -> None:
     assert not list(train.staging.iterdir())
 
 
-def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(hosts: Cluster) -> None:
-    worker_at, reduced_at = hosts.mounts
+def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(cluster: Cluster) -> None:
+    worker_at, reduced_at = cluster.mounts
     run = start(worker_at.path / "ahead", model(), shards=3)
     with Worker(run, "w") as worker, Reducer(reduced_at.path / "ahead") as reducer:
         worker.pull()
@@ -102,10 +98,10 @@ def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(hosts: 
 
 
 def test_parts_of_others_are_asked_for_only_while_no_version_comes(
-    hosts: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question about a lock is one to etcd."""
-    here, there = (mount.path / "asked" for mount in hosts.mounts)
+    here, there = (mount.path / "asked" for mount in cluster.mounts)
     start(here, model(), shards=3)
     asked: list[Lock] = []
 
