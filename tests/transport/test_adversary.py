@@ -7,7 +7,6 @@ one is used.
 
 import errno
 import gc
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +32,7 @@ from test_strangers import (
 )
 
 from irdmafs.backend.model.records import NodeAddress
-from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable, messages
+from irdmafs.backend.transport import Extent, Unreachable, messages
 from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -142,7 +141,7 @@ async def attacked(
     count: int = 1,
     kind: str = "data",
     **options: Any,
-) -> AsyncIterator[tuple[Place, Relay, Peers]]:
+) -> AsyncIterator[tuple[Place, Relay]]:
     mount = certificates["mount"]
     async with (
         in_cluster(
@@ -151,25 +150,7 @@ async def attacked(
         on_the_way(cluster, memory, mount, kind) as (relay, peers),
     ):
         with trio.fail_after(60):
-            yield cluster, relay, peers
-
-
-async def write(peers: Peers, cluster: Place, extent: Extent, content: bytes, *chain: int) -> None:
-    source = cluster.file(f"source{extent.content}", content)
-    try:
-        whole = FileRange(source, 0, len(content))
-        await peers.device(1).write(extent, Target(1, 1, chain), whole)
-    finally:
-        os.close(source)
-
-
-async def read(peers: Peers, cluster: Place, extent: Extent, length: int) -> bytes:
-    target = cluster.file(f"target{extent.content}")
-    try:
-        await peers.device(1).read(extent, 0, FileRange(target, 0, length))
-        return os.pread(target, length, 0)
-    finally:
-        os.close(target)
+            yield Place(memory, peers, cluster.nodes), relay
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
@@ -189,8 +170,8 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
     code: bytes,
 ) -> None:
     content = random_bytes(100_000)
-    async with attacked(memory, certificates) as (cluster, relay, peers):
-        await write(peers, cluster, Extent(1, 0), content)
+    async with attacked(memory, certificates) as (cluster, relay):
+        await cluster.write(Extent(1, 0), content)
         [passage] = relay.passages
         before = len(passage.passed[TO_MOUNT])
         await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
@@ -199,18 +180,18 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
         assert cluster.nodes[1].listener.counters.rejected_peers == 1
         assert len(passage.passed[TO_MOUNT]) == before
         # The mount takes another connection.
-        assert await read(peers, cluster, Extent(1, 0), len(content)) == content
+        assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
         assert cluster.service(1).sealed == [Extent(1, 0)]
 
 
 async def test_a_request_that_passed_is_not_served_again(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with attacked(memory, certificates) as (cluster, relay, peers):
-        await write(peers, cluster, Extent(1, 0), b"secret" * 50)
+    async with attacked(memory, certificates) as (cluster, relay):
+        await cluster.write(Extent(1, 0), b"secret" * 50)
         passages = len(relay.passages)
         seen = len(relay.passages[0].passed[TO_NODE])
-        await read(peers, cluster, Extent(1, 0), 300)
+        await cluster.read(1, Extent(1, 0), 0, 300)
         [passage] = relay.passages[:passages]
         request = bytes(passage.passed[TO_NODE][seen:])
         assert len(request) == wire.HEADER_BYTES
@@ -223,8 +204,8 @@ async def test_a_request_that_passed_is_not_served_again(
 async def test_a_preamble_that_passed_opens_nothing(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with attacked(memory, certificates) as (cluster, relay, peers):
-        await write(peers, cluster, Extent(1, 0), b"secret")
+    async with attacked(memory, certificates) as (cluster, relay):
+        await cluster.write(Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
         stream = await connect(cluster, "tcp")
         await stream.send_all(preamble + header(wire.Op.READ, Extent(1, 0), 6))
@@ -236,12 +217,12 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
     memory: Path, certificates: dict[str, Credentials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_HEADER_S", 1.0)
-    async with attacked(memory, certificates) as (cluster, relay, peers):
-        await write(peers, cluster, Extent(1, 0), b"content")
+    async with attacked(memory, certificates) as (cluster, relay):
+        await cluster.write(Extent(1, 0), b"content")
         connections = cluster.nodes[1].listener.counters.connections
         await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
         await until(lambda: cluster.nodes[1].listener.counters.connections < connections)
-        assert await read(peers, cluster, Extent(1, 0), 7) == b"content"
+        assert await cluster.read(1, Extent(1, 0), 0, 7) == b"content"
 
 
 @pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
@@ -249,7 +230,7 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     content = random_bytes(3 * MiB)
-    async with attacked(memory, certificates, 2) as (cluster, relay, peers):
+    async with attacked(memory, certificates, 2) as (cluster, relay):
         began = wire.PREAMBLE_BYTES + wire.HEADER_BYTES
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
@@ -261,12 +242,12 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
 
         relay.change = change
         with pytest.raises(Unreachable):
-            await write(peers, cluster, Extent(1, 0), content, 2)
+            await cluster.write(Extent(1, 0), content, 2)
         await until(lambda: not any(cluster.service(node).leftovers for node in (1, 2)))
         assert not cluster.service(1).sealed + cluster.service(2).sealed
         assert len(warnings(caplog)) == 1
         relay.change = lambda direction, passage, data: data
-        await write(peers, cluster, Extent(1, 0), content, 2)
+        await cluster.write(Extent(1, 0), content, 2)
         assert cluster.have(Extent(1, 0), content) == [1, 2]
 
 
@@ -274,23 +255,23 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = random_bytes(3 * MiB)
-    async with attacked(memory, certificates) as (cluster, relay, peers):
-        await write(peers, cluster, Extent(1, 0), content)
+    async with attacked(memory, certificates) as (cluster, relay):
+        await cluster.write(Extent(1, 0), content)
         relay.change = lambda direction, passage, data: (
             data[:-1] + bytes([data[-1] ^ 1]) if direction == TO_MOUNT else data
         )
         with pytest.raises(Unreachable):
-            await read(peers, cluster, Extent(1, 0), len(content))
+            await cluster.read(1, Extent(1, 0), 0, len(content))
         assert len(warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
         relay.change = lambda direction, passage, data: data
-        assert await read(peers, cluster, Extent(1, 0), len(content)) == content
+        assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
 
 
 async def test_a_forged_answer_acknowledges_nothing(
     memory: Path, certificates: dict[str, Credentials]
 ) -> None:
     """The bytes never arrive, and somebody says that they did."""
-    async with attacked(memory, certificates) as (cluster, relay, peers):
+    async with attacked(memory, certificates) as (cluster, relay):
         answer = wire.REPLY.pack(wire.ReplyKind.OK, False, 0, 0, 0) + bytes(16)
         answered: set[Passage] = set()
 
@@ -305,7 +286,7 @@ async def test_a_forged_answer_acknowledges_nothing(
         relay.change = change
         async with trio.open_nursery() as nursery:
             with pytest.raises(Unreachable):
-                await write(peers, cluster, Extent(1, 0), random_bytes(3 * MiB))
+                await cluster.write(Extent(1, 0), random_bytes(3 * MiB))
         assert answered
         assert not cluster.service(1).sealed
 
@@ -317,16 +298,16 @@ async def test_a_forged_answer_acknowledges_nothing(
 async def test_what_is_said_in_a_control_connection_by_others_ends_it(
     memory: Path, certificates: dict[str, Credentials], direction: int
 ) -> None:
-    async with attacked(memory, certificates, kind="control") as (cluster, relay, peers):
-        await peers.device(1).put(Extent(1, 0), TARGET, b"content")
+    async with attacked(memory, certificates, kind="control") as (cluster, relay):
+        await cluster.peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
-        control = peers.device(1).link._control
+        control = cluster.peers.device(1).link._control
         assert control is not None
         await passage.speak(direction, frame(messages.Abort(1)))
         # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
-        assert await peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
+        assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
         assert not cluster.service(1).aborted
 
 
@@ -453,12 +434,13 @@ async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Pat
         async with mounted(
             memory, timeout_s=TIMEOUT_S, session=lambda: session, session_key=key
         ) as peers:
-            await write(peers, cluster, Extent(5 << 24, 0), bytes(100_000))
+            place = Place(memory, peers, cluster.nodes)
+            await place.write(Extent(5 << 24, 0), bytes(100_000))
             connections = cluster.nodes[1].listener.counters.connections
             session = 6
             for session_of_content in (6, 5):
                 extent = Extent(session_of_content << 24 | 1, 0)
-                await write(peers, cluster, extent, bytes(100_000))
+                await place.write(extent, bytes(100_000))
             assert cluster.nodes[1].listener.counters.connections == connections
 
 

@@ -57,16 +57,21 @@ async def in_cluster(
 # -- what is moved arrives -----------------------------------------------------------------------
 
 
+@pytest.fixture(params=["plain", "authenticated", "encrypted"])
+def security(request: Any, certificates: dict[str, Credentials]) -> dict[str, Any]:
+    """Options of a cluster."""
+    if request.param == "plain":
+        return {}
+    of_members = {"credentials": certificates["node"], "mount": certificates["mount"]}
+    return {"encrypt_data": request.param == "encrypted", **of_members}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("length", [0, 1, 100_000, 4 * MiB, 33 * MiB + 5])
 async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
-    memory: Path, certificates: dict[str, Credentials], length: int, secured: str
+    memory: Path, security: dict[str, Any], length: int
 ) -> None:
-    options: dict[str, Any] = {}
-    if secured != "plain":
-        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
-    async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
+    async with in_cluster(memory, **security) as cluster:
         await write_and_read(cluster, length)
 
 
@@ -78,10 +83,8 @@ async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -
 async def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
-        target = cluster.file("target")
         with fails_with(errno.EINVAL):
-            await cluster.peers.device(1).read(Extent(1, 0), 1, FileRange(target, 0, 5))
-        os.close(target)
+            await cluster.read(1, Extent(1, 0), 1, 5)
 
 
 async def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
@@ -95,15 +98,13 @@ async def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: P
 
 async def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
-        source = cluster.file("source", random_bytes(17 * MiB))
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 17 * MiB))
+        data = random_bytes(17 * MiB)
+        await cluster.write(Extent(1, 0), data)
         before = cluster.peers.counters.round_trips
-        await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 17 * MiB))
+        await cluster.write(Extent(2, 0), data)
         assert cluster.peers.counters.round_trips == before + 1
-        await device.read(Extent(2, 0), 0, FileRange(source, 0, 17 * MiB))
+        assert await cluster.read(1, Extent(2, 0), 0, len(data)) == data
         assert cluster.peers.counters.round_trips == before + 2
-        os.close(source)
 
 
 class Turns(trio.abc.Instrument):
@@ -192,15 +193,12 @@ async def test_the_other_messages_reach_the_service(memory: Path) -> None:
 async def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:
     data = random_bytes(40 * MiB)
     async with in_cluster(memory) as cluster:
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(1, 0), data)
         for _ in range(3):
             # The node sends what it has to the one that lacks it.
-            await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+            await cluster.write(Extent(1, 0), data, 2)
             assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert (cluster.service(1).created, cluster.service(2).created) == (1, 1)
-        os.close(source)
 
 
 @pytest.mark.long
@@ -213,16 +211,9 @@ async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
             data = random.Random(number).randbytes(length)
             first, *rest = chooser.sample((1, 2, 3), 3)
             extent = Extent(number, number)
-            source = cluster.file(f"source{number}", data)
-            await cluster.peers.device(first).write(
-                extent, Target(1, 1, (*rest,)), FileRange(source, 0, length)
-            )
+            await cluster.write(extent, data, *rest, first=first)
             assert cluster.have(extent, data) == [1, 2, 3]
-            target = cluster.file(f"target{number}")
-            await cluster.peers.device(rest[0]).read(extent, 0, FileRange(target, 0, length))
-            assert os.pread(target, length + 1, 0) == data
-            for fd in (source, target):
-                os.close(fd)
+            assert await cluster.read(rest[0], extent, 0, length) == data
 
         async with trio.open_nursery() as nursery:
             for number in range(30):
@@ -256,43 +247,32 @@ async def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_notice
 async def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int) -> None:
     async with in_cluster(memory) as cluster:
         cluster.service(full).limit_bytes = 50
-        source = cluster.file("source", random_bytes(24 * MiB))
         for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
             with pytest.raises(OSError, match=f"store node {full}: ") as caught:
-                await cluster.peers.device(1).write(
-                    extent, Target(1, 1, (2, 3)), FileRange(source, 0, length)
-                )
+                await cluster.write(extent, random_bytes(length), 2, 3)
             assert caught.value.errno == errno.ENOSPC
-        os.close(source)
         await until(lambda: not cluster.service(full).leftovers)
         assert not cluster.service(full).sealed
 
 
 async def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
-        target = cluster.file("target")
         with pytest.raises(FileNotFoundError):
-            await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
+            await cluster.read(1, Extent(1, 0), 0, 20 * MiB)
         assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [None]
-        os.close(target)
 
 
 async def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -> None:
     data = random_bytes(8 * MiB)
     async with in_cluster(memory, 1) as cluster:
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
         cluster.service(1).may_seal = trio.Event()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                device.write, Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data))
-            )
+            nursery.start_soon(cluster.write, Extent(1, 0), data)
             await until(lambda: cluster.service(1).created == 1)
             nursery.cancel_scope.cancel()
         cluster.service(1).may_seal.set()
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(1, 0), data)
         assert cluster.have(Extent(1, 0), data) == [1]
-        os.close(source)
 
 
 # -- nodes that fail -----------------------------------------------------------------------------
@@ -522,12 +502,8 @@ async def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path)
 async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
     async with in_cluster(memory, timeout_s=1.0) as cluster:
         cluster.service(3).may_seal = trio.Event()
-        source = cluster.file("source", random_bytes(9 * MiB))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                cluster.peers.device(1).write,
-                Extent(1, 0), Target(1, 1, (2, 3)), FileRange(source, 0, 9 * MiB),
-            )  # fmt: skip
+            nursery.start_soon(cluster.write, Extent(1, 0), random_bytes(9 * MiB), 2, 3)
             nursery.start_soon(
                 cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x"
             )
@@ -536,7 +512,6 @@ async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> Non
             assert len(nursery.child_tasks) == 2
             cluster.service(3).may_seal.set()
         assert len(cluster.service(3).sealed) == 2
-        os.close(source)
 
 
 # -- callers that fail ---------------------------------------------------------------------------
@@ -596,15 +571,11 @@ async def test_a_full_target_is_enospc_and_the_node_is_not_blamed(
     memory: Path, small_tmpfs: Path
 ) -> None:
     async with in_cluster(memory, 1) as cluster:
-        source = cluster.file("source", random_bytes(20 * MiB))
-        await cluster.peers.device(1).write(
-            Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
-        )
+        await cluster.write(Extent(1, 0), random_bytes(20 * MiB))
         target = os.open(small_tmpfs / "target", os.O_RDWR | os.O_CREAT)
         with fails_with(errno.ENOSPC):
             await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
         os.close(target)
-        os.close(source)
 
 
 # -- files with holes ----------------------------------------------------------------------------
@@ -619,18 +590,14 @@ def file_with_holes(cluster: Place, size: int, data: dict[int, bytes]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
 @pytest.mark.parametrize("segments", [0, 1, 40])
 async def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
-    memory: Path, certificates: dict[str, Credentials], segments: int, secured: str
+    memory: Path, security: dict[str, Any], segments: int
 ) -> None:
     size = 512 * MiB + 5
     data = {number * 12 * MiB + 4096: random_bytes(70_000) for number in range(segments)}
     extent = Extent(5, 7)
-    options: dict[str, Any] = {}
-    if secured != "plain":
-        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
-    async with in_cluster(memory, encrypt_data=secured == "encrypted", **options) as cluster:
+    async with in_cluster(memory, **security) as cluster:
         source = file_with_holes(cluster, size, data)
         # Once more to those that have it, too.
         for chain in ((2, 3), (2,), ()):

@@ -4,7 +4,6 @@ The one that is added here, tests/ferry, moves extents through files in a direct
 """
 
 import errno
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from ferry.way import BYTES_MIN, FerryWay
 from harness.transport_nodes import serving
 from harness.transport_place import MiB, Place, mounted, random_bytes
 
-from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
@@ -62,31 +61,13 @@ async def at_the_pier(
     assert not pier.exists() or not list(pier.iterdir())
 
 
-async def written(place: Place, extent: Extent, data: bytes, *chain: int) -> None:
-    source = place.file(f"source{extent.content}", data)
-    try:
-        where = FileRange(source, 0, len(data))
-        await place.peers.device(1).write(extent, Target(1, 1, chain), where)
-    finally:
-        os.close(source)
-
-
-async def read(place: Place, node: int, extent: Extent, start: int, length: int) -> bytes:
-    target = place.file(f"target{node}")
-    try:
-        await place.peers.device(node).read(extent, start, FileRange(target, 0, length))
-        return os.pread(target, length, 0)
-    finally:
-        os.close(target)
-
-
 async def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(memory: Path) -> None:
     data = random_bytes(3 * MiB + 5)
     async with at_the_pier(memory) as place:
-        await written(place, Extent(1, 0), data, 2, 3)
+        await place.write(Extent(1, 0), data, 2, 3)
         assert place.have(Extent(1, 0), data) == [1, 2, 3]
         for node in place.nodes:
-            assert await read(place, node, Extent(1, 0), 77, MiB) == data[77 : 77 + MiB]
+            assert await place.read(node, Extent(1, 0), 77, MiB) == data[77 : 77 + MiB]
         assert place.peers.counters.moved_bytes == {"ferry": len(data) + 3 * MiB}
         for node in (1, 2):
             assert place.nodes[node].peers.counters.moved_bytes == {"ferry": len(data)}
@@ -95,9 +76,9 @@ async def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(mem
 async def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) -> None:
     data = random_bytes(MiB)
     async with at_the_pier(memory, without=[2]) as place:
-        await written(place, Extent(1, 0), data, 2, 3)
+        await place.write(Extent(1, 0), data, 2, 3)
         assert place.have(Extent(1, 0), data) == [1, 2, 3]
-        assert await read(place, 2, Extent(1, 0), 0, MiB) == data
+        assert await place.read(2, Extent(1, 0), 0, MiB) == data
         assert place.peers.counters.moved_bytes == {"ferry": MiB, "tcp": MiB}
         assert place.nodes[1].peers.counters.moved_bytes == {"tcp": MiB}
         assert place.peers.counters.fallbacks == 0
@@ -106,7 +87,7 @@ async def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) 
 async def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
     async with at_the_pier(memory) as place:
         for content, length in enumerate((BYTES_MIN - 1, BYTES_MIN), 1):
-            await written(place, Extent(content, 0), bytes(length))
+            await place.write(Extent(content, 0), bytes(length))
         await place.peers.device(1).put(Extent(3, 0), Target(1, 1, ()), bytes(BYTES_MIN))
         assert place.peers.counters.moved_bytes == {"tcp": BYTES_MIN - 1, "ferry": BYTES_MIN}
         assert place.peers.counters.message_bytes == BYTES_MIN
@@ -121,7 +102,7 @@ async def test_the_faster_mover_does_it_and_the_first_one_of_two_that_are_as_fas
 
     monkeypatch.setattr(FerryWay, "reach", reach)
     async with at_the_pier(memory, first=False) as place:
-        await written(place, Extent(1, 0), bytes(MiB))
+        await place.write(Extent(1, 0), bytes(MiB))
         name = "ferry" if mbit_s == FASTER else "tcp"
         assert place.peers.counters.moved_bytes == {name: MiB}
 
@@ -130,7 +111,7 @@ async def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path
     data = random_bytes(MiB)
     async with at_the_pier(memory) as place:
         (memory / "pier").rmdir()
-        await written(place, Extent(1, 0), data, 2)
+        await place.write(Extent(1, 0), data, 2)
         assert place.have(Extent(1, 0), data) == [1, 2]
         assert place.peers.counters.moved_bytes == {"tcp": MiB}
         assert place.peers.counters.fallbacks == 1
@@ -139,10 +120,10 @@ async def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path
 async def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: Path) -> None:
     async with at_the_pier(memory) as place:
         with pytest.raises(FileNotFoundError):
-            await read(place, 1, Extent(9, 0), 0, MiB)
+            await place.read(1, Extent(9, 0), 0, MiB)
         place.service(1).limit_bytes = BYTES_MIN
         with pytest.raises(OSError) as caught:
-            await written(place, Extent(1, 0), bytes(MiB))
+            await place.write(Extent(1, 0), bytes(MiB))
         assert caught.value.errno == errno.ENOSPC
         assert place.peers.counters.fallbacks == 0
         assert not place.service(1).leftovers
@@ -154,10 +135,10 @@ async def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, 
         place.service(1).owners = {SESSION: KEY}
         extent = Extent(SESSION << 24 | 1, 0)
         if key == KEY:
-            await written(place, extent, bytes(MiB))
+            await place.write(extent, bytes(MiB))
         else:
             with pytest.raises(PermissionError):
-                await written(place, extent, bytes(MiB))
+                await place.write(extent, bytes(MiB))
         assert place.have(extent, bytes(MiB)) == ([1] if key == KEY else [])
 
 

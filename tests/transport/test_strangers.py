@@ -265,11 +265,7 @@ async def test_slow_strangers_do_not_keep_members_out(
             stream = await connect(cluster, port)
             await stream.send_all(b"\0")
             strangers.append(stream)
-        source = cluster.file("source", bytes(20 * MiB))
-        await cluster.peers.device(1).write(
-            Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
-        )
-        os.close(source)
+        await cluster.write(Extent(1, 0), bytes(20 * MiB))
         assert 0 < cluster.nodes[1].listener.host.door.strangers <= door.STRANGERS_MAX
         # The first ones had to go for those who came later.
         for stream in strangers[: -door.STRANGERS_MAX]:
