@@ -134,6 +134,12 @@ def reduce(reducer: Reducer) -> None:
         pass
 
 
+def push_and_reduce(reducer: Reducer, worker: Worker, gradients: Arrays, **options: Any) -> None:
+    """Push gradients, then do all that can be done now."""
+    worker.push(gradients, **options)
+    reduce(reducer)
+
+
 def reduce_until(reducer: Reducer, condition: Callable[[], bool], what: str) -> None:
     """Go on until something has happened that needs time: a worker that ended is looked after."""
 

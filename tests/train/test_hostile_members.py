@@ -18,6 +18,7 @@ from harness.training_runs import (
     newest,
     ones,
     parameters,
+    push_and_reduce,
     reduce,
     reduce_until,
     start,
@@ -134,8 +135,7 @@ def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
         check(run, content.fileno(), "w.safetensors")
     other = start(run.parent / "other")
     with Worker(other, "w") as worker, Reducer(other) as reducer:
-        worker.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, worker, ones())
         assert newest(other) == 1
     (path.rmdir if path.is_dir() else path.unlink)()
     (run / "was there").rename(path)
@@ -158,8 +158,7 @@ def test_reducer_goes_on_whatever_is_put_beside_its_files(
         except OSError:
             assert beside.startswith("push"), "the mount refuses it"
         for version in (1, 2):
-            worker.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, worker, ones())
             assert newest(run) == version
 
 
@@ -257,8 +256,7 @@ def test_configuration_that_became_invalid_refuses_pushes_until_it_is_mended(run
         with pytest.raises(TrainError, match="sync is bsp"):
             reducer.step()
         replace(train.config_path, good)
-        worker.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, worker, ones())
         status = train.status
         reduce_until(reducer, lambda: "sync is bsp" in status.read_text(), "the reason is shown")
     assert newest(run) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.training_runs import newest, ones, parameters, reduce, start, state_of, zeros
+from harness.training_runs import newest, ones, parameters, push_and_reduce, start, state_of, zeros
 from safetensors import safe_open
 
 from irdmafs.train import Reducer, TrainConfig, Worker
@@ -41,8 +41,7 @@ def test_only_what_is_kept_has_a_file(
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         assert kept(run) == expected
         for step in (1, 2):
-            worker.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, worker, ones())
             assert newest(run) == step
             assert kept(run) == expected
 
@@ -60,8 +59,7 @@ def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
             reducer._found = None
             change = 0.0
             for _ in range(4):
-                worker.push(ones())
-                reduce(reducer)
+                push_and_reduce(reducer, worker, ones())
                 change = momentum * change + 1
                 expected -= change
                 worker.pull()

@@ -23,6 +23,7 @@ from harness.training_runs import (
     newest,
     ones,
     parameters,
+    push_and_reduce,
     reduce,
     reduce_until,
     run_bsp,
@@ -71,8 +72,7 @@ def test_bf16_parameters_are_trained_with_master_weights_in_fp32(run: Path) -> N
     start(run, {"p": np.ones(100, BF16)})
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         for _ in range(16):
-            worker.push({"p": np.full(100, 2.0**-11, np.float32)})
-            reduce(reducer)
+            push_and_reduce(reducer, worker, {"p": np.full(100, 2.0**-11, np.float32)})
     assert np.all(parameters(run)["p"].astype(np.float32) == 1 + 2.0**-7)
 
 
@@ -91,8 +91,7 @@ def test_clipping_is_that_of_the_whole_gradient(run: Path) -> None:
     before = model()
     start(run, before, rule="sgd", lr=1.0, clip_norm=0.5, shards=3)
     with Worker(run, "w") as worker, Reducer(run) as reducer:
-        worker.push(gradients(0, 1))
-        reduce(reducer)
+        push_and_reduce(reducer, worker, gradients(0, 1))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients(0, 1).values()))
     for name, gradient in gradients(0, 1).items():
         expected = before[name] - gradient * np.float32(0.5 / (norm + 1e-6))
@@ -107,13 +106,11 @@ def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
     start(run, shards=shards)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         reduce(reducer)
-        a.push(ones(1))
-        reduce(reducer)
+        push_and_reduce(reducer, a, ones(1))
         assert newest(run) == 0
         with pytest.raises(TimeoutError, match="who is waited for"):
             a.pull(timeout_s=0.05)
-        b.push(ones(2))
-        reduce(reducer)
+        push_and_reduce(reducer, b, ones(2))
         assert newest(run) == 1
         assert everywhere(run, 3)
         assert a.pull()["norm"].tolist() == [3, 3, 3]
@@ -126,11 +123,9 @@ def test_quorum_goes_on_without_the_last_whose_push_counts_later(run: Path, shar
     with Reducer(run) as reducer:
         a, b, c = (Worker(run, name) for name in "abc")
         reduce(reducer)
-        a.push(ones(1))
-        reduce(reducer)
+        push_and_reduce(reducer, a, ones(1))
         assert newest(run) == 0
-        b.push(ones(2))
-        reduce(reducer)
+        push_and_reduce(reducer, b, ones(2))
         assert (newest(run), everywhere(run, 3)) == (1, True)
         c.push(ones(4))
         a.push(ones(8))
@@ -190,22 +185,18 @@ def test_async_push_counts_less_by_its_staleness_also_if_its_version_is_gone(
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         b.pull()
         for _ in range(others):
-            a.push(ones(0))
-            reduce(reducer)
+            push_and_reduce(reducer, a, ones(0))
         assert TrainDirectory(run).version_numbers() == kept
-        b.push(ones(-8))
-        reduce(reducer)
+        push_and_reduce(reducer, b, ones(-8))
         assert everywhere(run, counted)
 
 
 def test_learning_rate_0_changes_no_parameter(run: Path) -> None:
     start(run, rule="sgd", lr=1.0)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        worker.push(ones(), lr=0)
-        reduce(reducer)
+        push_and_reduce(reducer, worker, ones(), lr=0)
         assert everywhere(run, 0)
-        worker.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, worker, ones())
         assert everywhere(run, -1)
 
 
@@ -213,15 +204,12 @@ def test_ssp_bounds_how_far_ahead_a_worker_is(run: Path) -> None:
     start(run, sync="ssp:2")
     with Reducer(run) as reducer, Worker(run, "fast") as fast, Worker(run, "slow") as slow:
         for _ in range(2):
-            fast.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, fast, ones())
             fast.pull(timeout_s=5)
-        fast.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, fast, ones())
         with pytest.raises(TimeoutError):
             fast.pull(timeout_s=0.05)
-        slow.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, slow, ones())
         assert fast.pull(timeout_s=5)["norm"].tolist() == [4] * 3
 
 
@@ -232,20 +220,17 @@ def test_worker_that_joins_later_pulls_at_once_and_is_waited_for(run: Path) -> N
     start(run)
     with Reducer(run) as reducer, Worker(run, "a") as a:
         for _ in range(3):
-            a.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, a, ones())
         with Worker(run, "b") as b:
             assert b.step == 3
             assert b.pull(timeout_s=5)["norm"].tolist() == [3] * 3
             assert b.version == 3
-            a.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, a, ones())
             assert newest(run) == 3
             assert b.push(ones()) == 4
             reduce(reducer)
             assert newest(run) == 4
-        a.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, a, ones())
         assert newest(run) == 5
 
 
@@ -259,8 +244,7 @@ def test_killed_worker_is_no_longer_waited_for_and_what_it_pushed_counts(run: Pa
     ):
         assert other.stdout is not None
         assert other.stdout.readline() == b"joined\n"
-        a.push(ones())
-        reduce(reducer)
+        push_and_reduce(reducer, a, ones())
         assert newest(run) == 0
         with pytest.raises(TrainError, match="taking part"):
             Worker(run, "b")
@@ -332,8 +316,7 @@ def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -
     with Reducer(run) as reducer, Worker(run, "a") as worker:
         pulled = worker.pull()
         for step in range(1, 5):
-            worker.push(gradients(0, step))
-            reduce(reducer)
+            push_and_reduce(reducer, worker, gradients(0, step))
         assert TrainDirectory(run).version_numbers() == [3, 4]
         assert same_bits(pulled, model())
 
@@ -390,11 +373,9 @@ def test_status_tells_how_far_each_worker_is(run: Path) -> None:
     with Reducer(run) as reducer, Worker(run, "ahead") as ahead, Worker(run, "behind") as behind:
         behind.pull()
         for _ in range(3):
-            ahead.push(pushed)
-            reduce(reducer)
+            push_and_reduce(reducer, ahead, pushed)
             ahead.pull()
-        behind.push(pushed)
-        reduce(reducer)
+        push_and_reduce(reducer, behind, pushed)
         reduce_until(
             reducer,
             lambda: "version   4\n" in (run / ".train" / "status").read_text(),
@@ -416,8 +397,9 @@ def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None
     with pytest.raises(TrainError, match="trained in already"):
         begin(run, TrainConfig())
     with Reducer(run) as reducer, Worker(run, "w") as worker:
-        worker.push({"a": np.ones(5, np.float32), "b": np.ones((2, 3), np.float32)})
-        reduce(reducer)
+        push_and_reduce(
+            reducer, worker, {"a": np.ones(5, np.float32), "b": np.ones((2, 3), np.float32)}
+        )
     assert load_file(run / "one.safetensors")["a"].tolist() == [2] * 5
     assert end(run) == 1
     assert sorted(os.listdir(run)) == ["one.safetensors", "other.safetensors"]
@@ -476,8 +458,7 @@ def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
     start(run, shards=2)
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         for _ in range(12):
-            worker.push(ones())
-            reduce(reducer)
+            push_and_reduce(reducer, worker, ones())
             assert reducer._coordinator is not None
             reducer._coordinator.tidy_up()
         assert len(os.listdir(run / ".train" / "aside")) < 5
