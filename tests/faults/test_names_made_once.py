@@ -6,13 +6,13 @@ run's faults, IRDMAFS_FAULTS says how many.
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections import Counter, defaultdict
 
 import pytest
 from harness.clusters import Cluster, Plan
+from harness.seeds import chosen_seed
 from harness.storms import names
 from harness.storms.faults import Faults
 
@@ -22,9 +22,9 @@ RECOVERY_S = 90.0
 
 @pytest.mark.timeout(600)
 def test_a_name_is_made_once_while_things_fail() -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
+    seed = chosen_seed()
     count = int(os.environ.get("IRDMAFS_FAULTS") or FAULTS)
-    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+    print(f"IRDMAFS_FAULTS={count}")
     plan = Plan(nodes=3, mounts=3, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
     with Cluster(plan, links=True) as cluster:
         for number in range(names.DIRECTORIES):

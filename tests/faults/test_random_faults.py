@@ -7,7 +7,6 @@ IRDMAFS_AT_ONCE how many at a time (1: the cluster recovers from each before the
 
 import json
 import os
-import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness.clusters import MIB, Cluster, Plan
+from harness.seeds import chosen_seed
 from harness.storms.faults import (
     AT_ONCE,
     Fault,
@@ -45,12 +45,9 @@ GAP_LEASES = 5
 Record = Callable[[str, object], None]
 
 
-def _seed() -> int:
-    return int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-
-
-def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
-    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+def _run(plan: Plan, count: int, record: Record) -> None:
+    seed = chosen_seed()
+    print(f"IRDMAFS_FAULTS={count}")
     with Cluster(plan, links=True) as cluster:
         folder = cluster.mounts[0].path / "work"
         folder.mkdir()
@@ -168,4 +165,4 @@ def test_history_is_allowed_while_things_fail(record_property: Record, faults: i
     plan = Plan(nodes=3, mounts=2, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
     if ASKED:
         plan = replace(plan, nodes=5, mounts=3, replicas=3, buckets=32)
-    _run(plan, ASKED or faults, _seed(), record_property)
+    _run(plan, ASKED or faults, record_property)

@@ -4,7 +4,6 @@ IRDMAFS_SEED repeats a run's faults, IRDMAFS_KILLS says how many things are kill
 """
 
 import os
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, eventually
+from harness.seeds import chosen_seed
 from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
 from harness.storms.training_worker import (
     COUNTERS,
@@ -30,7 +30,6 @@ from safetensors.numpy import load_file, save_file
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
-SEED = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
 KILLS = int(os.environ.get("IRDMAFS_KILLS") or 12)
 TIMEOUT_S = 120 + 5 * KILLS
 WORKERS = ("w0", "w1", "w2")
@@ -64,9 +63,9 @@ def _state(train: TrainDirectory, version: int) -> Arrays:
 
 
 def _disturb(
-    kind: str, config: TrainConfig, check: Callable[[TrainDirectory, Records], None]
+    kind: str, config: TrainConfig, seed: int, check: Callable[[TrainDirectory, Records], None]
 ) -> None:
-    print(f"\nIRDMAFS_SEED={SEED} IRDMAFS_KILLS={KILLS}")
+    print(f"IRDMAFS_KILLS={KILLS}")
     plan = Plan(
         nodes=3, mounts=3, beside={0: 0, 1: 1}, etcd_members=3, replicas=2,
         node_config={"rereplicate_after": 3},
@@ -74,7 +73,7 @@ def _disturb(
     with Cluster(plan) as cluster:
         train = _start(cluster.mounts[0].path / RUN, kind, config)
         with Processes(cluster, kind, len(WORKERS), REDUCERS) as processes:
-            faults = TrainingFaults(processes, SEED)
+            faults = TrainingFaults(processes, seed)
             began_s = time.monotonic()
             faults.run(KILLS)
             seconds = time.monotonic() - began_s
@@ -114,8 +113,9 @@ def _check_lockstep(train: TrainDirectory, records: Records) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_parameters_and_state_are_those_of_an_undisturbed_run() -> None:
-    config = TrainConfig(rule="adamw", lr=0.01, workers=WORKERS, clip_norm=float(SEED % 2))
-    _disturb("bsp", config, _check_lockstep)
+    seed = chosen_seed()
+    config = TrainConfig(rule="adamw", lr=0.01, workers=WORKERS, clip_norm=float(seed % 2))
+    _disturb("bsp", config, seed, _check_lockstep)
 
 
 def _pushes(train: TrainDirectory) -> list[str]:
@@ -148,4 +148,4 @@ def _check_counts(train: TrainDirectory, records: Records) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 def test_acknowledged_pushes_count_once_and_others_at_most_once() -> None:
     config = TrainConfig(rule="sum", sync="async", workers=WORKERS, keep=1_000_000)
-    _disturb("async", config, _check_counts)
+    _disturb("async", config, chosen_seed(), _check_counts)

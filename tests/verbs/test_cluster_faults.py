@@ -19,6 +19,7 @@ from harness import rdma
 from harness.clusters import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
 from harness.parts import run_instead
 from harness.programs import breakable
+from harness.seeds import chosen_seed
 from harness.storms.history import Workers, check
 
 pytestmark = pytest.mark.verbs
@@ -146,8 +147,8 @@ def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
     if not rdma.IN_GUEST:
         pytest.skip(f"sets links down; {rdma.REMEDY}")
     rdma.need_ports(2)
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={FAULTS}")
+    seed = chosen_seed()
+    print(f"IRDMAFS_FAULTS={FAULTS}")
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, mounts=2, namespaces=False, lease_ttl_s=10)
     with BreakableCluster(plan) as cluster:
