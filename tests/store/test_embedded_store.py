@@ -249,57 +249,55 @@ class Store:
         run(self.node.__aexit__(None, None, None))
 
 
-def test_a_version_that_is_superseded_is_freed_once_its_last_pin_goes(
-    tmp_path: Path, in_memory: None
-) -> None:
-    with Store(tmp_path) as store:
-        first = make_file_of(store, b"file", b"one")
-        store.pin(first.extent)
-        store.pin(first.extent)
-        second = make_version(store, first.ino, b"two")
-        assert second.version == first.version + 1
-        assert content_of(store, first.extent) == b"one"
-        store.unpin(first.extent)
-        assert content_of(store, first.extent) == b"one"
-        store.unpin(first.extent)
-        assert set(store.extents) == {second.extent}
-        make_version(store, first.ino, b"three")
-        assert content_of(store, store.namespace.inode(first.ino).extent) == b"three"
-        assert len(set(store.extents)) == 1
+@pytest.fixture
+def store(tmp_path: Path, in_memory: None) -> Iterator[EmbeddedStore]:
+    with Store(tmp_path) as opened:
+        yield opened
 
 
-def test_an_empty_version_keeps_no_extent(tmp_path: Path, in_memory: None) -> None:
-    with Store(tmp_path) as store:
-        full = make_file_of(store, b"file", b"something")
-        empty = make_version(store, full.ino, b"")
-        assert (empty.extent, empty.size, empty.version) == (0, 0, 2)
-        assert set(store.extents) == set()
-        store.pin(NO_CONTENT)
-        store.retire(NO_CONTENT)
-        store.unpin(NO_CONTENT)
+def test_a_version_that_is_superseded_is_freed_once_its_last_pin_goes(store: EmbeddedStore) -> None:
+    first = make_file_of(store, b"file", b"one")
+    store.pin(first.extent)
+    store.pin(first.extent)
+    second = make_version(store, first.ino, b"two")
+    assert second.version == first.version + 1
+    assert content_of(store, first.extent) == b"one"
+    store.unpin(first.extent)
+    assert content_of(store, first.extent) == b"one"
+    store.unpin(first.extent)
+    assert set(store.extents) == {second.extent}
+    make_version(store, first.ino, b"three")
+    assert content_of(store, store.namespace.inode(first.ino).extent) == b"three"
+    assert len(set(store.extents)) == 1
 
 
-def test_publishing_the_same_extent_again_keeps_it(tmp_path: Path, in_memory: None) -> None:
+def test_an_empty_version_keeps_no_extent(store: EmbeddedStore) -> None:
+    full = make_file_of(store, b"file", b"something")
+    empty = make_version(store, full.ino, b"")
+    assert (empty.extent, empty.size, empty.version) == (0, 0, 2)
+    assert set(store.extents) == set()
+    store.pin(NO_CONTENT)
+    store.retire(NO_CONTENT)
+    store.unpin(NO_CONTENT)
+
+
+def test_publishing_the_same_extent_again_keeps_it(store: EmbeddedStore) -> None:
     """A copy that is written in place after its first version."""
-    with Store(tmp_path) as store:
-        inode = make_file_of(store, b"file", b"one")
-        status = store.extents.stat(inode.extent)
-        again = run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
-        assert (again.version, again.extent, again.mtime_ns) == (2, inode.extent, 5)
-        assert content_of(store, inode.extent) == b"one"
+    inode = make_file_of(store, b"file", b"one")
+    status = store.extents.stat(inode.extent)
+    again = run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
+    assert (again.version, again.extent, again.mtime_ns) == (2, inode.extent, 5)
+    assert content_of(store, inode.extent) == b"one"
 
 
-def test_a_retired_extent_that_is_published_after_all_is_kept(
-    tmp_path: Path, in_memory: None
-) -> None:
-    with Store(tmp_path) as store:
-        inode = make_file_of(store, b"file", b"one")
-        store.pin(inode.extent)
-        make_version(store, inode.ino, b"two")
-        status = store.extents.stat(inode.extent)
-        run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
-        store.unpin(inode.extent)
-        assert set(store.extents) == {inode.extent}
+def test_a_retired_extent_that_is_published_after_all_is_kept(store: EmbeddedStore) -> None:
+    inode = make_file_of(store, b"file", b"one")
+    store.pin(inode.extent)
+    make_version(store, inode.ino, b"two")
+    status = store.extents.stat(inode.extent)
+    run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
+    store.unpin(inode.extent)
+    assert set(store.extents) == {inode.extent}
 
 
 def test_publishing_to_a_full_store_keeps_the_present_version(
@@ -321,15 +319,14 @@ def test_publishing_to_a_full_store_keeps_the_present_version(
         assert set(store.extents) == {inode.extent}
 
 
-def test_a_forgotten_inode_takes_its_content_with_it(tmp_path: Path, in_memory: None) -> None:
-    with Store(tmp_path) as store:
-        inode = make_file_of(store, b"file", b"one")
-        nameless = run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"file")))
-        assert content_of(store, inode.extent) == b"one"
-        run(store.forget(nameless))
-        run(store.forget(nameless))
-        assert set(store.extents) == set()
-        assert set(store.namespace.inodes) == {ROOT_INO}
+def test_a_forgotten_inode_takes_its_content_with_it(store: EmbeddedStore) -> None:
+    inode = make_file_of(store, b"file", b"one")
+    nameless = run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"file")))
+    assert content_of(store, inode.extent) == b"one"
+    run(store.forget(nameless))
+    run(store.forget(nameless))
+    assert set(store.extents) == set()
+    assert set(store.namespace.inodes) == {ROOT_INO}
 
 
 @pytest.mark.parametrize("power_safe", [True, False])
