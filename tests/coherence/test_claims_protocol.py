@@ -32,17 +32,15 @@ def test_promises_are_kept_in_any_order_of_events(case: str) -> None:
     assert explored.states > 500
 
 
-@pytest.mark.parametrize("rule", claims.Rules._fields)
-def test_every_rule_of_claims_is_needed(rule: str) -> None:
-    bounds = claims.Bounds(losses=1 if rule in CUT_OFF else 0)
+@pytest.mark.parametrize("rule", (*claims.Rules._fields, *deferring.Rules._fields))
+def test_every_rule_is_needed(rule: str) -> None:
+    model: Any
+    if rule in claims.Rules._fields:
+        bounds = claims.Bounds(losses=1 if rule in CUT_OFF else 0)
+        model = claims.Model(bounds, claims.Rules(**{rule: False}))
+    else:
+        limits = deferring.Bounds(changes=1, losses=1) if rule in CUT_OFF else deferring.Bounds()
+        model = deferring.Model(limits, deferring.Rules(**{rule: False}))
     with pytest.raises(Broken) as broken:
-        explore(claims.Model(bounds, claims.Rules(**{rule: False})))
-    print(broken.value)
-
-
-@pytest.mark.parametrize("rule", deferring.Rules._fields)
-def test_every_rule_of_deferring_is_needed(rule: str) -> None:
-    bounds = deferring.Bounds(changes=1, losses=1) if rule in CUT_OFF else deferring.Bounds()
-    with pytest.raises(Broken) as broken:
-        explore(deferring.Model(bounds, deferring.Rules(**{rule: False})))
+        explore(model)
     print(broken.value)

@@ -35,13 +35,6 @@ def test_it_is_renamed_in_its_directory(moved: Path) -> None:
     assert (moved.parent / "renamed" / "file").read_text() == "content"
 
 
-def test_it_is_renamed_to_another_directory_once_it_was_looked_at(moved: Path) -> None:
-    target = moved.parent.parent / "target" / "moved"
-    os.stat(moved)
-    os.rename(moved, target)
-    assert (target / "file").read_text() == "content"
-
-
 def test_without_a_look_it_stays_and_is_renamed_after_one(moved: Path) -> None:
     target = moved.parent.parent / "target" / "moved"
     with pytest.raises(OSError) as refused:
@@ -52,9 +45,14 @@ def test_without_a_look_it_stays_and_is_renamed_after_one(moved: Path) -> None:
     assert (target / "file").read_text() == "content"
 
 
-def test_trainings_move_it_at_once(moved: Path) -> None:
+@pytest.mark.parametrize("looked_at", [True, False], ids=["after a look", "by a training"])
+def test_it_is_renamed_to_another_directory(moved: Path, looked_at: bool) -> None:
     target = moved.parent.parent / "target" / "moved"
-    move(moved, target)
+    if looked_at:
+        os.stat(moved)
+        os.rename(moved, target)
+    else:
+        move(moved, target)
     assert (target / "file").read_text() == "content"
 
 

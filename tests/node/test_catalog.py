@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness.scratch import scratch_directory
@@ -180,11 +180,22 @@ def test_a_superseded_and_a_deleted_content_is_freed(world: World) -> None:
     assert world.catalog.freed_extents == 2
 
 
-def test_changing_a_files_attributes_frees_nothing(world: World) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda world, content: world.name(9, content, 100, one_stripe()),
+        lambda world, content: (world.pin(content, 5), world.unpin(content, 5)),
+        lambda world, content: world.catalog.give_up(content),
+    ],
+    ids=["attributes", "a pin that goes", "its writer gives it up"],
+)
+def test_what_is_named_stays(world: World, change: Callable[[World, int], object]) -> None:
     content = world.published()
-    world.name(9, content, 100, one_stripe())
+    change(world, content)
     assert world.has(content)
     assert world.catalog.bytes_by_group == {2 << 16: 100}
+    world.reload()
+    assert world.has(content)
 
 
 def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
@@ -212,13 +223,6 @@ def test_a_pinned_content_stays_until_the_last_pin_goes(world: World) -> None:
     assert not world.has(content)
 
 
-def test_a_pin_on_a_named_content_frees_nothing_when_it_goes(world: World) -> None:
-    content = world.published()
-    world.pin(content, 5)
-    world.unpin(content, 5)
-    assert world.has(content)
-
-
 def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World) -> None:
     content = world.session(5) << 24 | 1
     world.keep(content)
@@ -227,14 +231,6 @@ def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World
     world.keep(content, 1)
     assert not world.has(content, 1)
     assert not world.catalog.may_store(content)
-
-
-def test_giving_up_what_was_published_does_nothing(world: World) -> None:
-    content = world.published()
-    world.catalog.give_up(content)
-    assert world.has(content)
-    world.reload()
-    assert world.has(content)
 
 
 def test_an_extent_that_arrives_after_its_content_came_and_went_is_freed(world: World) -> None:
@@ -334,10 +330,7 @@ def test_a_restart_frees_what_nothing_can_name_and_keeps_the_rest(world: World) 
     world.name(9, named, 100, one_stripe())
     del world.records[key_of(b"m", 5)]
     for content in (named, lost, pending):
-        extent = Extent(content, 0)
-        incoming = world.files.create(100)
-        world.files.seal(incoming, extent)
-        os.close(incoming.fd)
+        world.keep(content)
     world.restart()
     assert world.has(named)
     assert world.has(pending)

@@ -99,22 +99,17 @@ def test_what_others_may_not_see_is_left_out(folder: Path, mode: int) -> None:
 
 
 @needs_root
-def test_a_group_and_an_acl_are_left_to_the_kernel(folder: Path) -> None:
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o750), (NOBODY, 0o077)])
+def test_groups_and_owners_who_have_shut_themselves_out_see_nothing(
+    folder: Path, owner: int, mode: int
+) -> None:
+    """Groups, as ACLs, are left to the kernel."""
     private = folder / "private"
-    private.mkdir(mode=0o750)
-    os.chown(private, 0, NOBODY)
-    with Process(AS_NOBODY) as member, pytest.raises(PermissionError):
-        member.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
-
-
-@needs_root
-def test_an_owner_who_has_shut_himself_out_sees_nothing(folder: Path) -> None:
-    own = folder / "own"
-    own.mkdir()
-    os.chown(own, NOBODY, NOBODY)
-    own.chmod(0o077)
-    with Process(AS_NOBODY) as owner, pytest.raises(PermissionError):
-        owner.do(f"os.getxattr(directory, '{TREE}')", directory=str(own))
+    private.mkdir()
+    os.chown(private, owner, NOBODY)
+    private.chmod(mode)
+    with Process(AS_NOBODY) as one, pytest.raises(PermissionError):
+        one.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
 
 
 @pytest.mark.parametrize(("count", "length"), [(300, 250), (1500, 10)])

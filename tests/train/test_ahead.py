@@ -124,31 +124,21 @@ def test_following_versions_are_summed_ahead_too(run: Path, reductions: list[boo
     assert reductions == [True] * (SHARDS * 4)
 
 
-def test_push_that_is_written_anew_after_it_was_summed_is_summed_anew(
-    run: Path, reductions: list[bool]
-) -> None:
-    start(run, model(), shards=SHARDS)
-    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
-        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
-        sum_ahead(reducer, reductions)
-        for name, value in gradients(0, 2).items():
-            pushes[0].put(name, value)
-        found = finish(run, reducer, *pushes)
-    assert False in reductions
-    assert same_bits(found, plainly(run, {"a": gradients(0, 2), "b": gradients(1, 1)}))
-
-
-def test_push_that_is_finished_with_another_weight_is_summed_anew(
-    run: Path, reductions: list[bool]
+@pytest.mark.parametrize(("step", "weight"), [(2, 1.0), (1, 3.0)], ids=["written anew", "weight"])
+def test_push_that_changes_after_it_was_summed_is_summed_anew(
+    run: Path, reductions: list[bool], step: int, weight: float
 ) -> None:
     start(run, model(), shards=SHARDS, rule="mean")
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
         sum_ahead(reducer, reductions)
-        found = finish(run, reducer, *pushes, weights=(3.0, 1.0))
-    assert reductions == [True] * SHARDS + [False] * SHARDS
-    pushed = {"a": gradients(0, 1), "b": gradients(1, 1)}
-    assert same_bits(found, plainly(run, pushed, rule="mean", weights={"a": 3.0}))
+        if step == 2:
+            for name, value in gradients(0, 2).items():
+                pushes[0].put(name, value)
+        found = finish(run, reducer, *pushes, weights=(weight, 1.0))
+    assert not all(reductions) if step == 2 else reductions[SHARDS:] == [False] * SHARDS
+    pushed = {"a": gradients(0, step), "b": gradients(1, 1)}
+    assert same_bits(found, plainly(run, pushed, rule="mean", weights={"a": weight}))
 
 
 def test_push_of_a_worker_that_leaves_does_not_count(run: Path, reductions: list[bool]) -> None:
