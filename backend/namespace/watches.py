@@ -83,7 +83,9 @@ class Watches:
         change, inodes that names lead to before and after, files that get another version."""
         touched: set[int] = set()
         for parent, name, ino, *_ in names:
-            touched.update((parent, ino, self._ino_behind(parent, name)))
+            before = self._ino_behind(parent, name)
+            if ino != before:  # else it was known here before it was stored
+                touched.update((parent, ino, before))
         for inode in inodes:
             known = self._inodes.get(inode.ino)
             if known is not None and (known.version != inode.version or known.maker != inode.maker):

@@ -134,6 +134,16 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
     os.close(inside)
 
 
+def test_a_deferred_change_is_counted_once(hosts: list[ClusterMount], pair: list[Path]) -> None:
+    here = pair[0]
+    claim_exclusively(hosts[0], here)
+    before = os.getxattr(here, "user.irdmafs.changes")
+    (here / "file").touch()
+    counted = os.getxattr(here, "user.irdmafs.changes")
+    assert len(os.listdir(pair[1])) == 1  # it is stored
+    assert os.getxattr(here, "user.irdmafs.changes") == counted > before
+
+
 def scan(path: Path) -> os.stat_result:
     found = {entry.name: entry for entry in list(os.scandir(path.parent))}
     if path.name not in found:
