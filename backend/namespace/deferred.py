@@ -28,7 +28,7 @@ from ..kv import Compare, Conflict, Delete, Empty, Event, Exists, Put
 from ..model.records import CLAIM, claim_key
 from ..pauses import Pauses
 from .commit import Commit
-from .inode import inode_key, name_key
+from .inode import inode_key, name_key, time_key
 from .others import Claims, Hub
 from .tree import Tree
 
@@ -153,6 +153,7 @@ class Deferred:
         keys = [name_key(parent, name) for parent, name, _ in commit.names]
         keys += [inode_key(parent) for parent, _, _ in commit.names]
         keys += map(inode_key, commit.within)
+        keys += [time_key(ino) for ino, time_ns in commit.times if time_ns is None]
         keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
         return any(key in self._waiting or key in self._under_way for key in keys)
 
@@ -207,8 +208,7 @@ class Deferred:
                 await self._store_some()
 
     async def settle(self) -> None:
-        """Return when the tree shows what others have changed in directories whose claims are lost. Raises
-        OSError."""
+        """Return when the tree shows what others changed where claims are lost. Raises OSError."""
         if self._lost_keys or self._not_held():
             async with self._storing:
                 while self._not_held():

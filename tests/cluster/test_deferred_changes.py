@@ -115,7 +115,10 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
     here, there = pair
     claim_exclusively(hosts[0], here)
     before = deferred(hosts[0])
+    os.utime(here, (1, 2))
     (here / "made").mkdir()
+    os.utime(here, (3, 4))
+    assert here.stat().st_mtime == 4
     (here / "removed").mkdir()
     assert deferred(hosts[0]) == before + 2
     (there / "made/file").write_bytes(b"content")
@@ -283,8 +286,10 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
 
 
 @pytest.fixture
-def own_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
+def own_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster whose hosts can be cut off; or (False) one that the test itself reaches."""
+    apart = getattr(request, "param", True)
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=apart), links=apart) as cluster:
         yield cluster
 
 
@@ -494,6 +499,7 @@ def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
     assert (there / "new0/file").read_bytes() == b"content"
 
 
+@pytest.mark.parametrize("own_cluster", [False], indirect=True)
 def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more(
     own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
 ) -> None:
