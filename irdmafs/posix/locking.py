@@ -322,8 +322,6 @@ class Locking(LockHolder):
         """Note that a process gets an error when it locks, unlocks or closes a file. Return whether it had
         lost a lock of the file and was not told before. Then what it may have written since is set aside,
         and others on this host get locks again."""
-        if not self._lost:
-            return False
         pid = _process_of(pid)
         inodes = self._lost.get(pid, {})
         if ino not in inodes:

@@ -105,7 +105,8 @@ def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_drain_of_the_sound_node_keeps_what_is_sound(nodes: int) -> None:
-    """Of two it waits until the other is sound: nobody joins, whose copies would be checked on arrival."""
+    """With two nodes the drain waits until the other's copies are sound: no node joins, which would check
+    them on arrival."""
     with Cluster(Plan(nodes=nodes, mounts=1, buckets=16)) as made:
         made.wait_healthy()
         (made.mounts[0].path / "d").mkdir()

@@ -95,9 +95,8 @@ class Leases:
         self._ways: set[int] = set()
         self._ways_lease = 0
         self._for_good: set[int] = set()
-        self._kept: Counter[int] = (
-            Counter()
-        )  # by how many calls that wait for others (see `keeping`)
+        # By directory, how many calls wait for others (see `keeping`).
+        self._kept: Counter[int] = Counter()
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         # Directories that were given up for their changes.
