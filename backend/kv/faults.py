@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 # The length in bytes of the keys of each kind (see records and namespace).
 _KEY_BYTES = {
     b"c": 1, b"s": 1, b"u": 1, b"E": 1,
-    b"N": 9, b"n": 9, b"m": 9, b"P": 9, b"T": 9, b"w": 9, b"a": 9, b"l": 9, b"R": 9,
+    b"N": 9, b"n": 9, b"m": 9, b"P": 9, b"T": 9, b"w": 9, b"a": 9, b"l": 9, b"R": 9, b"U": 9,
     b"i": 9, b"t": 9, b"g": 5, b"D": 9, b"p": 17, b"f": 17, b"L": 17, b"W": 17,
 }  # fmt: skip
 _NAME = b"d"  # and the number of a directory, and a name of any length

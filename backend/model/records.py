@@ -4,6 +4,7 @@
     "c"                              Settings
     "s"                              id of the newest transaction (kept by the engine)
     "u"                              next free inode number (8 bytes BE; taken in blocks)
+    "U" + subvolume (8 bytes BE)     the same of a subvolume (see namespace/subvolumes)
     "x" + owner (3) + 8 random bytes ""                 the engine of a process: its fence
     "N" + node (8 bytes BE)          NodeRecord         (stays: every node ever admitted and not removed)
     "n" + node (8 bytes BE)          NodeAddress        the node: it is alive
@@ -52,6 +53,7 @@ NO_CONTENT = ContentId(0)  # of an empty file
 
 SETTINGS_KEY = b"c"
 NEXT_INO_KEY = b"u"
+NEXT_INO_OF = b"U"
 EPOCH_KEY = b"E"
 REPORT = b"R"
 CLAIM, WISH = b"D", b"W"
@@ -172,7 +174,8 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
-    """`owner` is its number in etcd. Times are in seconds since 1970; `revoked_s` 0: it is not revoked."""
+    """`owner` is its number in etcd. Times are in seconds since 1970; `revoked_s` 0: it is not revoked.
+    `subvolume` is what a mount is kept to, 0: nothing; its path was `root`."""
 
     name: Text
     role: Text
@@ -180,6 +183,8 @@ class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
     issued_s: Count
     expires_s: Count
     revoked_s: Count = 0
+    subvolume: Count = 0
+    root: Text = ""
 
 
 class GroupConfig(msgspec.Struct, array_like=True, frozen=True):

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from ..kv import Event
-from ..model.records import NEXT_INO_KEY
+from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
@@ -17,6 +17,7 @@ from .inode import (
     inode_key,
     nearest_time,
 )
+from .subvolumes import SUBVOLUMES, belongs
 
 __all__ = ["Changes", "Complain", "Listener", "changes_of", "removals_first", "time_of"]
 
@@ -47,15 +48,15 @@ class Listener(Protocol):
 class Changes(NamedTuple):
     """`times` are those of directories, None: the inode has them from now on. `inodes` come with their
     records. `names` are parent, name, inode (0: the name is removed) and revision. `damaged` are the
-    numbers and revisions of inodes whose record is that. `gone` are inodes without a record. `next_ino` is
-    the value and revision of the record of free inode numbers, if that changed."""
+    numbers and revisions of inodes whose record is that. `gone` are inodes without a record. `blocks` are
+    the values and revisions of records of free inode numbers, by subvolume."""
 
     times: list[tuple[int, int | None]]
     damaged: list[tuple[int, int]]
     inodes: list[tuple[Inode, bytes]]
     names: list[tuple[int, bytes, int, int]]
     gone: list[int]
-    next_ino: tuple[int, int] | None
+    blocks: dict[int, tuple[int, int]]
 
 
 def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
@@ -65,19 +66,20 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
     inodes: list[tuple[Inode, bytes]] = []
     names: list[tuple[int, bytes, int, int]] = []
     gone: list[int] = []
-    next_ino = None
+    blocks: dict[int, tuple[int, int]] = {}
     for revision, key, value in events:
         kind, ino = key[:1], int.from_bytes(key[1:9], "big")
-        if key == NEXT_INO_KEY:
+        if key == NEXT_INO_KEY or (kind == NEXT_INO_OF and ino in SUBVOLUMES):
             # No number, if it is damaged or gone: the tree finds one.
-            next_ino = int.from_bytes(value, "big") if value and len(value) == 8 else 0, revision
+            told = int.from_bytes(value, "big") if value and len(value) == 8 else 0
+            blocks[ino or ROOT_INO] = told, revision
         elif not _can_be(kind, ino, key, value):
             if value is not None or key == inode_key(ROOT_INO):
                 complain(key, "no tree has such a record, or lacks it", value or b"")
         elif kind == b"d":
             target = int.from_bytes(value, "big") if value is not None else 0
-            if value is not None and (len(value) != 8 or not 0 < target < FIRST_VIRTUAL_INO):
-                complain(key, "it leads to no inode", b"")
+            if value is not None and not (len(value) == 8 and _may_lead(ino, target)):
+                complain(key, "it leads to no inode that can be there", b"")
                 target = DAMAGED_INO
             names.append((ino, key[9:], target, revision))
         elif kind == b"t":
@@ -90,13 +92,19 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
             except msgspec.DecodeError as error:
                 complain(key, str(error), value)
                 damaged.append((ino, revision))
-    return Changes(times, damaged, inodes, names, gone, next_ino)
+    return Changes(times, damaged, inodes, names, gone, blocks)
+
+
+def _may_lead(directory: int, target: int) -> bool:
+    return 0 < target < FIRST_VIRTUAL_INO and belongs(target, directory)
 
 
 def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
     """Return whether a tree can have a record, or lose one, of this kind, inode and key."""
     name = key[9:]
     if not 0 < ino < FIRST_VIRTUAL_INO or len(key) < 9:
+        return False
+    if kind == NEXT_INO_OF:
         return False
     if kind == b"i":
         return not name and not (ino == ROOT_INO and value is None)

@@ -14,6 +14,7 @@ from .commit import Commit
 from .inode import ROOT_INO, Inode
 from .inodes import Totals
 from .planner import root_of
+from .subvolumes import ALL_INOS
 from .tree import Tree
 
 __all__ = ["LocalCommitter"]
@@ -24,13 +25,13 @@ log = logging.getLogger(__name__)
 class LocalCommitter:
     """Commits changes of a tree whose map no other process changes."""
 
-    read_only = False
+    writable = ALL_INOS
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._next_ino = ROOT_INO + 1
 
-    def new_ino(self) -> int:
+    def new_ino(self, directory: int) -> int:
         """Return a number that no inode has had since the store was opened."""
         ino = self._next_ino
         self._next_ino = ino + 1
@@ -49,6 +50,9 @@ class LocalCommitter:
         else:
             self._tree.enact(commit)
         return commit.inode
+
+    async def take_numbers(self) -> None:
+        """Do nothing: there are always more numbers."""
 
     async def freshen(self) -> None:
         """Do nothing: no other process changes anything."""

@@ -16,9 +16,11 @@ from ...inline import detach
 from ..kv import Compare
 from ..model.clock import now_ns
 from ..model.records import Layout
+from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .new_version import NewVersion
+from .numbers import Spent
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
@@ -45,6 +47,7 @@ class Namespace:
 
     def __init__(self, tree: Tree, committer: LocalCommitter | SharedCommitter) -> None:
         self.tree = tree
+        self.writable = committer.writable
         self._committer = committer
         self._carry_out = committer.carry_out
         self._planner = Planner(tree, committer.new_ino)
@@ -66,9 +69,10 @@ class Namespace:
         self.path_of = tree.path_of
         self.describe = tree.describe
 
-    @property
-    def read_only(self) -> bool:
-        return self._committer.read_only
+    def check_writable(self, ino: int) -> None:
+        """Raise OSError EROFS if this mount may not change an inode."""
+        if ino not in self.writable and ino < FIRST_VIRTUAL_INO:
+            raise fail(errno.EROFS)
 
     async def ensure_root(self) -> None:
         """Make the root directory unless there is one, and be ready to make more."""
@@ -114,18 +118,27 @@ class Namespace:
     async def remove_abandoned(self, directory: int = 0) -> bool:
         """Remove the names that nobody sees, of files that ended mounts made and never published: those in
         a directory, 0: in all. Return whether there were any."""
-        names = chain.from_iterable(map(self.tree.names_of, self.tree.abandoned()))
+        abandoned = (ino for ino in self.tree.abandoned() if ino in self.writable)
+        names = chain.from_iterable(map(self.tree.names_of, abandoned))
         found = [name for name in names if directory in (0, name[0])]
         for parent, name in found:
             await self.unlink_if(parent, name, self.tree.is_abandoned)
         return bool(found)
 
-    def orphan(
+    async def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
     ) -> Inode:
         """Return a file without a name (O_TMPFILE), with the attributes that a directory hands down. It
         exists in the tree only, until link() names it."""
-        inode = self._planner.new_inode(self.inode(directory), mode, uid, gid, umask, now_ns())
+        while True:
+            try:
+                inode = self._planner.new_inode(
+                    self.inode(directory), mode, uid, gid, umask, now_ns()
+                )
+                break
+            except Spent:
+                await detach()
+                await self._committer.take_numbers()
         inode.nlink = 0
         self.inodes[inode.ino] = inode
         return inode
@@ -137,11 +150,16 @@ class Namespace:
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
         """Give an inode another name, or its first."""
+        return await self._link(ino, partial(self._planner.link, ino, parent, name))
+
+    async def _link(
+        self, ino: int, plan: Callable[[], Commit], guards: Sequence[Compare] = ()
+    ) -> Inode:
         if self._linking:
             await self._wait_while_linking(ino)
         self._linking[ino] = trio.Event()
         try:
-            linked = await self._carry_out(partial(self._planner.link, ino, parent, name))
+            linked = await self._carry_out(plan, guards)
         finally:
             self._linking.pop(ino).set()
         assert linked is not None
@@ -215,9 +233,12 @@ class Namespace:
         0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it.
         """
 
+        plan = partial(self._planner.publish, version)
+        if version.name is not None:
+            return await self._link(version.ino, plan, guards)
         if self._linking:
             await self._wait_while_linking(version.ino)
-        published = await self._carry_out(partial(self._planner.publish, version), guards)
+        published = await self._carry_out(plan, guards)
         assert published is not None
         return published
 
@@ -238,9 +259,10 @@ class Namespace:
         return await self._change(ino, attributes_set(values), sets_mtime="mtime_ns" in values)
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
-        """Set when inodes were last read (ns), by number, unless they are gone; nothing else of them
-        changes."""
-        await self._carry_out(partial(self._planner.note_reads, atimes))
+        """Set when inodes were last read (ns), by number, unless they are gone or may not be changed;
+        nothing else of them changes."""
+        ours = {ino: atime_ns for ino, atime_ns in atimes.items() if ino in self.writable}
+        await self._carry_out(partial(self._planner.note_reads, ours))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False

@@ -15,7 +15,8 @@ class NewVersion(NamedTuple):
     `ctime_ns`: the time of the change, None: now, 0: no change. `base`: the version that it was made of, if
     that must still be the newest one. `mapped`: programs may have its file mapped, and change it without a
     trace. `layout`: where its bytes are, None: where the file's are; `digests`: of its bytes. `in_quotas`:
-    it is refused if a quota has no room for it, and not only charged.
+    it is refused if a quota has no room for it, and not only charged. `name`: a directory, and what the
+    file is called there from then on, too.
     """
 
     ino: int
@@ -29,6 +30,7 @@ class NewVersion(NamedTuple):
     layout: Layout | None = None
     digests: bytes = b""
     in_quotas: bool = True
+    name: tuple[int, bytes] | None = None
 
     @classmethod
     def of_file(

@@ -23,6 +23,7 @@ from . import acl
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion
+from .subvolumes import belongs
 from .tree import Tree
 
 __all__ = [
@@ -71,9 +72,9 @@ def root_of(tree: Tree) -> Commit | None:
 
 
 class Planner:
-    """Decides mutations of a tree. new_ino() returns a number that no inode ever had."""
+    """Decides mutations of a tree. new_ino(directory) returns a number that no inode ever had."""
 
-    def __init__(self, tree: Tree, new_ino: Callable[[], int]) -> None:
+    def __init__(self, tree: Tree, new_ino: Callable[[int], int]) -> None:
         self._tree = tree
         self._quotas = tree.quotas
         self._new_ino = new_ino
@@ -141,7 +142,7 @@ class Planner:
         self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
     ) -> Inode:
         """Return an inode without a name, with the group and ACL that the directory hands down."""
-        inode = Inode(self._new_ino(), mode, uid, gid, now_ns)
+        inode = Inode(self._new_ino(directory.ino), mode, uid, gid, now_ns)
         if directory.mode & stat.S_ISGID:
             inode.gid = directory.gid
         if not stat.S_ISLNK(mode):
@@ -155,13 +156,22 @@ class Planner:
         return inode
 
     def link(self, ino: int, parent: int, name: bytes) -> Commit:
-        """Give an inode another name, or its first."""
-        commit = self._new_name(parent, name)
+        """Give an inode another name, or its first. Raises ESTALE if store nodes do not keep its content,
+        as they did not see it named: its next version has to name it."""
         inode = self._tree.inode(ino).copy()
+        commit = self._named(inode, parent, name)
+        if not self._tree.inodes[ino].nlink and inode.extent and inode.layout.replicas:
+            raise fail(errno.ESTALE)
+        return commit
+
+    def _named(self, inode: Inode, parent: int, name: bytes) -> Commit:
+        """Return the commit that gives an inode, which it changes, a name."""
+        commit, ino = self._new_name(parent, name), inode.ino
         if inode.is_dir or ino >= FIRST_VIRTUAL_INO:
             raise fail(errno.EPERM)
         if self._tree.inodes[parent].nlink == 0:
             raise fail(errno.ENOENT)
+        _refuse_to_leave(ino, parent)
         now = now_ns()
         inode.nlink += 1
         inode.ctime_ns = now
@@ -232,6 +242,9 @@ class Planner:
             return None  # two names of one inode: POSIX demands that nothing happens
         if self._tree.inodes[new_parent].nlink == 0:
             raise fail(errno.ENOENT)
+        _refuse_to_leave(moved.ino, new_parent)
+        if flags & RENAME_EXCHANGE and replaced is not None:
+            _refuse_to_leave(replaced.ino, parent)
         if self._quotas.in_use:
             self._quotas.refuse_to_enter(self._quotas.of(moved.ino), new_parent)
             if flags & RENAME_EXCHANGE and replaced is not None:
@@ -327,7 +340,6 @@ class Planner:
             raise Outdated(found.version)
         inode = found.copy()
         inode.version += 1
-        inode.maker = 0
         inode.extent, inode.size, inode.blocks = version.extent, size, blocks
         inode.digests = version.digests
         inode.mtime_ns = nearest_time(version.mtime_ns)
@@ -335,13 +347,15 @@ class Planner:
             inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, version.ctime_ns or now_ns()))
         if version.layout is not None:
             inode.layout = version.layout
-        commit = Commit()
-        commit.inode, commit.inodes = inode, (inode,)
-        if not inode.nlink:
-            commit.local = True
+        if version.name is not None:
+            commit = self._named(inode, *version.name)
+        else:
+            commit, inode.maker = Commit(), 0
+            commit.inode, commit.inodes = inode, (inode,)
+            commit.local = not inode.nlink
         # A file that could not be written completely has to be truncated, also on a full store.
         commit.urgent = size < found.size or not found.version
-        if self._quotas.in_use and version.in_quotas:
+        if self._quotas.in_use and version.in_quotas and version.name is None:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
         return commit
 
@@ -374,6 +388,12 @@ class Planner:
                 inode.atime_ns = nearest_time(atime_ns)
                 commit.inodes.append(inode)
         return commit if commit.inodes else None
+
+
+def _refuse_to_leave(ino: int, directory: int) -> None:
+    """Raise OSError EXDEV if an inode would leave its subvolume, or enter one, by a name in a directory."""
+    if not belongs(ino, directory):
+        raise fail(errno.EXDEV)
 
 
 def attributes_set(values: Mapping[str, int]) -> Callable[[Inode], None]:

@@ -22,11 +22,13 @@ import trio
 
 from ...inline import detach
 from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
-from ..model.records import NEXT_INO_KEY, claim_key
+from ..model.records import claim_key
 from .commit import Commit, compares, operations
 from .deferred import Deferred
-from .inode import ROOT_INO, Inode, fail
+from .inode import Inode, fail
+from .numbers import InodeNumbers, Spent
 from .others import Claims, Hub
+from .subvolumes import ALL_INOS
 from .tree import Tree
 
 if TYPE_CHECKING:
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedCommitter"]
 
-# Inode numbers of a shared engine are taken in blocks; the next one when fewer are left than this.
-_BLOCK_INOS = 4096
-_SPARE_INOS = 1024
 # A mutation that is decided anew so often conflicts every time; the pause before each grows to the longest
 # after 6 attempts, so these take about 3 s.
 _ATTEMPTS_MAX = 40
@@ -53,8 +52,8 @@ class SharedCommitter:
     """Commits changes of a tree that `hub` keeps up to date. The hub has to be started first.
 
     after_commit(directories, revision) is awaited before a mutation returns; `directories` were changed, or
-    hold a changed inode. `read_only`: every change is refused with EROFS. `deferred` has what is answered
-    and not stored yet; without claims there is nothing.
+    hold a changed inode. `writable` are the numbers of inodes that may be changed, the others are refused
+    with EROFS. `deferred` has what is answered and not stored yet; without claims there is nothing.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class SharedCommitter:
         *,
         claims: Claims | None = None,
         after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None,
-        read_only: bool = False,
+        writable: range = ALL_INOS,
     ) -> None:
-        self.read_only = read_only
+        self.writable = writable
         self._tree = tree
         self._engine = engine
         self._hub = hub
@@ -82,9 +81,8 @@ class SharedCommitter:
         # The keys of records of inodes and names that are being changed by transactions.
         self._under_way: Counter[bytes] = Counter()
         self._after_commit = after_commit
-        self._next_ino = ROOT_INO + 1
-        self._last_ino = 0
-        self._taking_inos = trio.Lock()
+        self._numbers = InodeNumbers(tree, engine, hub, writable)
+        self.new_ino = self._numbers.new
 
     async def carry_out(
         self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
@@ -94,25 +92,25 @@ class SharedCommitter:
 
         Raises OSError EBUSY and Conflict, if one of the guards does not hold.
         """
-        if self.read_only:
-            raise fail(errno.EROFS)
-        if self._last_ino - self._next_ino < _SPARE_INOS:
-            await detach()
-            await self._take_inos()
         fresh = False
         for attempt in range(_ATTEMPTS_MAX):
             if attempt >= _PAUSES_FROM:
                 pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - _PAUSES_FROM), _PAUSE_MAX_S)
                 await trio.sleep(random.uniform(0, pause_s))
+            if self._numbers.wanted:
+                await detach()
+                await self._numbers.take()
             seen = self._tree.records.begun_count
             try:
                 commit = plan()
+            except Spent:
+                continue
             except OSError:
                 if fresh:
                     raise
                 commit = None
             if commit is not None:
-                self._tell_lost(commit)
+                self._check(commit)
             if commit is None:
                 if fresh:
                     return None
@@ -291,9 +289,14 @@ class SharedCommitter:
         deferred.add(commit, changes, directories)
         return True
 
-    def _tell_lost(self, commit: Commit) -> None:
-        """Raise OSError EIO, once, for a change of names or attributes in a directory in which earlier ones
-        are lost."""
+    def _check(self, commit: Commit) -> None:
+        """Raise OSError EROFS for what may not be changed; and EIO, once, for a change of names or
+        attributes in a directory in which earlier ones are lost."""
+        if self.writable is not ALL_INOS and not commit.local:
+            changed = [parent for parent, _, _ in commit.names]
+            changed += [inode.ino for inode in (*commit.inodes, *commit.gone)]
+            if not all(ino in self.writable for ino in changed):
+                raise fail(errno.EROFS)
         deferred = self.deferred
         if deferred is not None and deferred.has_lost and (commit.may_wait or commit.names):
             deferred.tell_lost(_has_files_in(commit))
@@ -374,6 +377,10 @@ class SharedCommitter:
         found.update(inode.ino for inode in commit.gone if inode.is_dir)
         return tuple(found)
 
+    async def take_numbers(self) -> None:
+        """Get more inode numbers, after Spent."""
+        await self._numbers.take()
+
     async def freshen(self) -> None:
         """Return when the tree has every change that was acknowledged before this call."""
         await self._hub.barrier()
@@ -382,40 +389,6 @@ class SharedCommitter:
         """Store what is deferred. Raises OSError EIO once if some of it is lost."""
         if self.deferred is not None:
             await self.deferred.flush()
-
-    # -- inode numbers ---------------------------------------------------------------------------
-
-    def new_ino(self) -> int:
-        """Return a number that no inode ever had."""
-        ino = self._next_ino
-        while ino in self._tree.inodes:  # the record of the next number was damaged
-            ino += 1
-        if ino > self._last_ino:
-            raise fail(
-                errno.ENFILE, "more files without a name at once than numbers were taken for"
-            )
-        self._next_ino = ino + 1
-        return ino
-
-    async def _take_inos(self) -> None:
-        """Reserve another block of inode numbers; the numbers left of the former block are never used."""
-        async with self._taking_inos:
-            if self._last_ino - self._next_ino >= _SPARE_INOS:
-                return
-            for _ in range(_ATTEMPTS_MAX):
-                first, revision = self._tree.next_block
-                after = first + _BLOCK_INOS
-                try:
-                    await self._engine.transact(
-                        ((NEXT_INO_KEY, revision),), (Put(NEXT_INO_KEY, after.to_bytes(8, "big")),)
-                    )
-                except Conflict:
-                    await trio.sleep(random.uniform(0, _PAUSE_MAX_S))
-                    await self._hub.barrier()
-                else:
-                    self._next_ino, self._last_ino = first, after - 1
-                    return
-            raise fail(errno.EBUSY, "others take inode numbers all the time")
 
 
 def _makes_names_in(commit: Commit) -> set[int]:

@@ -20,7 +20,7 @@ from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..kv.map import Map
 from ..model.clock import now_ns
-from ..model.records import NEXT_INO_KEY
+from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .commit import Commit
 from .differences import differences
 from .events import Listener, changes_of, removals_first, time_of
@@ -30,12 +30,11 @@ from .lookup import Names
 from .misplaced import misplaced
 from .quotas import QUOTA_NAMES, Quotas
 from .refused import Refused, RefusedName
+from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches
 
 __all__ = ["Listener", "Tree"]
 
-# Numbers from here on are given to inodes only if others were used up: nobody made so many.
-_LAST_INOS = FIRST_VIRTUAL_INO // 2
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
@@ -51,7 +50,7 @@ class Tree(Names):
     `faults`: a name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
     that is `damaged`. `maker` and `is_mounted` as for Names."""
 
-    prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
+    prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY, NEXT_INO_OF)
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class Tree(Names):
         self._faults = faults or Faults()
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
-        # The next inode number that is not reserved, and the revision of that record.
-        self.next_block = (ROOT_INO + 1, 0)
+        # By subvolume, the next inode number that is not reserved, and the revision of that record.
+        self._blocks: dict[int, tuple[int, int]] = {}
         self.is_ahead_of: Callable[[Event], bool] = lambda event: False  # see deferred
         self._listener = listener
         self._is_loaded = False
@@ -87,10 +86,16 @@ class Tree(Names):
         if self.quotas.in_use:
             self.quotas.update(())
 
-    def last_ino(self) -> int:
-        """Return the largest number of an inode, other than of those that nobody made."""
-        key = self.records.last(inode_key(0), inode_key(_LAST_INOS))
-        return int.from_bytes(key[1:], "big") if key is not None else ROOT_INO
+    def last_ino(self, subvolume: int = ROOT_INO) -> int:
+        """Return the largest number of an inode, in a subvolume or outside of all."""
+        numbers = numbers_of(subvolume)
+        key = self.records.last(inode_key(numbers.start), inode_key(numbers.stop))
+        return int.from_bytes(key[1:], "big") if key is not None else subvolume
+
+    def next_block(self, subvolume: int) -> tuple[int, int]:
+        """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and
+        the revision of that record."""
+        return self._blocks.get(subvolume, (subvolume + 1, 0))
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class Tree(Names):
 
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
-        times, damaged, inodes, names, gone, next_ino = changes_of(events, self._faults.add)
+        times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
         changed = [inode for inode, _ in inodes]
         size = sum(len(record) for _, record in inodes)
         self.records.begin(size + 1024 * (len(names) + len(inodes)), urgent=True)
@@ -154,8 +159,8 @@ class Tree(Names):
             self._take_inode(inode, record)
         for ino, revision in damaged:
             self._put_damaged(ino, revision)
-        if next_ino is not None:
-            self._set_next_ino(*next_ino)
+        for subvolume, block in blocks.items():
+            self._set_next_ino(subvolume, *block)
         now = now_ns()
         for ino in gone:
             self.damaged.pop(ino, None)
@@ -243,12 +248,12 @@ class Tree(Names):
         self._put_otherwise(directory, directory.encode())
         self.damaged[ino] = True
 
-    def _set_next_ino(self, told: int, revision: int) -> None:
-        former = self.next_block[0]
-        if not former <= told < _LAST_INOS:
-            self._faults.add(NEXT_INO_KEY, f"{told} is not the number of the next inode")
-            told = max(former, 1 + self.last_ino())
-        self.next_block = told, revision
+    def _set_next_ino(self, subvolume: int, told: int, revision: int) -> None:
+        former, _ = self.next_block(subvolume)
+        if told < former or told not in numbers_of(subvolume):
+            self._faults.add(next_ino_key(subvolume), f"{told} is not the number of the next inode")
+            told = max(former, 1 + self.last_ino(subvolume))
+        self._blocks[subvolume] = told, revision
 
     # -- own changes -----------------------------------------------------------------------------
 

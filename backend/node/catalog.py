@@ -33,7 +33,8 @@ from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
-from ..namespace import Inode
+from ..namespace import ROOT_INO, Inode
+from ..namespace.subvolumes import subvolume_of
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming
@@ -88,6 +89,7 @@ class Catalog:
         self._leases: dict[int, int] = {}  # of a mount -> its session
         self._by_ino: dict[int, Named] = {}
         self._named: dict[int, Named] = {}  # by content
+        self._also: dict[int, list[Named]] = {}  # by content, when several inodes name one
         self._by_group: dict[int, set[int]] = {}  # group -> contents
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
@@ -198,7 +200,14 @@ class Catalog:
         """Take the whole content of our prefixes, at first or after a gap in the watch."""
         self._revision = revision
         before = set(self._named)
-        for index in (self._by_ino, self._named, self._by_group, self._pins, self._leases):
+        for index in (
+            self._by_ino,
+            self._named,
+            self._also,
+            self._by_group,
+            self._pins,
+            self._leases,
+        ):
             index.clear()
         self.bytes_by_group.clear()
         self.sessions.clear()
@@ -248,12 +257,18 @@ class Catalog:
         return ()
 
     def _name(self, named: Named) -> None:
-        known = named.content in self._named
-        self._named[named.content] = named
-        if not known:
-            for group, length in named.groups(self._buckets).items():
-                self._by_group.setdefault(group, set()).add(named.content)
-                self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
+        known = self._named.get(named.content)
+        if known is None:
+            self._put(named)
+        else:
+            # One transaction moves it from an inode to another, or a member names what is another's. What
+            # lies outside of subvolumes cannot be of a member who is kept to one.
+            if subvolume_of(known.ino) != ROOT_INO == subvolume_of(named.ino):
+                self._drop(known)
+                self._put(named)
+                named, known = known, named
+            self._also.setdefault(named.content, []).append(named)
+            named = known
         self._found_unnamed.discard(named.content)
         if self._begun and named.content in self.files.quarantine.stripes:
             self._bring_back(named.content)
@@ -282,11 +297,13 @@ class Catalog:
             count += 1
         return count
 
-    def _unname(self, named: Named) -> bool:
-        """Note that an inode names a content no more. Return False if another inode names it by now."""
-        found = self._named.get(named.content)
-        if found is None or found.ino != named.ino:
-            return False
+    def _put(self, named: Named) -> None:
+        self._named[named.content] = named
+        for group, length in named.groups(self._buckets).items():
+            self._by_group.setdefault(group, set()).add(named.content)
+            self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
+
+    def _drop(self, named: Named) -> None:
         del self._named[named.content]
         for group, length in named.groups(self._buckets).items():
             contents = self._by_group[group]
@@ -294,6 +311,20 @@ class Catalog:
             self.bytes_by_group[group] -= length
             if not contents:
                 del self._by_group[group], self.bytes_by_group[group]
+
+    def _unname(self, named: Named) -> bool:
+        """Note that an inode names a content no more. Return False if another inode names it."""
+        also = self._also.pop(named.content, [])
+        if self._named.get(named.content) is not named:
+            also.remove(named)
+        else:
+            self._drop(named)
+            if also:
+                self._put(also.pop(0))
+        if also:
+            self._also[named.content] = also
+        if named.content in self._named:
+            return False
         self._remember_gone(named.content)
         here = {
             stripe for stripe in range(named.stripes) if Extent(named.content, stripe) in self.files

@@ -223,7 +223,7 @@ class Listener:
         await frames.send(Welcome(VERSION, self.host.service.node))
         role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
         if identity is not None:
-            role, name, owner, serial, expires_s = identity
+            role, name, owner, serial, expires_s, _ = identity
         node = 0
         if role == "node":
             with suppress(ValueError):

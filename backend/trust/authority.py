@@ -27,6 +27,7 @@ from .security import (
     load_certificate,
     load_certificates,
     read_file,
+    subvolume_extension,
 )
 
 if TYPE_CHECKING:
@@ -116,11 +117,12 @@ def issue(
     days: float = CERTIFICATE_DAYS,
     ca_directory: str | None = None,
     owner: int = 0,
+    subvolume: int = 0,
 ) -> Credentials:
     """Make `ROLE-NAME.pem` and `ROLE-NAME.key` in `directory` (`ROLE.pem`, `ROLE.key` if that is the
     name), signed by the CA there or in `ca_directory`. `hosts` are names and addresses that the
     certificate carries (etcd's need them). `owner` is its number in etcd, if it follows another one of the
-    same user; 0: it is another user.
+    same user; 0: it is another user. `subvolume`: what a mount is kept to.
 
     Raises CredentialsError, also when they are there already.
     """
@@ -154,6 +156,8 @@ def issue(
     if role == "reader":
         mark = x509.UnrecognizedExtension(x509.ObjectIdentifier(READER_OID), b"\x05\x00")
         builder = builder.add_extension(mark, critical=True)
+    if subvolume:
+        builder = builder.add_extension(subvolume_extension(subvolume), critical=False)
     alternatives = [_general_name(host) for host in hosts]
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)

@@ -3,7 +3,8 @@
 A certificate names its owner in CN, with a number that no other certificate has, and the owner's role in
 OU. Every process that has a certificate signed by the cluster's CA is a member; there is no other list. A
 "reader" is a mount that changes nothing. Addresses of nodes and mounts change, so the peer's role is
-checked and not its DNS name.
+checked and not its DNS name. A mount's certificate may name a subvolume, by its inode number: etcd lets it
+change nothing else.
 
 A reader's certificate is for store nodes only. It has a critical extension of our own: etcd, as every TLS
 server that follows RFC 5280, must refuse a certificate with a critical extension that it does not know.
@@ -40,6 +41,7 @@ __all__ = [
     "load_certificates",
     "peer_identity",
     "read_file",
+    "subvolume_extension",
 ]
 
 Role = Literal["node", "mount", "reader", "admin", "etcd"]
@@ -65,6 +67,9 @@ _OWNER_MARK = "#"
 OWNER_BITS = 24
 # The critical extension of readers' certificates, in the arc for experiments.
 READER_OID = "1.3.6.1.3.105.114.1"
+# The extension with the number of a subvolume, an OCTET STRING of 8 bytes.
+SUBVOLUME_OID = "1.3.6.1.3.105.114.2"
+_SUBVOLUME_DER = b"\x04\x08"
 # OpenSSL's X509_V_FLAG_IGNORE_CRITICAL: accept critical extensions that it does not know.
 _IGNORE_CRITICAL = 0x10
 _OWNER = re.compile(r"[0-9a-f]{6}", re.ASCII)
@@ -76,13 +81,14 @@ class CredentialsError(ConfigError):
 
 class Identity(NamedTuple):
     """`owner` is the number of the certificate in etcd, 0 if it has none; `serial` is in hexadecimal, and
-    `expires_s` in seconds since 1970."""
+    `expires_s` in seconds since 1970. `subvolume` is what a mount is kept to, 0: nothing."""
 
     role: Role
     name: str
     owner: int = 0
     serial: str = ""
     expires_s: int = 0
+    subvolume: int = 0
 
     @property
     def user(self) -> str:
@@ -327,4 +333,24 @@ def _identity_of(certificate: "x509.Certificate") -> Identity | None:
     name, _, number = names[0].partition(_OWNER_MARK)
     owner = int(number, 16) if _OWNER.fullmatch(number) else 0
     expires_s = int(certificate.not_valid_after_utc.timestamp())
-    return Identity(units[0], name, owner, f"{certificate.serial_number:x}", expires_s)
+    serial = f"{certificate.serial_number:x}"
+    return Identity(units[0], name, owner, serial, expires_s, _subvolume_of(certificate))
+
+
+def subvolume_extension(subvolume: int) -> "x509.UnrecognizedExtension":
+    from cryptography import x509
+
+    value = _SUBVOLUME_DER + subvolume.to_bytes(8, "big")
+    return x509.UnrecognizedExtension(x509.ObjectIdentifier(SUBVOLUME_OID), value)
+
+
+def _subvolume_of(certificate: "x509.Certificate") -> int:
+    from cryptography import x509
+
+    for extension in certificate.extensions:
+        value = extension.value
+        if extension.oid.dotted_string == SUBVOLUME_OID and isinstance(
+            value, x509.UnrecognizedExtension
+        ):
+            return int.from_bytes(value.value[len(_SUBVOLUME_DER) :], "big")
+    return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..backend.cluster.etcd_rights import Range, own_ranges, shared_ranges
+from ..backend.cluster.etcd_rights import Range, own_ranges, shared_ranges, subvolume_ranges
 from ..backend.cluster.lease import MOUNT, NODE
 from ..backend.etcd.auth import ROOT
 from ..backend.etcd.calls import REPAIR
@@ -37,9 +37,9 @@ __all__ = [
     "Use",
     "list_members",
     "node_addresses",
-    "owner_of",
     "protect",
     "register_all",
+    "renewable",
     "revoke",
     "uses_of",
 ]
@@ -67,6 +67,7 @@ class Member:
         return {
             "name": record.name,
             "role": record.role,
+            "root": record.root,
             "state": self.state,
             "serial": self.serial,
             "issued": record.issued_s,
@@ -94,21 +95,22 @@ async def list_members(engine: EtcdEngine) -> list[Member]:
     return sorted(found, key=lambda member: (member.record.name, -member.record.issued_s))
 
 
-async def owner_of(engine: EtcdEngine, name: str, role: Role) -> int:
-    """Return the number in etcd of the user who has the newest certificate of this name and role. Raises
-    ConfigError when there is none that is not revoked."""
+async def renewable(engine: EtcdEngine, name: str, role: Role) -> CertificateRecord:
+    """Return the record of the newest certificate of this name and role. Raises ConfigError when there is
+    none that is not revoked."""
     for member in await list_members(engine):
         record = member.record
         if (record.name, record.role) == (name, role) and record.owner and not record.revoked_s:
-            return record.owner
+            return record
     raise ConfigError(
         f"{role} {name!r} has no certificate that could be renewed; leave --renew out to make one"
     )
 
 
-async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
+async def register_all(engine: EtcdEngine, paths: Iterable[str], root: str = "") -> None:
     """Record certificates in etcd, and the rights of each if etcd authenticates its users. Records that
-    exist stay. Raises ConfigError when one of the certificates is revoked."""
+    exist stay. `root` is the path of the subvolume that they are kept to. Raises ConfigError when one of
+    the certificates is revoked."""
     identities = {path: identity_in(path) for path in paths}
     if engine.admin.secure:
         await _set_shared_roles(engine, filter(None, identities.values()))
@@ -133,8 +135,9 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
                 )
             continue
         record = CertificateRecord(
-            identity.name, identity.role, identity.owner, int(time.time()), identity.expires_s
-        )
+            identity.name, identity.role, identity.owner, int(time.time()), identity.expires_s,
+            subvolume=identity.subvolume, root=root,
+        )  # fmt: skip
         await _know(engine, identity.serial, record)
         others.append(record)
 
@@ -198,9 +201,14 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
         await _remove_user(engine, record)
         return
     role = _as_role(record.role)
-    ranges = [_absolute(engine, one) for one in own_ranges(role, record.owner)]
-    await auth.set_role(_role_in_etcd(engine, user), [], ranges)
-    await auth.add_user(user, [_role_in_etcd(engine, role), _role_in_etcd(engine, user)])
+    keys, read, roles = own_ranges(role, record.owner), [], [_role_in_etcd(engine, user)]
+    if record.subvolume:
+        keys += subvolume_ranges(record.subvolume)
+        read.append((engine.prefix, end_of(engine.prefix)))
+    else:
+        roles.append(_role_in_etcd(engine, role))
+    await auth.set_role(roles[0], read, [_absolute(engine, one) for one in keys])
+    await auth.add_user(user, roles)
 
 
 async def _remove_user(engine: EtcdEngine, record: CertificateRecord) -> None:

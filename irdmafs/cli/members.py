@@ -33,6 +33,8 @@ __all__ = ["cluster"]
               help="How long the certificate is valid.")  # fmt: skip
 @click.option("--renew", is_flag=True, help="Replace a member's certificate and stay the same user of "
               "etcd: running processes read it by themselves. Files in DIR are replaced.")  # fmt: skip
+@click.option("--root", metavar="DIRECTORY", help="A mount with it changes what is below this directory of "
+              "the cluster alone; it is made if it is not there.")  # fmt: skip
 @click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
 @config_option
 def cert(
@@ -41,6 +43,7 @@ def cert(
     hosts: tuple[str, ...],
     days: int,
     renew: bool,
+    root: str | None,
     directory: str | None,
     config_path: str | None,
 ) -> None:
@@ -49,17 +52,23 @@ def cert(
     The certificate and its rights are recorded in etcd, so that it can be revoked.
     """
     from ..backend.trust.authority import issue
-    from .cluster_members import node_addresses, owner_of, register_all
+    from .cluster_members import node_addresses, register_all, renewable
+    from .subvolumes import subvolume_at
 
     config, authority = _with_ca(config_path)
-    target, owner = directory or authority, 0
+    target, owner, subvolume, kept_to = directory or authority, 0, 0, root or ""
+    if root is not None:
+        if role != "mount" or renew:
+            raise click.UsageError("--root is for new certificates of mounts")
+        subvolume = with_etcd(config, lambda engine: subvolume_at(engine, root))
     if renew and role != "etcd":
-        owner = with_etcd(config, lambda engine: owner_of(engine, name, role))
+        renewed = with_etcd(config, lambda engine: renewable(engine, name, role))
+        owner, subvolume, kept_to = renewed.owner, renewed.subvolume, renewed.root
     with _drafts(target) if renew else nullcontext(target) as drafts:
-        made = issue(drafts, name, role, hosts, days, authority, owner)
+        made = issue(drafts, name, role, hosts, days, authority, owner, subvolume)
         try:
             if role != "etcd":
-                with_etcd(config, lambda engine: register_all(engine, [made.cert]))
+                with_etcd(config, lambda engine: register_all(engine, [made.cert], kept_to))
         except BaseException:
             # A certificate that etcd does not know cannot be revoked.
             os.unlink(made.cert)
@@ -69,6 +78,10 @@ def cert(
             os.replace(path, os.path.join(target, os.path.basename(path)))
     names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
     say(f"made {names[0]} and {names[1]}")
+    if subvolume:
+        say(
+            f"a mount with it reads everything, and changes what is below /{kept_to.strip('/')} alone"
+        )
     if role == "reader":
         nodes = json.dumps(with_etcd(config, node_addresses))
         say(f"its cluster.toml has to name store nodes: nodes = {nodes} in [cluster]")
@@ -99,7 +112,7 @@ def members(as_json: bool, config_path: str | None) -> None:
     rows = [
         (
             member.record.name,
-            member.record.role,
+            f"{member.record.role} {member.record.root}".rstrip(),
             member.state,
             _day(member.record.issued_s),
             _day(member.record.expires_s),

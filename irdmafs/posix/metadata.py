@@ -66,6 +66,7 @@ class Metadata(Part):
         if handle is not None and handle.writing:
             await self._cache.carried.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
+            self._namespace.check_writable(inode.ino)
             inode = await self._coherence.bring(inode, content=size > 0)
             await self._cache.carried.truncate(inode, size)
 

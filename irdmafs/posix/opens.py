@@ -16,6 +16,8 @@ from .superblock import Part, Superblock
 
 # Others may remove a name and make it again each time that it is found taken.
 _CREATES_MAX: Final = 20
+# Flags of opens that change the file, or may.
+_CHANGES: Final = os.O_ACCMODE | os.O_TRUNC
 
 
 class Opens(Part):
@@ -40,6 +42,8 @@ class Opens(Part):
             node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
         if not stat.S_ISREG(found.mode):
             refuse_other_than_file(found)
+        if flags & _CHANGES:
+            self._namespace.check_writable(found.ino)
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
@@ -89,6 +93,8 @@ class Opens(Part):
     ) -> tuple[OpenInfo, Attributes]:
         """Open the file that a name led to by the time that it was to be created."""
         refuse_other_than_file(self._namespace.inode(found.ino))
+        if flags & _CHANGES:
+            self._namespace.check_writable(found.ino)
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.name = name
@@ -103,7 +109,9 @@ class Opens(Part):
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
         directory = self._nodes.directory(parent_inode)
         mode = mode & 0o7777 | stat.S_IFREG
-        inode = self._namespace.orphan(mode, ctx.uid, ctx.gid, directory=directory.ino, umask=umask)
+        inode = await self._namespace.orphan(
+            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=umask
+        )
         return self._created(inode, flags, ctx)
 
     def _created(

@@ -55,6 +55,7 @@ class Xattrs(Part):
                 if name == own_xattrs.DISCARD:
                     self._cache.sharing.discard(self._nodes.get(inode)[0])
                     return
+                self._namespace.check_writable(found.ino)
                 own_xattrs.refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
                     await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)

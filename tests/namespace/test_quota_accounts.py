@@ -79,7 +79,7 @@ async def do(namespace: Namespace, step: Step) -> None:
         case "symlink":
             await make(namespace, parent, step.name, SYMLINK)
         case "tmpfile":
-            namespace.orphan(FILE | 0o600, 0, 0, directory=parent)
+            await namespace.orphan(FILE | 0o600, 0, 0, directory=parent)
         case "link":
             await namespace.link(file, parent, step.name)
         case "unlink":

@@ -87,7 +87,7 @@ def check(tree: Tree) -> None:
         while above:
             above, passed = tree.parents_of(above[0]), passed + 1
             assert passed <= len(tree.inodes)
-    assert ROOT_INO < tree.next_block[0] < FIRST_VIRTUAL_INO
+    assert ROOT_INO < tree.next_block(ROOT_INO)[0] < FIRST_VIRTUAL_INO
 
 
 def loaded(present: Iterable[tuple[bytes, bytes]]) -> Tree:

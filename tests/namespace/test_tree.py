@@ -321,7 +321,7 @@ def test_xattrs_of_one_inode_have_a_limit_together(namespace: Namespace) -> None
 def test_a_file_without_a_name_leaves_nothing_unless_it_is_linked(
     records: Map, namespace: Namespace
 ) -> None:
-    lost, kept = (namespace.orphan(FILE | 0o600, 0, 0) for _ in range(2))
+    lost, kept = (run(namespace.orphan(FILE | 0o600, 0, 0)) for _ in range(2))
     run(namespace.set_attributes(lost.ino, mode=0o640))
     run(namespace.set_attributes(kept.ino, mode=0o640))
     run(namespace.link(kept.ino, ROOT_INO, b"kept"))

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import can_be_opened, eventually
 from harness.processes import TakeProcess
+from harness.refused_changes import changes_in, errno_of, outcomes
 
 OPEN = "import os, select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll(20_000))"
@@ -33,14 +34,6 @@ def made() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def reader(made: Cluster) -> ClusterMount:
     return made.add_mount(certificate="reader")
-
-
-def errno_of(call: Callable[..., object], *arguments: object) -> int | None:
-    try:
-        call(*arguments)
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def test_a_reader_sees_what_was_published_and_what_is_published_later(
@@ -67,29 +60,7 @@ def test_a_reader_sees_changes_that_a_writer_defers(made: Cluster, reader: Clust
 
 
 def test_a_reader_changes_nothing(reader: ClusterMount) -> None:
-    directory = reader.path / "models"
-    file, new = directory / "small", directory / "new"
-    attempts: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (file.write_bytes, (b"x",)),
-        (new.write_bytes, (b"x",)),
-        (os.open, (file, os.O_RDWR)),
-        (os.open, (file, os.O_WRONLY | os.O_APPEND)),
-        (os.open, (directory, os.O_TMPFILE | os.O_RDWR)),
-        (os.truncate, (file, 0)),
-        (os.mkdir, (new,)),
-        (os.rmdir, (directory,)),
-        (os.unlink, (file,)),
-        (os.rename, (file, new)),
-        (os.link, (file, new)),
-        (os.symlink, ("small", new)),
-        (os.mknod, (new,)),
-        (os.chmod, (file, 0o600)),
-        (os.chown, (file, 1, 1)),
-        (os.utime, (file, (0, 0))),
-        (os.setxattr, (file, "user.a", b"x")),
-        (os.setxattr, (directory, "user.irdmafs.placement", b"zone=a")),
-    ]
-    found = {call.__name__: errno_of(call, *arguments) for call, arguments in attempts}
+    found = outcomes(changes_in(reader.path / "models"))
     assert found == dict.fromkeys(found, errno.EROFS)
     assert (reader.path / "models/small").read_bytes() == b"s"
 

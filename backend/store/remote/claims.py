@@ -130,7 +130,7 @@ class ClaimEntries:
 
 class Claims:
     """The claims of one mount, and its dealings with those of others (see namespace/shared). They may be
-    used when `run` runs. `defers`: it may take exclusive ones."""
+    used when `run` runs. `defers`: it may take exclusive ones. `writable` as for SharedCommitter."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Claims:
         timeout_s: float,
         *,
         defers: bool,
-        read_only: bool,
+        writable: range,
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -155,7 +155,7 @@ class Claims:
         self._nursery = nursery
         self._timeout_s = timeout_s
         self._defers = defers
-        self._read_only = read_only
+        self._writable = writable
         # By directory: when something was changed there last without being deferred, and when the claim was
         # used last.
         self._changed: dict[int, float] = {}
@@ -338,7 +338,7 @@ class Claims:
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
                     lease, directory,
                 )  # fmt: skip
-            if self._read_only:
+            if directory not in self._writable:
                 return
             key = claim_key(directory)
             if await self._change([(key, claim.revision)], key) and ends:

@@ -16,8 +16,10 @@ from ...kv.faults import Faults
 from ...model.records import MountRecord, Settings
 from ...model.values import ConfigError
 from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
+from ...namespace.subvolumes import ALL_INOS, numbers_of
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
+from ...trust.security import Credentials, Role
 from .claims import ClaimEntries, Claims
 from .leases import Leases
 from .listeners import Changes
@@ -68,6 +70,7 @@ class Coordination:
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)
+        writable = _writable(self.role, credentials)
         entries, claims = LockEntries(faults), ClaimEntries(faults)
         tree = Tree(
             listener=self.changes, faults=faults, maker=record.maker,
@@ -85,14 +88,14 @@ class Coordination:
         )  # fmt: skip
         self.claims = Claims(
             engine, self.replica, self.members, self.session, claims, self.leases, nursery, timeout_s,
-            defers=defers, read_only=self.role == "reader",
+            defers=defers, writable=writable,
         )  # fmt: skip
         self.changes.inode_listeners.append(self.leases.inode_changed)
         self.changes.name_listeners.append(self.leases.name_changed)
         self.changes.transaction_listeners.append(self.leases.transaction)
         self._committer = SharedCommitter(
             tree, engine, self.replica, claims=self.claims,
-            after_commit=self.leases.wait_for_followers, read_only=self.role == "reader",
+            after_commit=self.leases.wait_for_followers, writable=writable,
         )  # fmt: skip
         deferred = self._committer.deferred
         assert deferred is not None, "it has claims"
@@ -100,6 +103,7 @@ class Coordination:
         self.namespace = Namespace(tree, self._committer)
         self.locks = SharedLocks(
             engine, self.replica, self.session, self.members, entries, nursery, timeout_s, deferred.store,
+            writable,
         )  # fmt: skip
 
     @property
@@ -134,7 +138,7 @@ class Coordination:
 
     async def _remove_abandoned(self) -> None:
         """Remove names that nobody sees once, when the sessions that ended just now have begun anew."""
-        if self.namespace.read_only:
+        if not self.namespace.writable:
             return
         await trio.sleep(_ABANDONED_AFTER_S)
         try:
@@ -143,14 +147,31 @@ class Coordination:
             log.info("names that nobody sees stay until the next mount starts: %s", error)
 
     async def _ensure_root(self) -> None:
-        if not self.namespace.read_only:
+        writable = self.namespace.writable
+        if ROOT_INO in writable:
             await self.namespace.ensure_root()
             return
+        if writable:
+            if writable.start not in self.namespace.inodes:
+                raise ConfigError(
+                    "the directory that this mount's certificate lets it change was removed; make another "
+                    "certificate: irdmafs cluster cert NAME --role mount --root DIRECTORY"
+                )
+            what = f"changes nothing outside of {self.namespace.describe(writable.start)}"
+        else:
+            what = "is read-only"
         log.info(
-            "this mount is read-only: its certificate is a reader's (locks hold on this host only, unless "
-            "-o locks= says otherwise)"
+            "this mount %s, by its certificate; locks of the rest hold on this host only", what
         )
         if ROOT_INO not in self.namespace.inodes:
             raise ConfigError(
                 f"the cluster {self._name!r} was never mounted for writing: there is nothing to read yet"
             )
+
+
+def _writable(role: Role, credentials: Credentials | None) -> range:
+    """Return the numbers of the inodes that etcd lets a member change."""
+    if role == "reader":
+        return range(0)
+    subvolume = credentials.identity.subvolume if credentials is not None else 0
+    return numbers_of(subvolume) if subvolume else ALL_INOS

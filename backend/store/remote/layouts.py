@@ -1,6 +1,5 @@
 """The layout of files over store nodes, and the placement groups that it needs."""
 
-import errno
 import logging
 from typing import Any
 
@@ -10,7 +9,7 @@ from ...kv import Conflict, Put
 from ...model.placement import local_seed, pool_of, seed_of
 from ...model.policy import Policy, parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
-from ...namespace import ROOT_INO, Inode, attributes, fail
+from ...namespace import ROOT_INO, Inode, attributes
 from .cluster import Cluster
 
 __all__ = ["Layouts"]
@@ -103,7 +102,7 @@ class Layouts:
         }
 
     async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Make a placement rule that is about to be set known to the cluster. Raises OSError EROFS."""
+        """Make a placement rule that is about to be set known to the cluster. Raises OSError."""
         if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
             log.warning(
                 "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "
@@ -112,8 +111,6 @@ class Layouts:
             )  # fmt: skip
         if name != attributes.PLACEMENT:
             return
-        if self._namespace.read_only:
-            raise fail(errno.EROFS)
         await detach()
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         replica = self._cluster.replica
@@ -132,7 +129,7 @@ class Layouts:
         """Have the usual groups made before they are needed: they decide where a working copy is best
         begun. Does nothing while there are fewer nodes than replicas, as others may be about to start."""
         settings = self._cluster.settings
-        if self._namespace.read_only or len(self._members.candidates()) < settings.replicas:
+        if not self._namespace.writable or len(self._members.candidates()) < settings.replicas:
             return
         try:
             await self.ensure_groups(Layout(settings.replicas, settings.stripe_bytes))

@@ -80,7 +80,8 @@ class _Inode:
 
 class SharedLocks:
     """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
-    after `timeout_s`. `store_names` stores what is deferred."""
+    after `timeout_s`. `store_names` stores what is deferred. Locks of inodes that are not `writable` hold
+    on this host only."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class SharedLocks:
         nursery: trio.Nursery,
         timeout_s: float,
         store_names: Callable[[], Awaitable[None]],
+        writable: range,
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -99,6 +101,7 @@ class SharedLocks:
         self._members = members
         self._entries = entries
         self._store_names = store_names
+        self._writable = writable
         self._timeout_s = timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
@@ -112,6 +115,8 @@ class SharedLocks:
         """Return whether a lock may be granted now, as far as other hosts are concerned, to a request
         that was made at `since` (time.monotonic(), seconds)."""
         state = self._inodes.get(ino)
+        if ino not in self._writable:
+            return True
         if state is None or not self._session.valid():
             return False
         state.used = True
@@ -122,7 +127,7 @@ class SharedLocks:
     def is_alone(self, ino: int) -> bool:
         """Return whether no other host can lock the inode before this one has come down."""
         state = self._inodes.get(ino)
-        return state is not None and self._is_alone(ino, state)
+        return ino not in self._writable or (state is not None and self._is_alone(ino, state))
 
     def _is_alone(self, ino: int, state: _Inode) -> bool:
         return state.mine.sole and not state.coming_down and next(self._others(ino), None) is None

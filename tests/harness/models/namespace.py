@@ -405,7 +405,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         self.choose_host(in_use=True)
         root = self.model.root
         thing = Thing(FILE | mode, 7, root.gid if root.mode & stat.S_ISGID else 8)
-        thing.ino = self.namespace.orphan(FILE | mode, 7, 8).ino
+        thing.ino = self.run(self.namespace.orphan(FILE | mode, 7, 8)).ino
         self.model.held.append(thing)
 
     @rule(what=index, parent=index, name=names, full=st.booleans())
