@@ -18,6 +18,7 @@ from ..inline import detach
 from .content import Content, State
 from .host import Host
 from .in_place import InPlace
+from .kernel_cache import Name
 from .nodes import Handle
 from .table import changed_ns, stamp_of
 
@@ -161,6 +162,9 @@ class Publisher:
         content = handle.content
         if content is None or not handle.writing or content.state is State.GIVEN_UP:
             return
+        inode = self._inodes[content.ino]
+        if self._store.sends and not (inode.nlink or inode.maker):
+            return  # nobody else can open it
         if content.state.ended and not self._changes.is_written(content):
             return
         changed = self._changes.is_changed(handle, content)
@@ -233,8 +237,10 @@ class Publisher:
         if inode is not None and self._in_place.is_behind(inode):
             await self.publish_in_place(ino, begun=True)
 
-    async def publish_now(self, ino: int) -> None:
-        """Publish the content being written to an inode whose name is about to lead to another inode."""
+    async def publish_now(self, ino: int, name: Name | None = None) -> bool:
+        """Publish the content being written to an inode whose name is about to lead to another inode, or
+        that gets a `name` with it. Return whether it got that."""
+        is_named = False
         with ExitStack() as held:
             contents = list(self._table.private.get(ino, ()))
             current = self._table.current.get(ino)
@@ -243,7 +249,8 @@ class Publisher:
             for content in contents:
                 held.enter_context(self._host.held(content))
             for content in contents:
-                await self._publish_named(content)
+                is_named |= await self._publish_named(content, None if is_named else name)
+        return is_named
 
     async def _publish_so_far(self, content: Content) -> None:
         """Publish everything written in place so far, by any process; nothing if there is nothing."""
@@ -253,12 +260,14 @@ class Publisher:
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
-    async def _publish_named(self, content: Content) -> None:
-        """Publish the content being written to a file whose name is about to lead to another inode."""
+    async def _publish_named(self, content: Content, name: Name | None) -> bool:
+        """Publish the content being written to a file, as `publish_now` does."""
         if self._table.stamp(content)[0] and self._changes.is_written(content):
             if self._store.waits:
                 await detach()
-            await self._publish_locked(content, stays=True, naming=True)
+            done = await self._publish_locked(content, stays=True, naming=True, name=name)
+            return done and name is not None
+        return False
 
     async def publish_truncated(self, content: Content) -> None:
         """Publish a truncation by name: no close will publish it."""
@@ -285,13 +294,19 @@ class Publisher:
     # -- publishing ------------------------------------------------------------------------------
 
     async def _publish_locked(
-        self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
-    ) -> None:
-        """Publish a content; if not `changed`, only if a comparison finds it changed."""
+        self,
+        content: Content,
+        *,
+        stays: bool,
+        changed: bool = True,
+        naming: bool = False,
+        name: Name | None = None,
+    ) -> bool:
+        """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
+        published. `naming` and `name` as for `_publish`."""
         waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
-            await self._publish(content, stays=stays, naming=naming)
-            return
+            return await self._publish(content, stays=stays, naming=naming, name=name)
         await detach()
         seen = content.seen
         lock = content.locked()
@@ -305,15 +320,15 @@ class Publisher:
             certain = changed and content.seen == seen
             if not certain and not self._changes.is_written(content, surely=True):
                 if not self._changes.is_to_be_compared(content):
-                    return
+                    return False
                 same = await self._store.is_same(content.base, content.extent)
                 # Somebody may have truncated the file meanwhile.
                 if same and not self._changes.is_written(content, surely=True):
-                    return
+                    return False
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
-            await self._publish(content, stays=stays, naming=naming)
+            return await self._publish(content, stays=stays, naming=naming, name=name)
         finally:
             content.leaves = False
             lock.release()
@@ -323,10 +338,13 @@ class Publisher:
         need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.state is State.REPLACING or self._store.sends
 
-    async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
-        """Publish a content. `naming`: the kernel keeps directories locked until this returns."""
+    async def _publish(
+        self, content: Content, *, stays: bool, naming: bool, name: Name | None
+    ) -> bool:
+        """Publish a content, and return whether there was one. `naming`: the kernel keeps directories
+        locked until this returns. `name`: what the file is called from then on, too."""
         if not content.extent:
-            return
+            return False
         stays = stays or content.writers > 1  # others may have opened it meanwhile
         status = shape = self._table.stat(content)
         extent = content.extent
@@ -342,7 +360,7 @@ class Publisher:
                 extent, shape = await self._copy(content)
             version = NewVersion(
                 content.ino, extent, shape.st_size, shape.st_blocks, status.st_mtime_ns, ctime_ns,
-                base, content.mapped and not copies,
+                base, content.mapped and not copies, name=name,
             )  # fmt: skip
             try:
                 inode = await self._store_version(content, version)
@@ -353,9 +371,9 @@ class Publisher:
                     if not copies:
                         extent, shape = await self._copy(content)
                         version = version.with_bytes_of(extent, shape)
-                    name = await self._store.save_aside(version)
+                    aside = await self._store.save_aside(version)
                     extent = content.extent
-                    raise await self._set_aside(content, name, status, outdated) from outdated
+                    raise await self._set_aside(content, aside, status, outdated) from outdated
         except BaseException:
             if extent != content.extent:
                 self._store.extents.free(extent)
@@ -366,6 +384,7 @@ class Publisher:
         content.be_published(inode, stamp_of(status), by_copy=copies, relied_on=relied_on)
         self._make_current(content, inode, by_copy=copies)
         await self._announce(inode, content, naming=naming)
+        return True
 
     async def _store_version(self, content: Content, version: NewVersion) -> Inode:
         """Have a content made the file's next version. Raises Outdated if another host has published since

@@ -58,8 +58,13 @@ class Names(Part):
         directory = self._nodes.directory(new_parent_inode)
         if directory.xattrs:
             self._since.refuse(directory, new_name)
-        await self._cache.publisher.publish_now(node.ino)
-        linked = await self._namespace.link(node.ino, directory.ino, new_name)
+        # Store nodes keep what a name leads to: what is in a file without one becomes a version with it.
+        is_first = self._store.sends and not self._inodes[node.ino].nlink
+        name = (directory.ino, new_name) if is_first else None
+        if await self._cache.publisher.publish_now(node.ino, name):
+            linked = self._namespace.inode(node.ino)
+        else:
+            linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
         return self._answers.entry(directory.ino, new_name, linked, ctx.pid, is_made=True)
 

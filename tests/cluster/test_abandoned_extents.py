@@ -58,3 +58,22 @@ def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
         wait_none_pending(cluster)
         mount.restart()
         assert (mount.path / "file").read_bytes() == DATA[::-1]
+
+
+def test_what_is_in_a_file_that_gets_its_first_name_is_not_given_up() -> None:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, buckets=4)) as cluster:
+        here, there = (mount.path for mount in cluster.mounts)
+        for number in range(60):
+            name = str(number)
+            fd = os.open(here, os.O_TMPFILE | os.O_RDWR)
+            os.write(fd, DATA[number:])
+            if number % 2:
+                os.fsync(fd)
+            os.link(f"/proc/self/fd/{fd}", here / name, src_dir_fd=0, follow_symlinks=True)
+            assert (there / name).read_bytes() == DATA[number:]
+            if number % 3:
+                os.pwrite(fd, b"changed", 0)
+            os.close(fd)
+            expected = (b"changed" if number % 3 else DATA[number:][:7]) + DATA[number + 7 :]
+            assert (there / name).read_bytes() == expected
+        wait_none_pending(cluster)

@@ -1,10 +1,12 @@
 """Several namespaces on one etcd: one tree for all, whoever changes it and however much at once."""
 
+import errno
 import os
 import random
 
 import pytest
 import trio
+from harness.errors import fails_with
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.open_inodes import while_open
@@ -128,7 +130,7 @@ async def test_times_of_a_directory_are_those_of_the_last_change_whatever_the_ho
 
 async def test_inode_numbers_of_different_hosts_never_meet(keys: EtcdKeys) -> None:
     async with hosts(keys, 4) as namespaces:
-        numbers = [n.orphan(FILE, 0, 0).ino for n in namespaces for _ in range(500)]
+        numbers = [(await n.orphan(FILE, 0, 0)).ino for n in namespaces for _ in range(500)]
         assert len(set(numbers)) == len(numbers) and min(numbers) > ROOT_INO
 
 
@@ -215,7 +217,7 @@ async def test_a_file_made_without_a_name_gets_one_on_all_hosts(keys: EtcdKeys) 
     async with hosts(keys, 2) as (here, there):
         for number in range(20):
             name = b"%d" % number
-            file = here.orphan(FILE | 0o600, 1, 2)
+            file = await here.orphan(FILE | 0o600, 1, 2)
             await here.set_attributes(file.ino, mode=0o644)
             # A version that is published while the name is on its way is not lost.
             await all_at_once(
@@ -226,6 +228,27 @@ async def test_a_file_made_without_a_name_gets_one_on_all_hosts(keys: EtcdKeys) 
             inode = found(there, ROOT_INO, name)
             assert (inode.mode, inode.nlink) == (FILE | 0o644, 1)
             assert (inode.version, inode.extent) == (1, 9)
+        await expect_all_equal(keys, [here, there])
+
+
+async def test_a_version_gives_a_file_its_first_name_and_no_link_gives_one_to_what_nodes_dropped(
+    keys: EtcdKeys,
+) -> None:
+    async with hosts(keys, 2) as (here, there):
+        file, other = [await here.orphan(FILE | 0o600, 1, 2) for _ in range(2)]
+        version = NewVersion(file.ino, ContentId(9), 10, 8, 11, layout=Layout(2))
+        await here.publish(version)
+        with fails_with(errno.ESTALE):
+            await here.link(file.ino, ROOT_INO, b"name")
+        named = version._replace(extent=ContentId(10), name=(ROOT_INO, b"name"))
+        await here.publish(named)
+        with fails_with(errno.EEXIST):
+            await here.publish(named._replace(ino=other.ino))
+        assert other.extent == here.inode(other.ino).nlink == 0
+        await here.link(file.ino, ROOT_INO, b"second")
+        await there.hub.barrier()
+        inode = found(there, ROOT_INO, b"name")
+        assert (inode.nlink, inode.extent, inode.size) == (2, 10, 10)
         await expect_all_equal(keys, [here, there])
 
 

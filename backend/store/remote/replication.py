@@ -212,7 +212,9 @@ class Publisher:
         made, name = await make_aside(
             self._namespace, version.ino, self._cluster.host, self._layouts.of_name
         )
-        published = await self.publish(version._replace(ino=made.ino, base=None, ctime_ns=None))
+        published = await self.publish(
+            version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
+        )
         if published.extent != version.extent:
             self._pins.retire(version.extent)
         return name
