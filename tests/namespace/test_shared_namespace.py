@@ -245,6 +245,7 @@ async def test_a_version_gives_a_file_its_first_name_and_no_link_gives_one_to_wh
         with fails_with(errno.EEXIST):
             await here.publish(named._replace(ino=other.ino))
         assert other.extent == here.inode(other.ino).nlink == 0
+        here.tree.drop(other.ino)
         await here.link(file.ino, ROOT_INO, b"second")
         await there.hub.barrier()
         inode = found(there, ROOT_INO, b"name")
