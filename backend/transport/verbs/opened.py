@@ -6,11 +6,12 @@ from typing import Any, Self
 
 from .devices import Route
 from .library import Library
+from .messages import Mtu
 from .regions import Regions
 
 __all__ = ["OpenedPort"]
 
-_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+_MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class OpenedPort:

@@ -14,7 +14,6 @@ import trio
 
 from .. import Extent, FileRange, Landed, Memory, Unreachable, nothing_landed
 from ..caller import ControlClient, Expected
-from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay, Sending
@@ -31,7 +30,6 @@ from .messages import (
     Rail,
     Release,
     Reserve,
-    check_end,
 )
 from .queue import Broken, Piece, QueuePair
 from .regions import Region
@@ -218,10 +216,6 @@ async def open_path(
         answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
-        try:
-            check_end(answer.end)
-        except BadMessage as error:
-            raise Unreachable(control.node, str(error)) from None
         pair.connect(answer.end, caller.timeout_s)
     except BaseException:
         pair.close()
