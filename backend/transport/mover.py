@@ -162,17 +162,20 @@ class NextNode(Protocol):
 
 @dataclass(eq=False)
 class Host:
-    """A store node, for its operations and for movers. `device` returns another node, `is_gone` tells
-    whether a peer's session is over. Readers reach `etcd` by it, if it is there."""
+    """A store node that listens at `address`, for its operations and for movers. `device` returns another
+    node, to hand extents on to. With credentials, only members of the cluster are served. `is_gone` tells
+    whether a peer's session is known to be over, `is_revoked` whether a certificate, by its serial number,
+    is not accepted any more. Readers reach `etcd` by it, if it is there."""
 
     service: Service[Any]
     device: Callable[[int], NextNode]
     address: str
-    credentials: Credentials | None
-    counters: ServerFigures
-    timeout_s: float
-    is_gone: Callable[[Peer], bool]
-    etcd: EtcdForReaders | None
+    credentials: Credentials | None = None
+    timeout_s: float = 5.0
+    is_gone: Callable[[Peer], bool] = lambda peer: False
+    is_revoked: Callable[[str], bool] = lambda serial: False
+    etcd: EtcdForReaders | None = None
+    counters: ServerFigures = field(default_factory=ServerFigures)
     # While the node is served: the door accepts connections to a mover's own port, the nursery ends with
     # the node, and the servings are its ends of its movers.
     door: Door = field(init=False)

@@ -220,10 +220,10 @@ async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_ext
         assert "store node 2" in str(caught.value)
         assert cluster.have(Extent(1, 0), data) == [1]
         cluster.service(2).limit_bytes = 1 << 30
-        before = cluster.nodes[1].listener.counters.received_bytes
+        before = cluster.nodes[1].listener.host.counters.received_bytes
         await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1, 2]
-        assert cluster.nodes[1].listener.counters.received_bytes == before
+        assert cluster.nodes[1].listener.host.counters.received_bytes == before
         os.close(source)
 
 
