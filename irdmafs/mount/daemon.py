@@ -135,11 +135,7 @@ class _Assembly:
         if not mounting.can_mount():
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            wakeups = FastWakeups(self._config.fast_wakeups)
-        except OSError as error:
-            os.close(fd)
-            raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
+        wakeups = FastWakeups()
         options = self._config.options
         try:
             mounting.mount_fuse(fd, self._config.mountpoint, options)
