@@ -66,12 +66,9 @@ class Sending(NamedTuple):
 
 class Way(Protocol):
     """The caller's end of a mover, to one store node. Moving raises OSError as Device's methods do, and
-    NotThisWay."""
+    NotThisWay. `name` is the mover's."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the mover."""
-        ...
+    name: str
 
     def suits(self, transfer: Transfer) -> bool:
         """Return whether such a transfer should take this way. Makes no request to find out."""
@@ -125,12 +122,9 @@ class Connection(Protocol):
 
 
 class Serving(Protocol):
-    """A store node's end of a mover."""
+    """A store node's end of a mover. `port` is the one on which it listens, 0: none."""
 
-    @property
-    def port(self) -> int:
-        """Return the port on which it listens, 0: none."""
-        ...
+    port: int
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
         """Return the part for a control connection. `local` is this host's address on it, `nursery` ends
@@ -184,15 +178,10 @@ class Host:
 
 
 class Mover(Protocol):
-    """One way of moving extents, in this process."""
+    """One way of moving extents, in this process. A node registers it by its `name`."""
 
-    @property
-    def name(self) -> str:
-        """Return the name by which a node registers the mover."""
-        ...
-
-    @property
-    def messages(self) -> MessageSet: ...
+    name: str
+    messages: MessageSet
 
     @property
     def is_usable(self) -> bool:

@@ -125,9 +125,9 @@ def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
 
 def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    monkeypatch.setattr(devices, "_may_lock", lambda: False)
+    monkeypatch.setattr(devices, "has_capability", lambda capability: False)
     assert "64 KiB" in devices.memlock_obstacle()
-    monkeypatch.setattr(devices, "_may_lock", lambda: True)
+    monkeypatch.setattr(devices, "has_capability", lambda capability: True)
     assert not devices.memlock_obstacle()
 
 
