@@ -7,11 +7,9 @@ it is counted.
 
 import dataclasses
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 __all__ = ["count", "counts", "gauge", "gauges", "values_of"]
-
-Kind = Literal["counter", "gauge"]
 
 
 def count(help: str) -> Any:

@@ -10,13 +10,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..mount_options import MountError
+from .cluster import say
 
+_say = partial(say, err=True)
 # The mount under a reducer has ended.
 _UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
 _directory = click.argument("directory", metavar="DIR")
@@ -128,10 +131,6 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
         signal.signal(number, end)
     with _one_line_errors(directory), Reducer(directory, threads=threads) as reducer:
         reducer.run(lambda: ended)
-
-
-def _say(text: str) -> None:
-    click.echo(f"irdmafs: {text}", err=True)
 
 
 @train.command()

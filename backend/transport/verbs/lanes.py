@@ -175,9 +175,9 @@ class Lanes:
 
     async def _connect(self, lane: Lane) -> None:
         try:
-            adapter, gid_index = self._rdma.open(lane.mine.route)
+            adapter, gid = self._rdma.open(lane.mine.route), lane.mine.route.gid
             path = await open_path(
-                self.control, adapter, gid_index, lane.other, lane.number, self._stages
+                self.control, adapter, gid, lane.other, lane.number, self._stages
             )
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)

@@ -18,6 +18,7 @@ from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay, Sending
 from .adapter import Adapter
+from .devices import Gid
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -206,12 +207,12 @@ class Path:
 
 
 async def open_path(
-    control: ControlClient, adapter: Adapter, gid_index: int, rail: Rail, number: int, stages: bool
+    control: ControlClient, adapter: Adapter, gid: Gid, rail: Rail, number: int, stages: bool
 ) -> Path:
     """Set up a queue pair with a rail of the node, and check that it works; it is closed if it does not.
     Raises OSError, NotThisWay."""
     caller = control.caller
-    pair = adapter.queue_pair(gid_index)
+    pair = adapter.queue_pair(gid)
     try:
         answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
