@@ -6,15 +6,6 @@ import os
 import resource
 import socket
 
-__all__ = [
-    "MANAGER_VARIABLE",
-    "calm_the_collector",
-    "has_capability",
-    "has_terminal",
-    "raise_open_files_limit",
-    "tell_manager",
-]
-
 log = logging.getLogger(__name__)
 
 # Each file that is written or sent is a descriptor.

@@ -28,8 +28,6 @@ from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
 from .http2 import Stream
 from .methods import Message, Method, Response
 
-__all__ = ["Answers", "Client", "DirectClient", "Uncertain", "Unsent", "longer"]
-
 log = logging.getLogger(__name__)
 
 # The longest time-out of one try. etcd itself gives a request up after 7 s.

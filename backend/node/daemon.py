@@ -60,8 +60,6 @@ from .scrub import Scrub
 from .service import NodeService
 from .state import ClusterState
 
-__all__ = ["serve_node"]
-
 log = logging.getLogger(__name__)
 
 # The node's key has its free room. It is put again when that has changed by this share.

@@ -9,8 +9,6 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-__all__ = ["count", "counts", "gauge", "gauges", "values_of"]
-
 
 def count(help: str) -> Any:
     """Return a field for a number that only grows."""

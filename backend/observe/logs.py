@@ -21,16 +21,6 @@ from typing import Literal
 
 from ..model.values import ConfigError
 
-__all__ = [
-    "LogFormat",
-    "LogLevel",
-    "RepeatLimit",
-    "current_request",
-    "identify",
-    "request",
-    "set_up_logging",
-]
-
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

@@ -30,8 +30,6 @@ from .messages import (
 from .mover import NotThisWay, Sending, Transfer, W, Way
 from .prompt import acquire
 
-__all__ = ["Device"]
-
 log = logging.getLogger(__name__)
 
 

@@ -27,18 +27,6 @@ from .messages import Answer, Message, Request
 from .rights import Peer
 from .service import EtcdForReaders, Service
 
-__all__ = [
-    "Connection",
-    "Host",
-    "Lasting",
-    "Mover",
-    "NotThisWay",
-    "Sending",
-    "Serving",
-    "Transfer",
-    "Way",
-]
-
 
 class NotThisWay(Exception):
     """A transfer is not possible in this way, but may be in another one; the text says why."""

@@ -30,8 +30,6 @@ from .operations import codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
 
-__all__ = ["Listener"]
-
 log = logging.getLogger(__name__)
 
 _REVOKED = "its certificate was revoked"

@@ -35,8 +35,6 @@ from .replies import (
 )
 from .wire import BODY, Malformed, Opcode, Request, Valid
 
-__all__ = ["NO_ANSWER", "NoPayload", "Requests", "Row"]
-
 _NO_FIELDS: Final = Struct("")
 _NS: Final = 1_000_000_000
 _OFFSET_MAX: Final = 2**63 - 1

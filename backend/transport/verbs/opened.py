@@ -7,8 +7,6 @@ from .library import Library
 from .messages import Mtu
 from .regions import Regions
 
-__all__ = ["OpenedPort"]
-
 _MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
