@@ -14,21 +14,6 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "CHAIN_MAX",
-    "Distrusted",
-    "Extent",
-    "Fenced",
-    "FileRange",
-    "Landed",
-    "Memory",
-    "Number",
-    "Target",
-    "Unreachable",
-    "landed_from",
-    "nothing_landed",
-]
-
 CHAIN_MAX = 8
 # The number of a node, a group, a content or a session.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
