@@ -71,15 +71,14 @@ class RepeatLimit(logging.Filter):
     REPEAT_WINDOW_S. The next line that passes carries the number of those that did not, as
     `record.dropped`."""
 
-    def __init__(self, loggers: tuple[str, ...] = NETWORK_LOGGERS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._loggers = loggers
         self._lock = threading.Lock()
         # (file, line) -> end of the window, lines passed in it, lines dropped. Bounded by the code.
         self._places: dict[tuple[str, int], tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith(self._loggers):
+        if not record.name.startswith(NETWORK_LOGGERS):
             return True
         place = record.pathname, record.lineno
         now = time.monotonic()

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -37,7 +38,10 @@ from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
-from .status import Cluster, SessionKind, Status
+from .status import SessionKind, Status
+
+if TYPE_CHECKING:
+    from ..backend.store.remote.store import RemoteStore
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, Cluster | None]]:
+async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, "RemoteStore | None"]]:
     if config.cluster is None:
         async with embedded_store(config.store) as node:
             yield node, None
@@ -99,7 +103,7 @@ class _Assembly:
     """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
 
     def __init__(
-        self, config: MountConfig, store: Store, cluster: Cluster | None, processes: Processes
+        self, config: MountConfig, store: Store, cluster: "RemoteStore | None", processes: Processes
     ) -> None:
         self._config = config
         self._store = store
@@ -210,7 +214,7 @@ class _Daemon:
     """Runs a mount until it ends."""
 
     def __init__(
-        self, config: MountConfig, cluster: Cluster | None, session: Session, status: Status
+        self, config: MountConfig, cluster: "RemoteStore | None", session: Session, status: Status
     ) -> None:
         self._config = config
         self._cluster = cluster
