@@ -77,9 +77,6 @@ def test_reopening_through_proc_shares_what_the_descriptor_has(
 
 
 NewMount = Callable[..., Mount]
-needs_qos = pytest.mark.skipif(
-    not os.access("/dev/cpu_dma_latency", os.W_OK), reason="no writable /dev/cpu_dma_latency"
-)
 
 
 def demanded_latency_us() -> int:
@@ -90,8 +87,7 @@ def demanded_latency_us() -> int:
 
 
 @pytest.mark.skipif(not halts_at_once(), reason="idle processors of this machine are woken fast")
-@needs_qos
-@pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds it")
+@pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds /dev/cpu_dma_latency")
 def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewMount) -> None:
     mount = new_mount()
     assert mount.status()["fast_wakeups"] is True

@@ -196,52 +196,33 @@ def test_what_a_caller_reserves_is_accepted(length: int) -> None:
     take(verbs.Reserve(HERE, THERE, length, piece_bytes(length), 0))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        messages.Put(HERE, THERE, bytes(messages.PUT_BYTES_MAX + 1)),
-        messages.Put(Extent(-1, 0), THERE, b""),
-        messages.Put(Extent(1, 1 << 32), THERE, b""),
-        messages.Put(HERE, Target(1 << 63, 1, ()), b""),
-        messages.Put(HERE, Target(1, 1, (1,) * (CHAIN_MAX + 1)), b""),
-        messages.Get([HERE] * (messages.GET_EXTENTS_MAX + 1), 1),
-        messages.Get([Extent(1 << 63, 0)], 1),
-        messages.Get([HERE], messages.PUT_BYTES_MAX + 1),
-        messages.Adopt(HERE, THERE, "a" * (messages.NAME_MAX + 1)),
-        messages.Abort(-1),
-        messages.Suspect(-1, 1),
-        messages.Suspect(1, 1 << 63),
-        messages.Share(HERE, THERE, Extent(-1, 0), 1),
-        messages.Share(HERE, THERE, HERE, 0),
-        messages.AskEtcd("/method", bytes(messages.ETCD_REQUEST_BYTES_MAX + 1)),
-        Tickets(0),
-        Tickets(TICKETS_MAX + 1),
-        verbs.Attach(END, verbs.QUEUE_PAIRS_MAX, "a/1", END.gid),
-        verbs.Expose(HERE, -1, 1),
-        verbs.Expose(HERE, 0, messages.EXTENT_BYTES_MAX + 1),
-        verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
-    ],
-    ids=lambda message: type(message).__name__,
-)
+REFUSED = [
+    messages.Put(HERE, THERE, bytes(messages.PUT_BYTES_MAX + 1)), messages.Put(Extent(-1, 0), THERE, b""),
+    messages.Put(Extent(1, 1 << 32), THERE, b""), messages.Put(HERE, Target(1 << 63, 1, ()), b""),
+    messages.Put(HERE, Target(1, 1, (1,) * (CHAIN_MAX + 1)), b""), messages.Get([Extent(1 << 63, 0)], 1),
+    messages.Get([HERE] * (messages.GET_EXTENTS_MAX + 1), 1),
+    messages.Get([HERE], messages.PUT_BYTES_MAX + 1), messages.Abort(-1),
+    messages.Adopt(HERE, THERE, "a" * (messages.NAME_MAX + 1)), messages.Suspect(-1, 1),
+    messages.Suspect(1, 1 << 63), messages.Share(HERE, THERE, Extent(-1, 0), 1),
+    messages.Share(HERE, THERE, HERE, 0), Tickets(0), Tickets(TICKETS_MAX + 1),
+    messages.AskEtcd("/method", bytes(messages.ETCD_REQUEST_BYTES_MAX + 1)),
+    verbs.Attach(END, verbs.QUEUE_PAIRS_MAX, "a/1", END.gid), verbs.Expose(HERE, -1, 1),
+    verbs.Expose(HERE, 0, messages.EXTENT_BYTES_MAX + 1), verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED, ids=lambda message: type(message).__name__)
 def test_a_message_that_our_software_never_sends_is_refused(message: Message) -> None:
     with pytest.raises(BadMessage):
         take(message)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"),
-        messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX),
-        messages.Share(HERE, THERE, Extent(2, 0), messages.EXTENT_BYTES_MAX),
-        Tickets(TICKETS_MAX),
-        verbs.Attach(END, 0, "a/1", END.gid),
-        verbs.Detach(3),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_a_message_that_it_sends_is_taken(message: Message) -> None:
-    take(message)
+def test_the_largest_messages_that_it_sends_are_taken() -> None:
+    take(messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
+    take(messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX))
+    take(messages.Share(HERE, THERE, Extent(2, 0), messages.EXTENT_BYTES_MAX))
+    for message in (Tickets(TICKETS_MAX), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):
+        take(message)
 
 
 @given(st.binary(max_size=200))
