@@ -8,8 +8,6 @@ import random
 
 import trio
 
-__all__ = ["Pauses"]
-
 
 class Pauses:
     """Pauses, each about twice as long as the one before, with random jitter."""

@@ -6,14 +6,6 @@ import os
 import resource
 import socket
 
-__all__ = [
-    "MANAGER_VARIABLE",
-    "calm_the_collector",
-    "has_terminal",
-    "raise_open_files_limit",
-    "tell_manager",
-]
-
 log = logging.getLogger(__name__)
 
 # Each file that is written or sent is a descriptor.
@@ -45,6 +37,15 @@ def raise_open_files_limit() -> None:
         except (OSError, ValueError):
             continue  # raising the hard limit needs CAP_SYS_RESOURCE
     log.warning("the limit of open files stays at %d", soft)
+
+
+def has_capability(capability: int) -> bool:
+    """Return whether this process has an effective capability (a number of capabilities(7))."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> capability & 1)
+    return False
 
 
 def has_terminal() -> bool:

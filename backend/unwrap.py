@@ -1,7 +1,5 @@
 """The errors of a nursery's tasks, without the exception groups that trio wraps them in."""
 
-__all__ = ["first_error", "only_error"]
-
 
 def only_error(error: BaseException) -> BaseException:
     """Return the error of a task, as it was raised; the group if several tasks failed."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .backend.cluster.config import ClusterConfig
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
-WakeupSetting = Literal["auto", "on", "off"]
 # The hosts on which the locks of a mount hold: all of its cluster, this one only, or none.
 LockScope = Literal["cluster", "local", "refuse"]
 
@@ -173,13 +172,6 @@ class MountFlags:
     """Settings of a mount that are given by flags alone."""
 
     session: Annotated[SessionName, Option("How to talk to the kernel")] = "auto"
-    fast_wakeups: Annotated[
-        WakeupSetting,
-        Option(
-            "Let idle processors poll while requests come (kernel session; auto: where they would halt "
-            "at once)"
-        ),
-    ] = "auto"
     foreground: Annotated[bool, Option("Stay; Ctrl-C unmounts", short="-f")] = False
     log_level: Annotated[LogLevel, Option("How much to log")] = "info"
     log_file: Annotated[

@@ -13,8 +13,6 @@ from .errors import RpcError, Status
 from .methods import DELETE, RANGE, TXN
 from .room import EtcdRoom
 
-__all__ = ["EtcdAdmin", "roles_hold"]
-
 log = logging.getLogger(__name__)
 
 # A key after all keys that are watched.

@@ -8,8 +8,6 @@ from .client import Client
 from .errors import RpcError
 from .methods import AUTHENTICATE, Message, Method, method
 
-__all__ = ["Auth"]
-
 _ENABLE = method("Auth/AuthEnable", pb.AuthResponse)
 _USER_ADD = method("Auth/UserAdd", pb.AuthResponse)
 _USER_DELETE = method("Auth/UserDelete", pb.AuthResponse)

@@ -15,8 +15,6 @@ from .client import Client, Unsent
 from .errors import RpcError, Status
 from .methods import RANGE, TXN, Message, Method
 
-__all__ = ["LAST_KEY", "REPAIR", "Answered", "Calls"]
-
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound="Answered")

@@ -19,15 +19,14 @@ from typing import Any, Protocol
 import hpack
 import trio
 
+from ..model.values import split_host_port
 from ..pauses import Pauses
 from ..trust.renewal import Renewable
 from .connection import Connection
-from .endpoint import Endpoint, connect, parse_endpoint, tls_context
+from .endpoint import DEFAULT_PORT, Endpoint, connect, tls_context
 from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
 from .http2 import Stream
 from .methods import Message, Method, Response
-
-__all__ = ["Answers", "Client", "DirectClient", "Uncertain", "Unsent", "longer"]
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +198,8 @@ class DirectClient(Client):
         secure = ca is not None or cert is not None
         if not endpoints:
             raise ValueError("no address of etcd is given")
-        super().__init__([parse_endpoint(text, secure) for text in endpoints])
+        addresses = (split_host_port(text, DEFAULT_PORT) for text in endpoints)
+        super().__init__([Endpoint(host, port, secure) for host, port in addresses])
 
         def load(before: ssl.SSLContext | None) -> ssl.SSLContext:
             if before is not None:

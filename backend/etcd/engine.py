@@ -22,8 +22,6 @@ from .past import EtcdPast
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
 from .watch import Watch, Watches
 
-__all__ = ["EtcdEngine"]
-
 PAGE_KEYS = 1000
 _PAGE_RETRIES = 5
 _OPEN_S = 10.0

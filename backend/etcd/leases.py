@@ -9,8 +9,6 @@ from .client import Uncertain, Unsent
 from .errors import RpcError, Status
 from .methods import GRANT, KEEP_ALIVE, RANGE, REVOKE
 
-__all__ = ["LEASE_BITS", "OWNER_BYTES", "EtcdLeases", "LeaseEnded"]
-
 # A lease, 63 bits, begins with its owner: the number of a certificate.
 OWNER_BYTES = 3
 LEASE_BITS = 63 - 8 * OWNER_BYTES

@@ -12,8 +12,6 @@ from .calls import LAST_KEY, Calls
 from .errors import RpcError, Status
 from .methods import RANGE
 
-__all__ = ["EtcdPast"]
-
 
 class EtcdPast:
     """Tells whether etcd continues from what this process knew. `known` is the newest transaction that came

@@ -16,8 +16,6 @@ from .client import Client
 from .errors import RpcError, Status
 from .methods import ALARM, COMPACT, DEFRAGMENT, HASH_KV, MEMBERS, STATUS, Message, Method, Response
 
-__all__ = ["EtcdRoom", "Room", "remedy"]
-
 # The quota of an etcd that was given none.
 _QUOTA_USUAL_BYTES = 2 << 30
 _NEARLY_FULL_SHARE = 0.8

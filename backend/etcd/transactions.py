@@ -30,8 +30,6 @@ from .methods import DELETE, RANGE, REVOKE, TXN
 from .past import EtcdPast
 from .watch import Watches
 
-__all__ = ["FENCE_KIND", "TRANSACTION_OPERATIONS", "EtcdTransactions"]
-
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
 TRANSACTION_OPERATIONS = 127

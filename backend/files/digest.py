@@ -25,17 +25,6 @@ from xxhash import xxh3_64
 from ..unwrap import first_error
 from .sparse import is_sparse, next_data
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DIGEST_BYTES",
-    "PARTS_MAX",
-    "Digests",
-    "Stripe",
-    "digest_at_rest",
-    "digest_of_bytes",
-    "fold",
-]
-
 # The size of a huge page, and the alignment of the streams of a transfer.
 BLOCK_BYTES = 2 << 20
 DIGEST_BYTES = 8

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..model.records import ContentId
+from .sparse import next_data
 
 # One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
@@ -114,17 +115,10 @@ def copy_contents(source_fd: int, target_fd: int) -> None:
     """
     size = os.fstat(source_fd).st_size
     offset = 0
-    while offset < size:
-        try:
-            start = os.lseek(source_fd, offset, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break
-        end = min(os.lseek(source_fd, start, os.SEEK_HOLE), size)
-        while start < end:
-            start += _copy_some(source_fd, target_fd, start, end - start)
-        offset = max(end, offset + 1)
+    while (offset := next_data(source_fd, offset, size)) < size:
+        end = min(os.lseek(source_fd, offset, os.SEEK_HOLE), size)
+        while offset < end:
+            offset += _copy_some(source_fd, target_fd, offset, end - offset)
     os.ftruncate(target_fd, size)
 
 

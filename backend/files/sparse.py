@@ -11,8 +11,6 @@ import itertools
 import mmap
 import os
 
-__all__ = ["allocated_bytes", "empty", "is_sparse", "next_data", "segments"]
-
 # A file with fewer bytes of holes is not treated as sparse.
 _HOLES_BYTES_MIN = 64 << 10
 SEGMENTS_MAX = 1024

@@ -5,8 +5,6 @@ import fcntl
 import os
 import stat
 
-__all__ = ["OWN_FILE", "StoreInUse", "in_memory", "lock_directory"]
-
 # The mode bit of files that a store node made itself, and may use again.
 OWN_FILE = stat.S_ISVTX
 

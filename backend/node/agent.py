@@ -23,8 +23,6 @@ from .handover import Handover
 from .housekeeping import Housekeeping
 from .state import ClusterState
 
-__all__ = ["Agent"]
-
 log = logging.getLogger(__name__)
 
 # Events come in bursts (a node's death touches all its groups): look once for all of them.

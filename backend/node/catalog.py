@@ -41,8 +41,6 @@ from .files import Files, Incoming
 from .named import Named
 from .reuse import SPARE_S
 
-__all__ = ["Catalog", "Check"]
-
 log = logging.getLogger(__name__)
 
 # How many contents that went are remembered. An extent of one of them that arrives late (its sender was

@@ -20,8 +20,6 @@ from ..files.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog, Check
 
-__all__ = ["Checks", "Source", "Verdict"]
-
 log = logging.getLogger(__name__)
 
 # The most combinations of copies to try. There is only one as long as all copies are right.

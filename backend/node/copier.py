@@ -28,8 +28,6 @@ from .checks import Checks, Verdict
 from .damage import WrongExtents
 from .files import Incoming
 
-__all__ = ["Copier", "Source", "Throttle"]
-
 log = logging.getLogger(__name__)
 
 READS_AT_ONCE = 4

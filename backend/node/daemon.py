@@ -33,6 +33,7 @@ from ..observe.logs import identify
 from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
+from ..transport.mover import Host
 from ..transport.movers import all_movers
 from ..transport.operations import codec_for
 from ..transport.peers import Peers, patience_s
@@ -58,8 +59,6 @@ from .resync import Resync
 from .scrub import Scrub
 from .service import NodeService
 from .state import ClusterState
-
-__all__ = ["serve_node"]
 
 log = logging.getLogger(__name__)
 
@@ -291,17 +290,16 @@ class _Node:
 
         # Service to other processes.
         self._service = service = NodeService(cluster, catalog, agent, resync, scrub, self._status)
-        self._listener = listener = Listener(
+        host = Host(
             service,
             peers.device,
-            movers,
             where.bind,
-            where.port,
-            credentials=credentials,
+            credentials,
             is_gone=self._is_gone,
             is_revoked=certificates.is_revoked,
             etcd=Readers(for_readers, engine.prefix, kept, feed).ask,
         )
+        self._listener = listener = Listener(host, movers, where.port)
         certificates.revoked.append(listener.cut)
         members.session_gone.append(listener.end_rights)
         members.node_changed.append(lambda changed: listener.end_rights())
@@ -408,7 +406,7 @@ class _Node:
     def _figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
         return [
-            self._listener.counters,
+            self._listener.host.counters,
             self._files.figures(),
             self._catalog.figures(),
             self._resync.figures(),

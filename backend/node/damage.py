@@ -8,8 +8,6 @@ import trio
 from ..transport import Extent
 from .catalog import Catalog
 
-__all__ = ["WrongExtents"]
-
 log = logging.getLogger(__name__)
 
 

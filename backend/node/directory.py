@@ -20,8 +20,6 @@ from contextlib import ExitStack
 
 from ..files.storedir import in_memory, lock_directory
 
-__all__ = ["StoreDirectory"]
-
 log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from ..etcd.engine import EtcdEngine
 from ..etcd.room import remedy
 from .figures import EtcdFigures
 
-__all__ = ["EtcdWatch"]
-
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 30.0

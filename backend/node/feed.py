@@ -12,8 +12,6 @@ import trio
 from ..etcd import etcd_pb2 as pb
 from ..kv import Change, Event, KeyValue
 
-__all__ = ["Feed"]
-
 _KEPT_BYTES = 16 << 20
 # An answer is longer than this by one transaction at most, which etcd limits to 1.5 MiB.
 _ANSWER_BYTES = 512 << 10

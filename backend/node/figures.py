@@ -7,15 +7,6 @@ from dataclasses import dataclass
 
 from ..observe.figures import count, gauge, gauges
 
-__all__ = [
-    "CatalogFigures",
-    "EtcdFigures",
-    "FileFigures",
-    "NodeFigures",
-    "ResyncFigures",
-    "ScrubFigures",
-]
-
 
 @dataclass(slots=True)
 class FileFigures:

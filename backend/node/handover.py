@@ -21,8 +21,6 @@ from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Verdict
 
-__all__ = ["Handover"]
-
 log = logging.getLogger(__name__)
 
 _CHECKED_S = 3600.0

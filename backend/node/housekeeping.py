@@ -17,8 +17,6 @@ from ..model.policy import POLICIES_MAX, REPLICAS_MAX
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
 from .state import ClusterState
 
-__all__ = ["Housekeeping"]
-
 log = logging.getLogger(__name__)
 
 # A watch that was interrupted for less continues where it was; for longer, it reads all keys anew. A

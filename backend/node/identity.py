@@ -19,8 +19,6 @@ from ..kv import Conflict, Damaged, Put
 from ..model.records import Epoch, NodeRecord, decode, encode, key_of
 from .directory import StoreDirectory
 
-__all__ = ["Identity"]
-
 log = logging.getLogger(__name__)
 
 _NAME = "node.json"

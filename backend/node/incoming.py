@@ -14,8 +14,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from ..files.storedir import OWN_FILE
 from ..transport.verbs.rdma import Rdma
 
-__all__ = ["Held", "Incoming", "IncomingFiles", "StoredFile", "working_copy"]
-
 
 @dataclass(slots=True, eq=False)
 class StoredFile:

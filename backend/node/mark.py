@@ -15,8 +15,6 @@ from ..kv import Put, WentBack
 from ..model.records import Epoch, Report, encode, session_of
 from .files import Files
 
-__all__ = ["NodeHistory"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 2.0

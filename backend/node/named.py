@@ -7,8 +7,6 @@ from ..model.placement import group_of
 from ..model.records import STRIPE_GROUPS_MAX, Layout
 from ..namespace import Inode
 
-__all__ = ["Named"]
-
 
 class Named(NamedTuple):
     """A content that an inode names. `buckets` of its methods is the cluster's setting."""

@@ -18,8 +18,6 @@ from ..transport import Extent
 from .files import Files, Incoming
 from .reuse import SPARE_BYTES_MIN
 
-__all__ = ["OwnCopies"]
-
 log = logging.getLogger(__name__)
 
 

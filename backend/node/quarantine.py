@@ -15,8 +15,6 @@ from collections.abc import Iterator
 
 from ..transport import Extent
 
-__all__ = ["KEPT_IN_MEMORY_S", "KEPT_ON_DISK_S", "Quarantine", "extent_name", "parsed_name"]
-
 log = logging.getLogger(__name__)
 
 KEPT_ON_DISK_S = 7 * 86400.0

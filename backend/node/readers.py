@@ -27,8 +27,6 @@ from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
 from .feed import Feed
 
-__all__ = ["PAGE_KEYS", "Checked", "Kept", "Readers", "checked"]
-
 # Limits of one certificate. On 100 hosts that share one, it is 160 KiB each, or some 800 keys.
 _KEPT_BYTES_MAX = 16 << 20
 _LEASES_MAX = 4096

@@ -22,8 +22,6 @@ from .copier import Copier
 from .figures import ResyncFigures
 from .state import ClusterState
 
-__all__ = ["Resync"]
-
 log = logging.getLogger(__name__)
 
 GROUPS_AT_ONCE = 8

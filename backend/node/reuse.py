@@ -32,8 +32,6 @@ from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 from .incoming import Incoming, IncomingFiles, StoredFile
 
-__all__ = ["SPARE_BYTES_MIN", "SPARE_S", "Spares"]
-
 log = logging.getLogger(__name__)
 
 SPARES_MAX = 1024

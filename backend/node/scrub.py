@@ -31,8 +31,6 @@ from .damage import WrongExtents
 from .figures import ScrubFigures
 from .state import ClusterState
 
-__all__ = ["Scrub"]
-
 log = logging.getLogger(__name__)
 
 _NAME = "scrub.json"

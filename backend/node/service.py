@@ -27,8 +27,6 @@ from .resync import Resync
 from .scrub import Scrub
 from .state import ClusterState
 
-__all__ = ["NodeService"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

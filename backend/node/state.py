@@ -11,8 +11,6 @@ from ..etcd.engine import EtcdEngine
 from ..kv import Compare
 from ..model.records import GroupConfig
 
-__all__ = ["ClusterState"]
-
 
 @dataclass(frozen=True)
 class ClusterState:

@@ -7,11 +7,7 @@ it is counted.
 
 import dataclasses
 from collections import Counter
-from typing import Any, Literal
-
-__all__ = ["count", "counts", "gauge", "gauges", "values_of"]
-
-Kind = Literal["counter", "gauge"]
+from typing import Any
 
 
 def count(help: str) -> Any:

@@ -21,16 +21,6 @@ from typing import Literal
 
 from ..model.values import ConfigError
 
-__all__ = [
-    "LogFormat",
-    "LogLevel",
-    "RepeatLimit",
-    "current_request",
-    "identify",
-    "request",
-    "set_up_logging",
-]
-
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -81,15 +71,14 @@ class RepeatLimit(logging.Filter):
     REPEAT_WINDOW_S. The next line that passes carries the number of those that did not, as
     `record.dropped`."""
 
-    def __init__(self, loggers: tuple[str, ...] = NETWORK_LOGGERS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._loggers = loggers
         self._lock = threading.Lock()
         # (file, line) -> end of the window, lines passed in it, lines dropped. Bounded by the code.
         self._places: dict[tuple[str, int], tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith(self._loggers):
+        if not record.name.startswith(NETWORK_LOGGERS):
             return True
         place = record.pathname, record.lineno
         now = time.monotonic()

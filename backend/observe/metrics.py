@@ -22,8 +22,6 @@ from .figures import counts, gauge
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["MountCounters", "serve_metrics"]
-
 log = logging.getLogger(__name__)
 
 # A scrape is short; a client that sends nothing must not keep a thread.

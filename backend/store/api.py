@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .remote.freshness import Freshness
     from .remote.locks import SharedLocks
 
-__all__ = ["Store"]
-
 
 class Store(Protocol):
     """Contents by number and the namespace that names them. Methods raise OSError."""

@@ -7,8 +7,6 @@ from typing import Protocol
 from ..files.digest import Stripe
 from ..transport import Extent, FileRange, Landed
 
-__all__ = ["Source", "read_hashed"]
-
 
 class Source(Protocol):
     """The part of a transport.Device that is needed here."""

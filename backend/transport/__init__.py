@@ -9,23 +9,14 @@ cannot be reached, EACCES (`Distrusted`) if it and this process do not accept ea
 import errno
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-__all__ = [
-    "Distrusted",
-    "Extent",
-    "Fenced",
-    "FileRange",
-    "Landed",
-    "Memory",
-    "Target",
-    "Unreachable",
-    "landed_from",
-    "nothing_landed",
-]
-
+CHAIN_MAX = 8
+# The number of a node, a group, a content or a session.
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Called from any thread when a range (start, length) of the file has been received, with the bytes if
 # they are in memory; called again if the range is received once more.
 Landed: TypeAlias = Callable[[int, int, memoryview | None], None]
@@ -68,17 +59,17 @@ class FileRange(NamedTuple):
 
 
 class Extent(NamedTuple):
-    content: int
-    stripe: int
+    content: Number
+    stripe: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Target(msgspec.Struct, array_like=True, frozen=True):
     """The destination of an extent: the group, its configuration (mod_revision of the record) and the
     remaining nodes in order, each of which sends it on to the next."""
 
-    group: int
-    config: int
-    chain: tuple[int, ...]
+    group: Number
+    config: Number
+    chain: Annotated[tuple[Number, ...], Meta(max_length=CHAIN_MAX)]
 
     def onward(self) -> tuple[int, "Target"]:
         """Return the next node, and the target to send it."""

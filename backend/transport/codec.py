@@ -11,8 +11,6 @@ from .frames import BadMessage
 from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Welcome
 from .rights import OWN, Row
 
-__all__ = ["Codec", "MessageSet", "decode_hello", "decode_welcome"]
-
 T = TypeVar("T")
 
 

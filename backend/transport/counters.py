@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from ..observe.figures import count, counts, gauge
 
-__all__ = ["Counters", "ServerFigures"]
-
 
 @dataclass(slots=True)
 class Counters:

@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from ..files.sparse import empty, is_sparse
-from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
+from . import CHAIN_MAX, Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .growth import Growth
 from .link import Link
 from .messages import (
-    CHAIN_MAX,
     EXTENT_BYTES_MAX,
     GET_EXTENTS_MAX,
     PUT_BYTES_MAX,
@@ -30,8 +29,6 @@ from .messages import (
 )
 from .mover import NotThisWay, Sending, Transfer, W, Way
 from .prompt import acquire
-
-__all__ = ["Device"]
 
 log = logging.getLogger(__name__)
 

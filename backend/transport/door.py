@@ -19,8 +19,6 @@ from .counters import ServerFigures
 from .frames import BadMessage
 from .rights import ROLES
 
-__all__ = ["Door", "begins_with_tls", "identity_of", "listen"]
-
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0

@@ -5,8 +5,6 @@ import trio
 
 from .prompt import PromptStream
 
-__all__ = ["FRAME_BYTES_MAX", "HELLO_BYTES_MAX", "BadMessage", "Frames"]
-
 # The largest frame of a stranger, and of a member. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
 FRAME_BYTES_MAX = 16 << 20

@@ -2,17 +2,19 @@
 
 A connection begins with Hello, answered with Welcome or Refused. Then the caller sends requests, as
 many at once as it likes up to REQUESTS_AT_ONCE, each with a number that its answer repeats. A mover adds
-messages of its own (mover.py).
+messages of its own (mover.py). The types of fields exclude values that our own software never sends: a peer
+that sends one loses its connection.
 """
 
 import errno
 import os
 from enum import IntEnum
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from . import Extent, Fenced, Target, Unreachable
-from .frames import BadMessage
+from . import Extent, Fenced, Number, Target, Unreachable
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
 VERSION = 8
@@ -25,7 +27,6 @@ REQUESTS_AT_ONCE = 64
 # The limit, for one control connection at a time, of requests that are answered a second time, or grant a
 # right that lasts. Less than that of requests, so that one more is refused and need not wait.
 LASTING_MAX = 48
-CHAIN_MAX = 8
 TEXT_MAX = 240
 NAME_MAX = 255
 ETCD_REQUEST_BYTES_MAX = 256 << 10
@@ -33,7 +34,8 @@ EXTENT_BYTES_MAX = 1 << 40
 # A receiver has a longer time-out than a sender, so that the sender reports the error.
 RECEIVER_PATIENCE = 3
 
-_UINT63_MAX = (1 << 63) - 1
+Length: TypeAlias = Annotated[int, Meta(gt=0, le=EXTENT_BYTES_MAX)]
+Name: TypeAlias = Annotated[str, Meta(max_length=NAME_MAX)]
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -84,16 +86,13 @@ class Request(Message, kw_only=True):
         return 0
 
     def check(self) -> None:
-        """Raise BadMessage for values that our own software never sends."""
+        """Raise BadMessage for values of several fields that do not fit each other."""
 
 
 class AboutExtent(Request):
     """The base of requests about one extent."""
 
     extent: Extent
-
-    def check(self) -> None:
-        check_extent(self.extent)
 
 
 class ToTarget(AboutExtent):
@@ -105,60 +104,31 @@ class ToTarget(AboutExtent):
     def group(self) -> int:
         return self.target.group
 
-    def check(self) -> None:
-        check_extent(self.extent)
-        target = self.target
-        if len(target.chain) > CHAIN_MAX:
-            raise BadMessage(f"a chain of {len(target.chain)} nodes")
-        check_numbers(target.group, target.config, *target.chain)
-
 
 class Ping(Request, tag=10):
     pass
 
 
 class Put(ToTarget, tag=11):
-    data: bytes
-
-    def check(self) -> None:
-        ToTarget.check(self)
-        if len(self.data) > PUT_BYTES_MAX:
-            raise BadMessage(f"an extent of {len(self.data)} bytes in a message")
+    data: Annotated[bytes, Meta(max_length=PUT_BYTES_MAX)]
 
 
 class Get(Request, tag=12):
-    extents: list[Extent]
-    limit: int
-
-    def check(self) -> None:
-        if len(self.extents) > GET_EXTENTS_MAX or self.limit > PUT_BYTES_MAX:
-            raise BadMessage("more is asked for than a message can hold")
-        for extent in self.extents:
-            check_extent(extent)
+    extents: Annotated[list[Extent], Meta(max_length=GET_EXTENTS_MAX)]
+    limit: Annotated[int, Meta(le=PUT_BYTES_MAX)]
 
 
 class Adopt(ToTarget, tag=13):
-    name: str
-
-    def check(self) -> None:
-        ToTarget.check(self)
-        if len(self.name) > NAME_MAX:
-            raise BadMessage(f"a file name of {len(self.name)} characters")
+    name: Name
 
 
 class Abort(Request, tag=14):
-    content: int
-
-    def check(self) -> None:
-        check_numbers(self.content)
+    content: Number
 
 
 class Suspect(Request, tag=15):
-    group: int
-    node: int
-
-    def check(self) -> None:
-        check_numbers(self.group, self.node)
+    group: Number
+    node: Number
 
 
 class Status(Request, tag=16):
@@ -170,12 +140,7 @@ class Share(ToTarget, tag=37):
     already. Both keep them: sealed extents never change."""
 
     source: Extent
-    length: int
-
-    def check(self) -> None:
-        ToTarget.check(self)
-        check_extent(self.source)
-        check_range(0, self.length)
+    length: Length
 
 
 class Doubt(AboutExtent, tag=33):
@@ -198,12 +163,8 @@ class AskEtcd(Request, tag=41):
     """Has the node ask etcd for a reader, which does not reach it: `method` is etcd's, `body` its
     request."""
 
-    method: str
-    body: bytes
-
-    def check(self) -> None:
-        if len(self.method) > NAME_MAX or len(self.body) > ETCD_REQUEST_BYTES_MAX:
-            raise BadMessage(f"a request to etcd of {len(self.body)} bytes")
+    method: Name
+    body: Annotated[bytes, Meta(max_length=ETCD_REQUEST_BYTES_MAX)]
 
 
 class Answer(Message, kw_only=True):
@@ -262,26 +223,6 @@ class Mapped(Answer, tag=40):
     """The starts and lengths of an extent's data."""
 
     segments: list[tuple[int, int]]
-
-
-def check_extent(extent: Extent) -> None:
-    """Raise BadMessage for numbers that no extent has."""
-    check_numbers(extent.content)
-    if not 0 <= extent.stripe < 1 << 32:
-        raise BadMessage(f"stripe {extent.stripe} is out of range")
-
-
-def check_range(start: int, length: int) -> None:
-    """Raise BadMessage for a range that no extent can have."""
-    if not (0 <= start <= _UINT63_MAX and 0 < length <= EXTENT_BYTES_MAX):
-        raise BadMessage(f"{length} bytes from {start}")
-
-
-def check_numbers(*numbers: int) -> None:
-    """Raise BadMessage for a value that is no number of a node, a group, a content or a session."""
-    for number in numbers:
-        if not 0 <= number <= _UINT63_MAX:
-            raise BadMessage(f"number {number} is out of range")
 
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:

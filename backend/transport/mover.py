@@ -27,18 +27,6 @@ from .messages import Answer, Message, Request
 from .rights import Peer
 from .service import EtcdForReaders, Service
 
-__all__ = [
-    "Connection",
-    "Host",
-    "Lasting",
-    "Mover",
-    "NotThisWay",
-    "Sending",
-    "Serving",
-    "Transfer",
-    "Way",
-]
-
 
 class NotThisWay(Exception):
     """A transfer is not possible in this way, but may be in another one; the text says why."""
@@ -66,12 +54,9 @@ class Sending(NamedTuple):
 
 class Way(Protocol):
     """The caller's end of a mover, to one store node. Moving raises OSError as Device's methods do, and
-    NotThisWay."""
+    NotThisWay. `name` is the mover's."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the mover."""
-        ...
+    name: str
 
     def suits(self, transfer: Transfer) -> bool:
         """Return whether such a transfer should take this way. Makes no request to find out."""
@@ -125,12 +110,9 @@ class Connection(Protocol):
 
 
 class Serving(Protocol):
-    """A store node's end of a mover."""
+    """A store node's end of a mover. `port` is the one on which it listens, 0: none."""
 
-    @property
-    def port(self) -> int:
-        """Return the port on which it listens, 0: none."""
-        ...
+    port: int
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
         """Return the part for a control connection. `local` is this host's address on it, `nursery` ends
@@ -162,17 +144,20 @@ class NextNode(Protocol):
 
 @dataclass(eq=False)
 class Host:
-    """A store node, for its operations and for movers. `device` returns another node, `is_gone` tells
-    whether a peer's session is over. Readers reach `etcd` by it, if it is there."""
+    """A store node that listens at `address`, for its operations and for movers. `device` returns another
+    node, to hand extents on to. With credentials, only members of the cluster are served. `is_gone` tells
+    whether a peer's session is known to be over, `is_revoked` whether a certificate, by its serial number,
+    is not accepted any more. Readers reach `etcd` by it, if it is there."""
 
     service: Service[Any]
     device: Callable[[int], NextNode]
     address: str
-    credentials: Credentials | None
-    counters: ServerFigures
-    timeout_s: float
-    is_gone: Callable[[Peer], bool]
-    etcd: EtcdForReaders | None
+    credentials: Credentials | None = None
+    timeout_s: float = 5.0
+    is_gone: Callable[[Peer], bool] = lambda peer: False
+    is_revoked: Callable[[str], bool] = lambda serial: False
+    etcd: EtcdForReaders | None = None
+    counters: ServerFigures = field(default_factory=ServerFigures)
     # While the node is served: the door accepts connections to a mover's own port, the nursery ends with
     # the node, and the servings are its ends of its movers.
     door: Door = field(init=False)
@@ -181,15 +166,10 @@ class Host:
 
 
 class Mover(Protocol):
-    """One way of moving extents, in this process."""
+    """One way of moving extents, in this process. A node registers it by its `name`."""
 
-    @property
-    def name(self) -> str:
-        """Return the name by which a node registers the mover."""
-        ...
-
-    @property
-    def messages(self) -> MessageSet: ...
+    name: str
+    messages: MessageSet
 
     @property
     def is_usable(self) -> bool:

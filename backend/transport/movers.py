@@ -5,8 +5,6 @@ from .tcp.mover import Tcp
 from .verbs.mover import Verbs
 from .verbs.rdma import Choice, Rdma
 
-__all__ = ["all_movers"]
-
 
 def all_movers(
     rdma: Rdma | None = None, *, streams: int = 4, encrypt_data: bool = False, stages: bool = False

@@ -44,8 +44,6 @@ from .mover import Host, Mover
 from .rights import ANY, NONE, OWN, Peer, Row
 from .service import Service, begin
 
-__all__ = ["OPERATIONS", "Operation", "codec_for"]
-
 # Reading more small files than this is left to a thread.
 _READ_AT_ONCE = 16
 

@@ -19,8 +19,6 @@ from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
 from .operations import codec_for
 
-__all__ = ["Peers", "open_peers", "patience_s"]
-
 log = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from .link import Link
 from .messages import ETCD_REQUEST_BYTES_MAX, AskEtcd, EtcdOutcome, EtcdSaid
 from .operations import codec_for
 
-__all__ = ["Relay"]
-
 # A node that is silent for so long is given up.
 _SILENT_S = 3.0
 

@@ -18,22 +18,6 @@ from typing import Any, TypeAlias
 
 from .messages import Message
 
-__all__ = [
-    "ANY",
-    "NONE",
-    "OWN",
-    "ROLES",
-    "Asked",
-    "Peer",
-    "Row",
-    "Scope",
-    "make_session_key",
-    "may",
-    "need",
-    "session_digest",
-    "tell_of_denial",
-]
-
 log = logging.getLogger(__name__)
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import (
     AsyncExitStack,
     ExitStack,
@@ -14,25 +14,21 @@ from contextlib import (
     suppress,
 )
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import trio
 
-from ..trust.security import Credentials, Identity
+from ..trust.security import Identity
 from .caller import broken_text
 from .codec import decode_hello
 from .control import Control
-from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import VERSION, Refused, Welcome, describe_version
-from .mover import Host, Mover, NextNode
+from .mover import Host, Mover
 from .operations import codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
-from .service import EtcdForReaders, Service
-
-__all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
@@ -40,40 +36,18 @@ _REVOKED = "its certificate was revoked"
 
 
 class Listener:
-    """Serves a node's extents at an address, for as long as it is open as an async context manager.
-    `control_port` 0 takes a free one. Raises OSError when an address cannot be had, and CredentialsError.
+    """Serves a node's extents, which are moved by `movers`, as long as it is open as an async context
+    manager. `control_port` 0 takes a free one. Raises OSError when an address cannot be had, and
+    CredentialsError."""
 
-    With credentials, only members of the cluster are served. `is_gone` tells whether a peer's session is
-    known to be over, `is_revoked` whether a certificate, by its serial number, is not accepted any more.
-    Extents are moved by `movers`, and handed on to the nodes that `device` returns. Readers reach etcd by
-    `etcd`.
-    """
-
-    def __init__(
-        self,
-        service: Service[Any],
-        device: Callable[[int], NextNode],
-        movers: Sequence[Mover],
-        address: str,
-        control_port: int = 0,
-        *,
-        credentials: Credentials | None = None,
-        timeout_s: float = 5.0,
-        is_gone: Callable[[Peer], bool] = lambda peer: False,
-        is_revoked: Callable[[str], bool] = lambda serial: False,
-        etcd: EtcdForReaders | None = None,
-    ) -> None:
-        if credentials is not None:
-            credentials.server_context()  # or an error now
-        self.counters = ServerFigures()
+    def __init__(self, host: Host, movers: Sequence[Mover], control_port: int = 0) -> None:
+        if host.credentials is not None:
+            host.credentials.server_context()  # or an error now
+        self.host = host
         self.control_port = control_port
         self._codec = codec_for(movers)
         self._movers = movers
-        self._is_revoked = is_revoked
         self._connected: dict[trio.CancelScope, Peer] = {}
-        self.host = Host(
-            service, device, address, credentials, self.counters, timeout_s, is_gone, etcd
-        )
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
@@ -81,7 +55,7 @@ class Listener:
             control = opened.enter_context(await listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
             host.nursery = await opened.enter_async_context(_nursery())
-            host.door = Door(host.nursery, self.counters)
+            host.door = Door(host.nursery, host.counters)
             for mover in self._movers:
                 host.servings[mover] = await opened.enter_async_context(mover.serving(host))
             host.door.open(control, self._serve_control)
@@ -146,13 +120,13 @@ class Listener:
         with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
             self._connected[scope] = peer
             try:
-                if self._is_revoked(peer.serial):
+                if self.host.is_revoked(peer.serial):
                     scope.cancel()
                 yield
             finally:
                 del self._connected[scope]
         if scope.cancelled_caught:
-            why = _REVOKED if self._is_revoked(peer.serial) else "its certificate has expired"
+            why = _REVOKED if self.host.is_revoked(peer.serial) else "its certificate has expired"
             raise BadMessage(f"{peer}: {why}")
 
     def cut(self, serial: str) -> None:
@@ -212,7 +186,7 @@ class Listener:
             why = describe_version(hello.version)
         elif self.host.credentials is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
-        elif identity is not None and self._is_revoked(identity.serial):
+        elif identity is not None and self.host.is_revoked(identity.serial):
             why = _REVOKED
         elif hello.wanted not in (0, self.host.service.node):
             why = f"this is store node {self.host.service.node:x}, not {hello.wanted:x}"

@@ -7,8 +7,6 @@ from . import Extent, Target
 from .messages import AskEtcd, EtcdSaid
 from .rights import Asked, Peer, Row, Scope, need
 
-__all__ = ["EtcdForReaders", "Held", "Incoming", "Service", "begin", "check_right"]
-
 
 class Held(Protocol):
     """An open file of the store, which is not used for another extent before it is closed."""

@@ -16,8 +16,6 @@ from ..mount.mounting import FSTYPE, user_name
 from ..mount_options import MountError
 from .cluster import say
 
-__all__ = ["install", "uninstall"]
-
 # Where mount(8) and umount(8) look for their helpers, whatever PATH is.
 _HELPERS = "sbin"
 _UNITS = "etc/systemd/system"

@@ -20,8 +20,6 @@ from ..mount_options import MountError, is_for_mount_tools
 from .cluster import say
 from .command import main, mount
 
-__all__ = ["mount_irdmafs", "umount_irdmafs"]
-
 # Exit status of mount(8) and umount(8): it could not be mounted or unmounted.
 _FAILED = 32
 _NO_SOURCE = frozenset({"none", "irdmafs", "-"})

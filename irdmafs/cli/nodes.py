@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..backend.cluster.removal import Lost
     from ..backend.etcd.engine import EtcdEngine
 
-__all__ = ["admit", "drain", "remove", "scrub"]
-
 # The elected node looks for groups to begin anew every second.
 _BEGIN_ANEW_S = 30.0
 _PATHS_SHOWN = 20

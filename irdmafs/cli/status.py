@@ -17,8 +17,6 @@ from ..backend.model.sizes import human_bytes
 from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
 from ..mount.stores import LeftoverStore, cluster_of, default_store_path
 
-_ASK_TIMEOUT_S = 5.0
-
 # The colours of words that tell how something is, on a terminal.
 _COLOURS = {
     **dict.fromkeys(("ok", "up", "valid", "current"), "green"),
@@ -74,14 +72,9 @@ class MountReport:
         return {"mountpoint": self.mount.mountpoint, "state": self.state, **self.status}
 
 
-def read_status(mountpoint: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
-    """Return the report of a mount's daemon. Raises OSError, TimeoutError among them."""
-    return _as_dict(ask_mount(mountpoint, STATUS_XATTR, timeout_s))
-
-
-def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
+def read_versions(path: str) -> dict[str, Any]:
     """Return the versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
-    return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
+    return _as_dict(ask_mount(path, VERSIONS_XATTR))
 
 
 class _Parts(TypedDict, total=False):
@@ -109,7 +102,7 @@ def _as_dict(text: bytes) -> dict[str, Any]:
 def report(mount: Mount) -> MountReport:
     """Ask a mount for its state. Never waits for long."""
     try:
-        found = read_status(mount.mountpoint)
+        found = _as_dict(ask_mount(mount.mountpoint, STATUS_XATTR))
         warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
         return MountReport(mount, "ok", {**found, "warnings": warnings})
     except TimeoutError:

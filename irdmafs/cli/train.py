@@ -10,13 +10,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..mount_options import MountError
+from .cluster import say
 
+_say = partial(say, err=True)
 # The mount under a reducer has ended.
 _UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
 _directory = click.argument("directory", metavar="DIR")
@@ -65,28 +68,14 @@ def train() -> None:
 @click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
               help="Pieces to push, reduce and pull  [default: one for each store node].")  # fmt: skip
 def init(
-    directory: str,
-    rule: str,
-    lr: float | None,
-    settings: tuple[str, ...],
-    sync: str,
-    workers: str,
-    clip_norm: float,
-    nonfinite: Any,
-    staleness: Any,
-    keep: int,
-    whole_every: int,
-    shards: int | None,
+    directory: str, settings: tuple[str, ...], workers: str, shards: int | None, **given: Any
 ) -> None:
     """Train the models in DIR: all its .safetensors files."""
     from ..train import TrainConfig, begin
 
     with _one_line_errors(directory):
-        config = TrainConfig(
-            rule=rule, lr=lr, options=dict(map(_setting, settings)), sync=sync,
-            workers=_workers(workers), clip_norm=clip_norm, nonfinite=nonfinite,
-            staleness=staleness, keep=keep, whole_every=whole_every,
-        )  # fmt: skip
+        options = dict(map(_setting, settings))
+        config = TrainConfig(options=options, workers=_workers(workers), **given)
         layout = begin(directory, config, shards=shards)
     elements = sum(parameter.size for parameter in layout.parameters)
     click.echo(
@@ -142,10 +131,6 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
         signal.signal(number, end)
     with _one_line_errors(directory), Reducer(directory, threads=threads) as reducer:
         reducer.run(lambda: ended)
-
-
-def _say(text: str) -> None:
-    click.echo(f"irdmafs: {text}", err=True)
 
 
 @train.command()

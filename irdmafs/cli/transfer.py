@@ -116,17 +116,12 @@ def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     for path in () if no_wait else paths:
         with Progress(f"fetching {path}", "bytes", 0) as bar:
             while True:
-                now = _prefetch_state(path)
+                # How much there is to fetch, and how much is here.
+                now = json.loads(_ask_mount(path, _PREFETCH_XATTR) or b"{}")
                 bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
                 if now.get("done", 0) >= now.get("files", 0):
                     break
                 time.sleep(_PREFETCH_PERIOD_S)
-
-
-def _prefetch_state(path: str) -> dict[str, int]:
-    """Return how much there is to fetch, and how much is here: {"files", "done", "bytes", "bytes_done"}."""
-    found = json.loads(_ask_mount(path, _PREFETCH_XATTR) or b"{}")
-    return found if isinstance(found, dict) else {}
 
 
 def _ask_mount(path: str, attribute: str) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from ..backend.model.sizes import meminfo
 from . import _device
 from ._dtypes import Array, Layout
 from ._files import Mapping, naming, open_to_read, read_version, view
@@ -153,16 +154,9 @@ def _close(descriptors: list[int]) -> None:
             os.close(fd)
 
 
-def _available_bytes() -> int:
-    """Return the memory that the kernel estimates to be available without swapping (/proc/meminfo)."""
-    with open("/proc/meminfo") as lines:
-        found = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(found) << 10
-
-
 class _HostMemory:
     def __init__(self, size: int) -> None:
-        available = _available_bytes()
+        available = meminfo("MemAvailable")
         if size > available:
             # The kernel would find out page by page, and kill some process.
             raise MemoryError(f"a buffer of {size} bytes: {available} are available")

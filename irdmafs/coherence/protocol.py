@@ -14,8 +14,6 @@ from .kernel_locks import KernelLocks
 from .nodes import Node
 from .trail import TrailStep
 
-__all__ = ["Answer", "Coherence", "Listing"]
-
 _FOREVER_S: Final = 86_400.0
 
 

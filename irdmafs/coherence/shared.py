@@ -27,8 +27,6 @@ from .trail import LookupTrails, Retry, TrailStep
 if TYPE_CHECKING:
     from ..backend.store.remote.freshness import Freshness
 
-__all__ = ["Shared"]
-
 # Stop preparing the second try of an open whose file is replaced so often before its content is here.
 _LEADS_MAX: Final = 20
 

@@ -15,26 +15,7 @@ _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096
 # Releases count among them: one that has to wait its turn would come after an open that it matters to.
 _BACKGROUND_MAX: Final = 65535
 
-_WANTED: Final = (
-    Init.ASYNC_READ
-    | Init.POSIX_LOCKS
-    | Init.ATOMIC_O_TRUNC
-    | Init.EXPORT_SUPPORT
-    | Init.BIG_WRITES
-    | Init.DONT_MASK
-    | Init.FLOCK_LOCKS
-    | Init.DO_READDIRPLUS
-    | Init.READDIRPLUS_AUTO
-    | Init.PARALLEL_DIROPS
-    | Init.POSIX_ACL
-    | Init.MAX_PAGES
-    | Init.CACHE_SYMLINKS
-    | Init.EXPLICIT_INVAL_DATA
-    | Init.HANDLE_KILLPRIV_V2
-    | Init.SETXATTR_EXT
-    | Init.INIT_EXT
-    | Init.PASSTHROUGH
-)
+_WANTED: Final = sum(Init)
 
 
 class ProtocolError(Exception):

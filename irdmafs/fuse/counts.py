@@ -1,8 +1,15 @@
-"""How many requests came, and how many of them failed."""
+"""How many requests came, which of them failed, and the errno that each of these is answered with."""
 
 import errno
+import logging
 
-from .wire import Opcode
+from ..backend.namespace import NoInode
+from .wire import Malformed, Opcode
+
+log = logging.getLogger(__name__)
+
+# Errors of calls that a log should explain.
+_LOGGED = (errno.EIO, errno.ENOSPC, errno.EMFILE)
 
 
 class Counts:
@@ -17,7 +24,25 @@ class Counts:
         """Requests so far, by kind."""
         return {opcode.name: self.by_opcode[opcode] for opcode in Opcode if self.by_opcode[opcode]}
 
-    def failed(self, code: int) -> None:
-        """Count a request that was answered with this errno."""
+    def failed(self, request: str, error: Exception) -> int:
+        """Count a request of this kind that failed, and return the errno to answer. Log the error if it is
+        none that a filesystem answers with."""
+        if isinstance(error, OSError) and error.errno:
+            code = error.errno
+            if code in _LOGGED:
+                log.error("%s: %s", request, error)
+        elif isinstance(error, NoInode):
+            code = errno.ESTALE
+        elif isinstance(error, KeyError):
+            log.error("%s: the kernel asked for what is not open", request, exc_info=error)
+            code = errno.EBADF
+        elif isinstance(error, (Malformed, OverflowError)):
+            if isinstance(error, Malformed):
+                log.error("from the kernel: %s", error)
+            code = errno.EINVAL
+        else:
+            log.exception("%s failed", request, exc_info=error)
+            code = errno.EIO
         name = errno.errorcode.get(code, str(code))
         self.errors[name] = self.errors.get(name, 0) + 1
+        return code

@@ -21,7 +21,6 @@ from typing import Any, Final
 import trio
 
 from .. import inline
-from ..backend.namespace import NoInode
 from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
@@ -219,27 +218,9 @@ class KernelSession(Session):
             self._connection.refuse(request.unique, errno.EINTR)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """Answer with an error, and log it if it is none that a filesystem answers with."""
-        opcode = request.opcode
-        if isinstance(error, Malformed):
-            log.error("from the kernel: %s", error)
-            code = errno.EINVAL
-        elif isinstance(error, OSError) and error.errno:
-            code = error.errno
-            if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
-                log.error("%s: %s", _name(opcode), error)
-        elif isinstance(error, NoInode):
-            code = errno.ESTALE
-        elif isinstance(error, KeyError):
-            log.error("%s: the kernel asked for what is not open", _name(opcode), exc_info=error)
-            code = errno.EBADF
-        elif isinstance(error, OverflowError):
-            code = errno.EINVAL
-        else:
-            log.exception("%s failed", _name(opcode), exc_info=error)
-            code = errno.EIO
-        self._counts.failed(code)
-        if opcode not in _WITHOUT_ANSWER:
+        """Answer with an error."""
+        code = self._counts.failed(_name(request.opcode), error)
+        if request.opcode not in _WITHOUT_ANSWER:
             self._connection.refuse(request.unique, code)
 
 

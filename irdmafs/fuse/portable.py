@@ -17,7 +17,6 @@ from typing import Any
 import pyfuse3
 import trio
 
-from ..backend.namespace import NoInode
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node, NodeTable
 from ..posix.calls import Attributes, Caller, OpenInfo, Space
@@ -247,15 +246,8 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
                 held = (args[at] for at in locked)
                 with nullcontext() if locks is None else locks.hold(*held):
                     result = await method(*args)
-            except (OSError, KeyError) as error:
-                if isinstance(error, OSError):
-                    code = error.errno or errno.EIO
-                else:
-                    code = errno.ESTALE if isinstance(error, NoInode) else errno.EBADF
-                if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
-                    log.error("%s: %s", kind.name, error)
-                counts.failed(code)
-                raise pyfuse3.FUSEError(code) from error
+            except Exception as error:
+                raise pyfuse3.FUSEError(counts.failed(kind.name, error)) from error
             if isinstance(result, Attributes):
                 return _numbered(result, shown=name in ("getattr", "setattr"))
             if isinstance(result, OpenInfo):

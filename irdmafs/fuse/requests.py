@@ -35,8 +35,6 @@ from .replies import (
 )
 from .wire import BODY, Malformed, Opcode, Request, Valid
 
-__all__ = ["NO_ANSWER", "NoPayload", "Requests", "Row"]
-
 _NO_FIELDS: Final = Struct("")
 _NS: Final = 1_000_000_000
 _OFFSET_MAX: Final = 2**63 - 1
@@ -124,16 +122,8 @@ class Requests:
         waiting: WaitingRequests,
     ) -> None:
         self._view = memoryview(connection.buffer)
-        self._lookups = filesystem.lookups
+        self._fs = filesystem
         self._nodes = filesystem.cache.nodes
-        self._names = filesystem.names
-        self._metadata = filesystem.metadata
-        self._xattrs = filesystem.xattrs
-        self._opens = filesystem.opens
-        self._files = filesystem.files
-        self._directories = filesystem.directories
-        self._atimes = filesystem.atimes
-        self._locking = filesystem.locking
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
@@ -147,7 +137,7 @@ class Requests:
                 self.rows[opcode] = row._replace(carry_out=self._told_to_others(row, locks))
 
     def _table(self) -> dict[int, Row]:
-        names, files, directories = self._names, self._files, self._directories
+        names, files, directories = self._fs.names, self._fs.files, self._fs.directories
         rows = {
             # Names
             Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, pack_found, names=1),
@@ -171,7 +161,7 @@ class Requests:
             Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, pack_attributes),
             Opcode.STATX: _row(_NO_FIELDS, self._statx),
             Opcode.STATFS: _row(
-                _NO_FIELDS, lambda asked: self._metadata.statfs(asked.nodeid), pack_statfs
+                _NO_FIELDS, lambda asked: self._fs.metadata.statfs(asked.nodeid), pack_statfs
             ),
             Opcode.SETXATTR: _row(wire.SETXATTR_IN, self._setxattr, names=1),
             Opcode.GETXATTR: _row(wire.GETXATTR_IN, self._getxattr, names=1),
@@ -241,8 +231,8 @@ class Requests:
     # -- names -----------------------------------------------------------------------------------
 
     def _lookup(self, asked: Request, name: bytes) -> Result:
-        found = self._lookups.find(asked.nodeid, name, asked.pid)
-        return self._lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
+        found = self._fs.lookups.find(asked.nodeid, name, asked.pid)
+        return self._fs.lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
 
     def _forget(self, asked: Request, lookups: int) -> NoPayload:
         self._deferred.forgotten.append((asked.nodeid, lookups))
@@ -258,29 +248,29 @@ class Requests:
     def _mknod(
         self, asked: Request, mode: int, rdev: int, umask: int, _: int, name: bytes
     ) -> Result:
-        return self._names.mknod(asked.nodeid, name, mode, umask, rdev, asked)
+        return self._fs.names.mknod(asked.nodeid, name, mode, umask, rdev, asked)
 
     def _mkdir(self, asked: Request, mode: int, umask: int, name: bytes) -> Result:
-        return self._names.mkdir(asked.nodeid, name, mode, umask, asked)
+        return self._fs.names.mkdir(asked.nodeid, name, mode, umask, asked)
 
     def _symlink(self, asked: Request, name: bytes, target: bytes) -> Result:
-        return self._names.symlink(asked.nodeid, name, target, asked)
+        return self._fs.names.symlink(asked.nodeid, name, target, asked)
 
     def _link(self, asked: Request, old: int, name: bytes) -> Result:
-        return self._names.link(old, asked.nodeid, name, asked)
+        return self._fs.names.link(old, asked.nodeid, name, asked)
 
     def _rename(self, asked: Request, target: int, old: bytes, new: bytes) -> Result:
-        return self._names.rename(asked.nodeid, old, target, new, 0, asked)
+        return self._fs.names.rename(asked.nodeid, old, target, new, 0, asked)
 
     def _rename2(
         self, asked: Request, target: int, flags: int, _: int, old: bytes, new: bytes
     ) -> Result:
-        return self._names.rename(asked.nodeid, old, target, new, flags, asked)
+        return self._fs.names.rename(asked.nodeid, old, target, new, flags, asked)
 
     # -- attributes ------------------------------------------------------------------------------
 
     def _getattr(self, asked: Request) -> Attributes:
-        return self._metadata.attributes(asked.nodeid)
+        return self._fs.metadata.attributes(asked.nodeid)
 
     def _setattr(self, asked: Request, *fields: int) -> Result:
         (
@@ -305,13 +295,13 @@ class Requests:
             changes["mtime_ns"] = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
         # The kernel sends a SETATTR that sets nothing before a change that has no request of its own.
         lose_set_ids = bool(valid & Valid.KILL_SUIDGID) or not valid & ~_VALID_HANDLES
-        return self._metadata.change(
+        return self._fs.metadata.change(
             asked.nodeid, changes, asked, size=size if valid & Valid.SIZE else None,
             fh=fh if valid & Valid.FH else None, lose_set_ids=lose_set_ids,
         )  # fmt: skip
 
     def _statx(self, asked: Request) -> bytes:
-        entry = self._metadata.attributes(asked.nodeid)
+        entry = self._fs.metadata.attributes(asked.nodeid)
         return pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
 
     def _setxattr(self, asked: Request, size: int, flags: int, more: int, name: bytes) -> Result:
@@ -319,7 +309,7 @@ class Requests:
         asked.refuse_shorter(start + size)
         value = bytes(self._view[start : start + size])
         drop_set_gid = bool(more & wire.SETXATTR_ACL_KILL_SGID)
-        return self._xattrs.setxattr(
+        return self._fs.xattrs.setxattr(
             asked.nodeid, name, value, asked, flags, drop_set_gid=drop_set_gid
         )
 
@@ -328,17 +318,17 @@ class Requests:
             return _NO_DATA
         if name.startswith(OWN_XATTRS):
             self._deferred.settle()  # a caller that asks what is open must not see closed files
-        return self._sized(self._xattrs.getxattr(asked.nodeid, name, asked), room)
+        return self._sized(self._fs.xattrs.getxattr(asked.nodeid, name, asked), room)
 
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
         return sized(await asking, room)
 
     async def _listxattr(self, asked: Request, room: int, _: int) -> bytes:
-        names = await self._xattrs.listxattr(asked.nodeid, asked)
+        names = await self._fs.xattrs.listxattr(asked.nodeid, asked)
         return sized(b"".join(name + b"\0" for name in names), room)
 
     def _removexattr(self, asked: Request, name: bytes) -> Result:
-        return self._xattrs.removexattr(asked.nodeid, name, asked)
+        return self._fs.xattrs.removexattr(asked.nodeid, name, asked)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -346,15 +336,15 @@ class Requests:
         if self._deferred.released and flags & (os.O_ACCMODE | os.O_TRUNC):
             self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
-        return self._opens.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
+        return self._fs.opens.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
 
     def _create(
         self, asked: Request, flags: int, mode: int, umask: int, _: int, name: bytes
     ) -> Result:
-        return self._opens.create(asked.nodeid, name, mode, umask, flags, asked)
+        return self._fs.opens.create(asked.nodeid, name, mode, umask, flags, asked)
 
     def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
-        return self._opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
+        return self._fs.opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
     def _pack_created(self, created: tuple[OpenInfo, Attributes]) -> bytes:
         info, entry = created
@@ -375,26 +365,26 @@ class Requests:
                 self._deferred.carry_out(self._cancel(info.handle, lookups), "giving up an open")
                 raise
         if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
-            self._atimes.opened(node.ino)
+            self._fs.atimes.opened(node.ino)
         return wire.OPEN_OUT.pack(info.handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
-        await self._opens.cancel_open(handle)
-        await self._lookups.forget(lookups)
+        await self._fs.opens.cancel_open(handle)
+        await self._fs.lookups.forget(lookups)
 
     async def _write(self, asked: Request, fh: int, offset: int, size: int, flags: int) -> int:
         start = BODY + wire.WRITE_IN.size
         asked.refuse_shorter(start + size)
-        written = await self._files.write(fh, offset, self._view[start : start + size])
+        written = await self._fs.files.write(fh, offset, self._view[start : start + size])
         if flags & wire.WRITE_KILL_SUIDGID and self._nodes.inode_of(asked.nodeid).mode & SET_IDS:
             await detach()
-            await self._metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
+            await self._fs.metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
 
     def _release(self, asked: Request, fh: int, _: int, flags: int, __: int) -> Result:
         if fh in self._deferred.released:
             raise fail(errno.EBADF)
-        releasing = self._files.releasing(fh, flock=bool(flags & wire.RELEASE_FLOCK_UNLOCK))
+        releasing = self._fs.files.releasing(fh, flock=bool(flags & wire.RELEASE_FLOCK_UNLOCK))
         if releasing is None:
             self._deferred.released.append(fh)
         return releasing
@@ -404,29 +394,29 @@ class Requests:
     ) -> None:
         if max(offset, length) > _OFFSET_MAX:
             raise fail(errno.EFBIG)
-        await self._files.fallocate(fh, mode, offset, length)
+        await self._fs.files.fallocate(fh, mode, offset, length)
 
     def _poll(self, asked: Request, fh: int, kernel_handle: int, flags: int, _: int) -> bytes:
         """Return the ready events. A file is always readable and writable; POLLPRI: its name has something
         newer."""
         if flags & wire.POLL_SCHEDULE_NOTIFY:
-            self._files.poll(fh, kernel_handle, asked.uid)
+            self._fs.files.poll(fh, kernel_handle, asked.uid)
         events = select.POLLIN | select.POLLOUT
-        if self._files.is_outdated(fh):
+        if self._fs.files.is_outdated(fh):
             events |= select.POLLPRI
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------
 
     def _opendir(self, asked: Request, flags: int, _: int) -> Result:
-        return self._directories.opendir(asked.nodeid, asked)
+        return self._fs.directories.opendir(asked.nodeid, asked)
 
     def _pack_opendir(self, fh: int) -> bytes:
         return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for entry in self._directories.names(fh, offset, size // wire.DIRENT.size):
+        for entry in self._fs.directories.names(fh, offset, size // wire.DIRENT.size):
             record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:
@@ -436,19 +426,19 @@ class Requests:
 
     async def _readdirplus(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         listing = DirectoryReply(size)
-        await self._directories.readdir(fh, offset, listing.add)
+        await self._fs.directories.readdir(fh, offset, listing.add)
         return b"".join(listing.parts)
 
     # -- locks and signals -----------------------------------------------------------------------
 
     def _getlk(self, asked: Request, fh: int, owner: int, *fields: int) -> Result:
         ino = self._nodes.inode_of(asked.nodeid).ino
-        return self._locking.test(ino, owner, _lock(asked, *fields))
+        return self._fs.locking.test(ino, owner, _lock(asked, *fields))
 
     def _setlk(self, asked: Request, fh: int, owner: int, *fields: int) -> Result:
         flock = bool(fields[_LOCK_FLAGS] & wire.LOCK_FLOCK)
         wait = asked.opcode == Opcode.SETLKW
-        return self._files.lock(fh, owner, _lock(asked, *fields), flock=flock, wait=wait)
+        return self._fs.files.lock(fh, owner, _lock(asked, *fields), flock=flock, wait=wait)
 
     def _interrupt(self, asked: Request, interrupted: int) -> NoPayload:
         self._waiting.interrupt(interrupted)

@@ -12,8 +12,6 @@ import logging
 import os
 import struct
 
-from ..mount_options import WakeupSetting
-
 log = logging.getLogger(__name__)
 
 DEVICE = "/dev/cpu_dma_latency"
@@ -37,22 +35,17 @@ def _read(path: str) -> str:
 
 
 class FastWakeups:
-    """A demand on the kernel, made with hold() and taken back with let_go().
+    """A demand on the kernel where halts_at_once(), made with hold() and taken back with let_go()."""
 
-    `setting`: "auto" makes it where halts_at_once(). Raises OSError when it is "on" and cannot be.
-    """
-
-    def __init__(self, setting: WakeupSetting = "off") -> None:
+    def __init__(self) -> None:
         self.held = False
         self._fd = -1
-        if setting == "off" or (setting == "auto" and not halts_at_once()):
+        if not halts_at_once():
             return
         try:
             self._fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
             os.write(self._fd, _NO_DEMAND)
         except OSError as error:
-            if setting == "on":
-                raise
             log.info("wake-ups stay slow: %s: %s", DEVICE, error.strerror)
 
     @property

@@ -76,7 +76,7 @@ class Opcode(IntEnum):
 
 
 class Init(IntFlag):
-    """Capabilities both sides name in INIT; those above bit 31 travel in flags2."""
+    """Capabilities that we ask for in INIT; those above bit 31 travel in flags2."""
 
     ASYNC_READ = 1 << 0
     POSIX_LOCKS = 1 << 1

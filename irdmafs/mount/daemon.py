@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -37,7 +38,10 @@ from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
-from .status import Cluster, SessionKind, Status
+from .status import SessionKind, Status
+
+if TYPE_CHECKING:
+    from ..backend.store.remote.store import RemoteStore
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, Cluster | None]]:
+async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, "RemoteStore | None"]]:
     if config.cluster is None:
         async with embedded_store(config.store) as node:
             yield node, None
@@ -99,7 +103,7 @@ class _Assembly:
     """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
 
     def __init__(
-        self, config: MountConfig, store: Store, cluster: Cluster | None, processes: Processes
+        self, config: MountConfig, store: Store, cluster: "RemoteStore | None", processes: Processes
     ) -> None:
         self._config = config
         self._store = store
@@ -135,11 +139,7 @@ class _Assembly:
         if not mounting.can_mount():
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            wakeups = FastWakeups(self._config.fast_wakeups)
-        except OSError as error:
-            os.close(fd)
-            raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
+        wakeups = FastWakeups()
         options = self._config.options
         try:
             mounting.mount_fuse(fd, self._config.mountpoint, options)
@@ -214,7 +214,7 @@ class _Daemon:
     """Runs a mount until it ends."""
 
     def __init__(
-        self, config: MountConfig, cluster: Cluster | None, session: Session, status: Status
+        self, config: MountConfig, cluster: "RemoteStore | None", session: Session, status: Status
     ) -> None:
         self._config = config
         self._cluster = cluster

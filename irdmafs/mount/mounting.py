@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..backend.process import has_capability
 from ..mount_options import MountError, MountOptions, parse_mount_options, switches_of
 
 FSTYPE = "fuse.irdmafs"
@@ -256,15 +257,6 @@ def heal(path: str) -> None:
     if not is_stale(path):
         raise MountError(f"{path} is mounted and not stale")
     unmount(path, lazy=True)
-
-
-def has_capability(capability: int) -> bool:
-    """Return whether this process has an effective capability (a number of capabilities(7))."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> capability & 1)
-    return False
 
 
 def can_mount() -> bool:

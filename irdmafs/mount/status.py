@@ -5,7 +5,7 @@ import platform
 import resource
 import time
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import __version__
 from ..backend.store.api import Store
@@ -15,19 +15,10 @@ from ..mount_options import MountConfig
 from ..posix import quotas
 from ..posix.census import Census
 
+if TYPE_CHECKING:
+    from ..backend.store.remote.store import RemoteStore
+
 _LOW_SPACE_SHARE = 0.05
-
-
-class Cluster(Protocol):
-    """The parts of a cluster's mount that its report needs beside the store."""
-
-    def warnings(self) -> list[str]:
-        """Return a line for each thing that is wrong."""
-        ...
-
-    def renew(self) -> None:
-        """Read certificates and keys again now."""
-        ...
 
 
 class SessionKind(NamedTuple):
@@ -46,7 +37,7 @@ class Status:
         self,
         config: MountConfig,
         store: Store,
-        cluster: Cluster | None,
+        cluster: "RemoteStore | None",
         kind: SessionKind,
         counts: Counts,
         census: Census,

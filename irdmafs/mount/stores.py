@@ -140,7 +140,8 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
             _private_directory(TMPFS_ROOT)
             with _locked(TMPFS_ROOT):
                 store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
-            return _noting_mountpoint(store, mountpoint)
+            note_mountpoint(store.path, mountpoint)
+            return store
         except PermissionError as error:
             refused = f"no tmpfs of its own for the store ({error.strerror})"
     else:
@@ -155,7 +156,8 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     created = _private_directory(path)
     wait_until_free(path)
     warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
-    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+    note_mountpoint(path, mountpoint)
+    return Store(path, created, warnings)
 
 
 def _refuse_size(size: int) -> None:
@@ -228,11 +230,6 @@ def _is_private_tmpfs(path: str) -> bool:
     return os.path.dirname(path) == TMPFS_ROOT and find_mount(path) is not None
 
 
-def _noting_mountpoint(store: Store, mountpoint: str) -> Store:
-    note_mountpoint(store.path, mountpoint)
-    return store
-
-
 def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> Store:
     """Return the store that was given by --store; it is created if it does not exist.
 
@@ -265,7 +262,8 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         wait_until_free(path)
     if size is not None:
         resize(path, size)
-    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+    note_mountpoint(path, mountpoint)
+    return Store(path, created, warnings)
 
 
 def _reason(error: OSError) -> str:
@@ -416,13 +414,6 @@ def _bytes_used(path: str) -> int:
     )
 
 
-def _is_empty(directory: str) -> bool:
-    try:
-        return not os.listdir(directory)
-    except OSError:
-        return True
-
-
 def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
     """Return the default stores that belong to none of these mountpoints and to no daemon."""
     used = {store_name(mountpoint) for mountpoint in mountpoints}
@@ -436,9 +427,9 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
             path = os.path.join(parent, name)
             if name in used or not os.path.isdir(path) or is_locked(path):
                 continue
-            if cluster_of(path) is not None and _is_empty(os.path.join(path, "extents")):
-                continue  # it is empty
             try:
+                if cluster_of(path) is not None and not os.listdir(os.path.join(path, "extents")):
+                    continue  # it is empty
                 found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
             except OSError:
                 continue

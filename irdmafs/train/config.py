@@ -7,13 +7,18 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
+from msgspec import Meta
+
+from .arithmetic import F32_MAX
 from .errors import TrainError
-from .rules import RULES, is_fp32, make_rule
+from .rules import RULES, make_rule
 
 SyncKind = Literal["bsp", "quorum", "ssp", "async", "local"]
 Nonfinite = Literal["refuse", "skip", "count"]
+Staleness = Literal["none", "inverse"]
 _SYNC = re.compile(r"(bsp|async)|(quorum|ssp|local):(\d{1,6})")
 _WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -59,33 +64,26 @@ class TrainConfig:
     workers: str | int | tuple[str, ...] = "auto"
     clip_norm: float = 0.0
     nonfinite: Nonfinite = "refuse"
-    staleness: Literal["none", "inverse"] = "none"
+    staleness: Staleness = "none"
     keep: int = 3
     whole_every: int = 1
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
+        for name, (kind, meaning) in _VALUES.items():
             value = getattr(self, name)
-            if not (_is(value, kind) or (name == "lr" and value is None)):
-                raise TrainError(f"{name} is {_KIND_NAMES[kind]}, not {value!r}")
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError:
+                raise TrainError(f"{name} is {meaning}, not {value!r}") from None
         parse_sync(self.sync)
         try:
             make_rule(self.rule, self.options)
         except ValueError as error:
             raise TrainError(str(error)) from None
-        if self.nonfinite not in ("refuse", "skip", "count"):
-            raise TrainError(f"nonfinite is refuse, skip or count, not {self.nonfinite!r}")
-        if self.staleness not in ("none", "inverse"):
-            raise TrainError(f"staleness is none or inverse, not {self.staleness!r}")
-        for name, least in (("keep", 2), ("whole_every", 0), ("clip_norm", 0)):
-            if getattr(self, name) < least:
-                raise TrainError(f"{name} is at least {least}")
         rule = RULES[self.rule]
         apart = self.synchronization.kind in ("ssp", "async")
         if self.staleness == "inverse" and apart and rule.combine == "mean" and not rule.default_lr:
             raise TrainError(f"the rule {self.rule} has no learning rate that staleness lowers")
-        if not _workers_make_sense(self.workers):
-            raise TrainError(f"workers is auto, a number, or a list of names, not {self.workers!r}")
 
     @property
     def synchronization(self) -> Sync:
@@ -124,27 +122,23 @@ class TrainConfig:
             raise TrainError(f"{path}: {error}") from None
 
 
-_KINDS: dict[str, type] = {
-    "rule": str, "lr": float, "options": Mapping, "sync": str, "clip_norm": float, "keep": int,
-    "whole_every": int,
-}  # fmt: skip
-_KIND_NAMES = {str: "text", float: "a number of fp32", int: "a whole number", Mapping: "a table"}
-
-
-def _is(value: object, kind: type) -> bool:
-    if kind is float:
-        return is_fp32(value)
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _workers_make_sense(workers: object) -> bool:
-    if isinstance(workers, tuple):
-        return bool(workers) and all(
-            isinstance(one, str) and is_worker_name(one) for one in workers
-        )
-    if isinstance(workers, bool):
-        return False
-    return workers == "auto" or (isinstance(workers, int) and workers > 0)
+_Names = tuple[Annotated[str, Meta(pattern=rf"\A{_WORKER.pattern}\Z")], ...]
+# The type of each value, and what an error calls it.
+_VALUES: Mapping[str, tuple[Any, str]] = {
+    "rule": (str, "text"),
+    "lr": (Annotated[float, Meta(ge=-F32_MAX, le=F32_MAX)] | None, "a number of fp32"),
+    "options": (Mapping[str, Any], "a table"),
+    "sync": (str, "text"),
+    "workers": (
+        Literal["auto"] | Annotated[int, Meta(ge=1)] | Annotated[_Names, Meta(min_length=1)],
+        "auto, a number, or a list of names",
+    ),
+    "clip_norm": (Annotated[float, Meta(ge=0, le=F32_MAX)], "a number of fp32 that is at least 0"),
+    "nonfinite": (Nonfinite, "refuse, skip or count"),
+    "staleness": (Staleness, "none or inverse"),
+    "keep": (Annotated[int, Meta(ge=2)], "a whole number that is at least 2"),
+    "whole_every": (Annotated[int, Meta(ge=0)], "a whole number that is at least 0"),
+}
 
 
 def _toml(value: object) -> str:

@@ -105,7 +105,7 @@ def test_init_without_models_is_refused(run: Path) -> None:
         (["--set", "moment=1"], 1, "no option 'moment'; it has momentum"),
         (["--set", "momentum=nan"], 1, "is a number of fp32"),
         (["--lr", "inf"], 1, "lr is a number of fp32"),
-        (["--keep", "1"], 1, "keep is at least 2"),
+        (["--keep", "1"], 1, "keep is a whole number that is at least 2"),
         (["--nonfinite", "drop"], 2, "'refuse', 'skip', 'count'"),
         (["--shards", "0"], 2, "range"),
         (["--lr", "x"], 2, "not a valid float"),

@@ -11,6 +11,8 @@ from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess
 
+from irdmafs.fuse.wakeups import halts_at_once
+
 pytestmark = [pytest.mark.beyond_posix, pytest.mark.kernel_session("pyfuse3 does not carry it")]
 
 
@@ -75,9 +77,6 @@ def test_reopening_through_proc_shares_what_the_descriptor_has(
 
 
 NewMount = Callable[..., Mount]
-needs_qos = pytest.mark.skipif(
-    not os.access("/dev/cpu_dma_latency", os.W_OK), reason="no writable /dev/cpu_dma_latency"
-)
 
 
 def demanded_latency_us() -> int:
@@ -87,10 +86,10 @@ def demanded_latency_us() -> int:
         return int.from_bytes(device.read(4), "little", signed=True)
 
 
-@needs_qos
-@pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds it")
+@pytest.mark.skipif(not halts_at_once(), reason="idle processors of this machine are woken fast")
+@pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds /dev/cpu_dma_latency")
 def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewMount) -> None:
-    mount = new_mount("--fast-wakeups", "on")
+    mount = new_mount()
     assert mount.status()["fast_wakeups"] is True
     eventually(lambda: demanded_latency_us() > 0, "idle processors may sleep")
 
@@ -101,12 +100,6 @@ def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewM
     eventually(demanded_after_a_request, "idle processors poll while requests come")
     eventually(lambda: demanded_latency_us() > 0, "idle processors may sleep again")
     mount.unmount()
-
-
-@needs_qos
-def test_wakeups_can_be_left_alone(new_mount: NewMount) -> None:
-    mount = new_mount("--fast-wakeups", "off")
-    assert mount.status()["fast_wakeups"] is False
 
 
 def test_release_that_has_to_tell_the_other_names_is_carried_out_whole(

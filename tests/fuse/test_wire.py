@@ -222,9 +222,9 @@ class Served:
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
         tasks = StartedTasks(nursery)
-        self.session = Checked(
-            self.connection, filesystem, self.notices, tasks, Counts(), FastWakeups()
-        )
+        wakeups = FastWakeups()
+        wakeups.close()
+        self.session = Checked(self.connection, filesystem, self.notices, tasks, Counts(), wakeups)
         self.session.surprises = []
         self.expected: Counter[int] = Counter()
         self.sent: dict[int, tuple[int, bytes]] = {}

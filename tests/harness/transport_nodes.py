@@ -24,7 +24,7 @@ import trio
 from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.model.records import NodeAddress, session_of
 from irdmafs.backend.transport import Extent, Fenced, Target
-from irdmafs.backend.transport.mover import Mover, Serving
+from irdmafs.backend.transport.mover import Host, Mover, Serving
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import Peer
@@ -248,12 +248,12 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[Node]:
     """A node in this process, with an ExtentDirectory and all movers unless told otherwise; `options` are
-    those that open_peers and Listener share."""
+    those that open_peers and Host share."""
     service = service or ExtentDirectory(directory, node)
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data)
     async with (
         open_peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
-        Listener(service, peers.device, movers, host, is_gone=is_gone, **options) as listener,
+        Listener(Host(service, peers.device, host, is_gone=is_gone, **options), movers) as listener,
     ):
         transports = sorted({"tcp", "verbs", *listener.ports})
         ports = (host, listener.control_port, listener.ports["tcp"], directory, transports)

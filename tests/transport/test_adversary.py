@@ -177,7 +177,7 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
         await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
         await until(lambda: len(warnings(caplog)) == 1)
         assert "not sent by the other end" in warnings(caplog)[0]
-        assert cluster.nodes[1].listener.counters.rejected_peers == 1
+        assert cluster.nodes[1].listener.host.counters.rejected_peers == 1
         assert len(passage.passed[TO_MOUNT]) == before
         # The mount takes another connection.
         assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
@@ -219,9 +219,9 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
     monkeypatch.setattr(data, "_HEADER_S", 1.0)
     async with attacked(memory, certificates) as (cluster, relay):
         await cluster.write(Extent(1, 0), b"content")
-        connections = cluster.nodes[1].listener.counters.connections
+        connections = cluster.nodes[1].listener.host.counters.connections
         await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
-        await until(lambda: cluster.nodes[1].listener.counters.connections < connections)
+        await until(lambda: cluster.nodes[1].listener.host.counters.connections < connections)
         assert await cluster.read(1, Extent(1, 0), 0, 7) == b"content"
 
 
@@ -306,7 +306,7 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
         await passage.speak(direction, frame(messages.Abort(1)))
         # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
-        await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
+        await until(lambda: cluster.nodes[1].listener.host.counters.connections == 0)
         assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
         assert not cluster.service(1).aborted
 
@@ -390,7 +390,7 @@ async def test_a_mount_is_refused_what_is_of_another_session(
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
         told = warnings(caplog, "irdmafs.backend.transport.rights")
-        assert len(told) == cluster.nodes[1].listener.counters.denied_requests == 5
+        assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 5
 
 
 @pytest.mark.parametrize("op", wire.Op)
@@ -420,7 +420,7 @@ async def test_the_rights_of_a_data_connection_end_with_its_control_connection(
 ) -> None:
     async with in_cluster(memory, 1) as cluster:
         connection = await data_connection(cluster)
-        await until(lambda: cluster.nodes[1].listener.counters.connections >= 2)
+        await until(lambda: cluster.nodes[1].listener.host.counters.connections >= 2)
         await connection.control.aclose()
         assert await is_closed(connection.stream)
         await connection.aclose()
@@ -436,12 +436,12 @@ async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Pat
         ) as peers:
             place = Place(memory, peers, cluster.nodes)
             await place.write(Extent(5 << 24, 0), bytes(100_000))
-            connections = cluster.nodes[1].listener.counters.connections
+            connections = cluster.nodes[1].listener.host.counters.connections
             session = 6
             for session_of_content in (6, 5):
                 extent = Extent(session_of_content << 24 | 1, 0)
                 await place.write(extent, bytes(100_000))
-            assert cluster.nodes[1].listener.counters.connections == connections
+            assert cluster.nodes[1].listener.host.counters.connections == connections
 
 
 async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:

@@ -309,8 +309,8 @@ async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
             mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"])
         )
         cluster = Place(memory, direct, {1: node})
-        adapter, gid_index = theirs.open(theirs.rails("127.0.0.1")[0].route)
-        pair = adapter.queue_pair(gid_index)
+        route = theirs.rails("127.0.0.1")[0].route
+        pair = theirs.open(route).queue_pair(route.gid)
         credentials = certificates["mount"]
         async with on_the_way(cluster, memory, credentials, "control", ours) as (relay, peers):
             with trio.fail_after(120):

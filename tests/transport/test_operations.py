@@ -5,16 +5,16 @@ The one that is added here tells how long an extent is.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import pytest
 import trio
 from harness.transport_nodes import serving
 from harness.transport_place import mounted
+from msgspec import Meta
 
 from irdmafs.backend.transport import Extent
-from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import AboutExtent, Answer, Request
 from irdmafs.backend.transport.mover import Host
 from irdmafs.backend.transport.operations import OPERATIONS, Operation, codec_for
@@ -27,12 +27,7 @@ KNOWN = Extent(7, 0)
 class Measure(AboutExtent, tag=80):
     """Asks for the length of an extent, of which the node tells `digits` at most."""
 
-    digits: int
-
-    def check(self) -> None:
-        super().check()
-        if self.digits < 1:
-            raise BadMessage(f"{self.digits} digits")
+    digits: Annotated[int, Meta(ge=1)]
 
 
 class Measured(Answer, tag=81):

@@ -231,7 +231,7 @@ async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
             await lose_connection(stream, chooser.randbytes(chooser.randrange(64, 6000)))
         await unchanged(cluster, before)
         assert tries / 2 < len(warnings(caplog)) <= tries
-        assert cluster.nodes[1].listener.counters.rejected_peers == len(warnings(caplog))
+        assert cluster.nodes[1].listener.host.counters.rejected_peers == len(warnings(caplog))
 
 
 @pytest.mark.parametrize(
@@ -591,5 +591,5 @@ async def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
         asked = messages.Get([Extent(1, 0)] * 8, MiB)
         for _ in range(8):
             await stream.send_all(frame(asked))
-        await until(lambda: cluster.nodes[1].listener.counters.connections == 1)
+        await until(lambda: cluster.nodes[1].listener.host.counters.connections == 1)
         await stream.aclose()

@@ -3,7 +3,9 @@
 import errno
 import resource
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -14,11 +16,13 @@ from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.model.values import ConfigError
-from irdmafs.backend.transport import messages
+from irdmafs.backend.transport import CHAIN_MAX, Extent, Target, messages
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.growth import Growth
+from irdmafs.backend.transport.messages import Message, Request
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
+from irdmafs.backend.transport.tcp.messages import TICKETS_MAX, Tickets
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.library import immediate
@@ -121,9 +125,9 @@ def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
 
 def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    monkeypatch.setattr(devices, "_may_lock", lambda: False)
+    monkeypatch.setattr(devices, "has_capability", lambda capability: False)
     assert "64 KiB" in devices.memlock_obstacle()
-    monkeypatch.setattr(devices, "_may_lock", lambda: True)
+    monkeypatch.setattr(devices, "has_capability", lambda capability: True)
     assert not devices.memlock_obstacle()
 
 
@@ -151,15 +155,25 @@ def test_data_that_has_to_be_encrypted_never_moves_by_rdma() -> None:
 # -- what peers say ------------------------------------------------------------------------------
 
 numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+CODEC = codec_for(all_movers())
+HERE, THERE = Extent(1, 0), Target(1, 1, ())
+END = QueueEnd(bytes(16), 0, 1, 1, 1024, 1)
+
+
+def take(message: Message) -> None:
+    """Take a message as a node does."""
+    taken = CODEC.decode(msgspec.msgpack.encode(message))
+    assert taken == message
+    if isinstance(taken, Request):
+        taken.check()
 
 
 @given(st.binary(max_size=20), numbers, numbers, numbers, numbers, numbers)
 def test_a_queue_pair_that_cannot_be_is_refused(
-    gid: bytes, lid: int, number: int, psn: int, mtu: int, reads: int
+    gid: bytes, lid: int, number: int, psn: int, mtu: Any, reads: int
 ) -> None:
-    end = QueueEnd(gid, lid, number, psn, mtu, reads)
     try:
-        verbs.check_end(end)
+        take(verbs.Attach(QueueEnd(gid, lid, number, psn, mtu, reads), 0, "a/1", gid))
     except BadMessage:
         return
     assert len(gid) == 16
@@ -170,7 +184,7 @@ def test_a_queue_pair_that_cannot_be_is_refused(
 @given(numbers, numbers)
 def test_a_reservation_has_a_bounded_number_of_pieces(length: int, piece: int) -> None:
     try:
-        verbs.check_reservation(length, piece)
+        take(verbs.Reserve(HERE, THERE, length, piece, 0))
     except BadMessage:
         return
     assert 0 < piece <= length <= messages.EXTENT_BYTES_MAX
@@ -179,10 +193,36 @@ def test_a_reservation_has_a_bounded_number_of_pieces(length: int, piece: int) -
 
 @given(st.integers(1, messages.EXTENT_BYTES_MAX))
 def test_what_a_caller_reserves_is_accepted(length: int) -> None:
-    verbs.check_reservation(length, piece_bytes(length))
+    take(verbs.Reserve(HERE, THERE, length, piece_bytes(length), 0))
 
 
-CODEC = codec_for(all_movers())
+REFUSED = [
+    messages.Put(HERE, THERE, bytes(messages.PUT_BYTES_MAX + 1)), messages.Put(Extent(-1, 0), THERE, b""),
+    messages.Put(Extent(1, 1 << 32), THERE, b""), messages.Put(HERE, Target(1 << 63, 1, ()), b""),
+    messages.Put(HERE, Target(1, 1, (1,) * (CHAIN_MAX + 1)), b""), messages.Get([Extent(1 << 63, 0)], 1),
+    messages.Get([HERE] * (messages.GET_EXTENTS_MAX + 1), 1),
+    messages.Get([HERE], messages.PUT_BYTES_MAX + 1), messages.Abort(-1),
+    messages.Adopt(HERE, THERE, "a" * (messages.NAME_MAX + 1)), messages.Suspect(-1, 1),
+    messages.Suspect(1, 1 << 63), messages.Share(HERE, THERE, Extent(-1, 0), 1),
+    messages.Share(HERE, THERE, HERE, 0), Tickets(0), Tickets(TICKETS_MAX + 1),
+    messages.AskEtcd("/method", bytes(messages.ETCD_REQUEST_BYTES_MAX + 1)),
+    verbs.Attach(END, verbs.QUEUE_PAIRS_MAX, "a/1", END.gid), verbs.Expose(HERE, -1, 1),
+    verbs.Expose(HERE, 0, messages.EXTENT_BYTES_MAX + 1), verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED, ids=lambda message: type(message).__name__)
+def test_a_message_that_our_software_never_sends_is_refused(message: Message) -> None:
+    with pytest.raises(BadMessage):
+        take(message)
+
+
+def test_the_largest_messages_that_it_sends_are_taken() -> None:
+    take(messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
+    take(messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX))
+    take(messages.Share(HERE, THERE, Extent(2, 0), messages.EXTENT_BYTES_MAX))
+    for message in (Tickets(TICKETS_MAX), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):
+        take(message)
 
 
 @given(st.binary(max_size=200))

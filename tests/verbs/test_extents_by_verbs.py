@@ -220,10 +220,10 @@ async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_ext
         assert "store node 2" in str(caught.value)
         assert cluster.have(Extent(1, 0), data) == [1]
         cluster.service(2).limit_bytes = 1 << 30
-        before = cluster.nodes[1].listener.counters.received_bytes
+        before = cluster.nodes[1].listener.host.counters.received_bytes
         await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1, 2]
-        assert cluster.nodes[1].listener.counters.received_bytes == before
+        assert cluster.nodes[1].listener.host.counters.received_bytes == before
         os.close(source)
 
 
@@ -509,8 +509,9 @@ class Ends:
 @asynccontextmanager
 async def with_ends(address: str) -> AsyncIterator[Ends]:
     with Rdma(Choice()) as rdma:
-        adapter, gid_index = rdma.open(rdma.rails(address)[0].route)
-        here, there = adapter.queue_pair(gid_index), adapter.queue_pair(gid_index, True)
+        route = rdma.rails(address)[0].route
+        adapter = rdma.open(route)
+        here, there = adapter.queue_pair(route.gid), adapter.queue_pair(route.gid, True)
         there.connect(here.end(), TIMEOUT_S)
         here.connect(there.end(), TIMEOUT_S)
         async with trio.open_nursery() as nursery:
@@ -541,8 +542,8 @@ async def test_a_key_is_of_no_use_but_for_what_it_was_given(
             registered(adapter.regions, two_files[1], 0, MiB, True) as yours,
         ):
             if misuse == "another's":
-                owner = adapter.queue_pair(next(iter(adapter._gids)), True)
-                peer = adapter.queue_pair(next(iter(adapter._gids)))
+                owner = adapter.queue_pair(ends.there.gid, True)
+                peer = adapter.queue_pair(ends.there.gid)
                 owner.connect(peer.end(), TIMEOUT_S)
                 peer.connect(owner.end(), TIMEOUT_S)
             async with trio.open_nursery() as nursery:

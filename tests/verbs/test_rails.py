@@ -2,9 +2,12 @@
 
 import ipaddress
 
+import msgspec
 import pytest
 
 from irdmafs.backend.transport.frames import BadMessage
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.verbs import devices, messages, networks
 from irdmafs.backend.transport.verbs.devices import Device, Gid, Obstacle, Port, Route
 from irdmafs.backend.transport.verbs.messages import RAILS_MAX, Rail
@@ -162,13 +165,14 @@ def test_a_device_is_near_a_process_that_may_run_beside_it() -> None:
     "changes", [{"gid": b"short"}, {"bits": 129}, {"bits": -1}, {"mbit_s": -1}, {"name": "x" * 300}]
 )
 def test_what_a_node_says_of_its_rails_is_checked(changes: dict[str, object]) -> None:
+    codec = codec_for(all_movers())
+
+    def say(rails: list[Rail]) -> None:
+        codec.decode_answer(msgspec.msgpack.encode(messages.RailsFound(rails)))
+
     good = rail("a/1", "10.1.0.1/24")
-    messages.check_rails([good] * RAILS_MAX)
+    say([good] * RAILS_MAX)
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
-    with pytest.raises(BadMessage):
-        messages.check_rails([Rail(**{**fields, **changes})])
-    with pytest.raises(BadMessage):
-        messages.check_rails([good] * (RAILS_MAX + 1))
-    for number in (-1, messages.QUEUE_PAIRS_MAX):
+    for wrong in ([Rail(**{**fields, **changes})], [good] * (RAILS_MAX + 1)):
         with pytest.raises(BadMessage):
-            messages.check_pair(number)
+            say(wrong)

@@ -21,8 +21,6 @@ from ..frames import BadMessage
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
 
-__all__ = ["CODE_BYTES", "TICKET_NUMBER_BYTES", "Authentication", "ByteCode", "Forged", "Ticket"]
-
 TICKET_NUMBER_BYTES = 16
 CODE_BYTES = 16
 _TICKET_KEY_BYTES = 32

@@ -1,9 +1,11 @@
 """The messages by which data connections are asked for, and the rights of who uses them."""
 
 from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
 
 from ..codec import MessageSet
-from ..frames import BadMessage
 from ..messages import Answer, Request
 from ..rights import ANY, NONE, OWN, Row
 from .wire import Op
@@ -14,11 +16,7 @@ TICKETS_MAX = 64
 class Tickets(Request, tag=17):
     """Asks for the right to open `count` data connections."""
 
-    count: int
-
-    def check(self) -> None:
-        if not 0 < self.count <= TICKETS_MAX:
-            raise BadMessage(f"{self.count} tickets are asked for")
+    count: Annotated[int, Meta(gt=0, le=TICKETS_MAX)]
 
 
 class Granted(Answer, tag=24):

@@ -14,8 +14,6 @@ from .pool import Pool
 from .serving import TcpServing
 from .way import TcpWay
 
-__all__ = ["Tcp"]
-
 _THREADS_MAX = 512
 _TIDY_S = 5.0
 

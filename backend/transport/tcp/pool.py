@@ -22,8 +22,6 @@ from .channel import (
 from .messages import TICKETS_MAX, Granted, Tickets
 from .threads import in_threads
 
-__all__ = ["Pool"]
-
 IDLE_CHANNEL_S = 15.0
 _CHANNELS_KEPT = 16
 

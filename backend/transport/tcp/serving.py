@@ -17,8 +17,6 @@ from .tickets import Guest, Office
 from .transfers import Transfers
 from .wire import PREAMBLE_BYTES
 
-__all__ = ["TcpServing"]
-
 # Callers give idle connections up earlier.
 IDLE_S = 60.0
 

@@ -12,8 +12,6 @@ import trio
 from ..prompt import acquire
 from .channel import TICK_S, Lost
 
-__all__ = ["Promise", "in_threads"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from .channel import Channel
 from .messages import Granted, Tickets
 from .wire import unpack_preamble
 
-__all__ = ["Guest", "Office"]
-
 TICKET_S = 30.0
 TICKETS_PENDING_MAX = 16384
 TICKETS_OF_ONE_MAX = 512

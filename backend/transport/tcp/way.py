@@ -21,8 +21,6 @@ from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
 from .wire import Header, Op, Ranges, Reply, ReplyKind
 
-__all__ = ["TcpWay"]
-
 log = logging.getLogger(__name__)
 
 # A shorter part is not worth a stream of its own.

@@ -9,9 +9,9 @@ import struct
 from typing import NamedTuple, TypeAlias
 
 from ...files.sparse import SEGMENTS_MAX
-from .. import Extent, Target
+from .. import CHAIN_MAX, Extent, Target
 from ..frames import BadMessage
-from ..messages import CHAIN_MAX, VERSION, describe_version, error_of
+from ..messages import VERSION, describe_version, error_of
 from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 
 _MAGIC = b"irDM"

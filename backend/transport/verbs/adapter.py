@@ -7,7 +7,7 @@ from typing import Any
 
 import trio
 
-from .devices import Route
+from .devices import Gid, Route
 from .library import Library
 from .opened import OpenedPort
 from .queue import QueuePair
@@ -33,13 +33,13 @@ class Adapter(OpenedPort):
         self.staging.close()
         super().__exit__()
 
-    def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
-        """Return a new queue pair; the caller has to start its `run`. Raises OSError."""
+    def queue_pair(self, gid: Gid, receives: bool = False, **options: Any) -> QueuePair:
+        """Return a new queue pair at this GID; the caller has to start its `run`. Raises OSError."""
         if self.failure:
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
-        pair = QueuePair(self, gid_index, receives, closed=self.pairs.discard, **options)
+        pair = QueuePair(self, gid, receives, closed=self.pairs.discard, **options)
         self.pairs.add(pair)
         return pair
 

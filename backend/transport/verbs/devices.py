@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from ...process import has_capability
 from . import networks
 
 _SYS = "/sys/class/infiniband"
@@ -192,7 +193,7 @@ def is_near(device: Device) -> bool:
 def memlock_limit() -> int | None:
     """Return how many bytes this process may lock, and so register; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY or _may_lock() else soft
+    return None if soft == resource.RLIM_INFINITY or has_capability(_CAP_IPC_LOCK) else soft
 
 
 def memlock_obstacle() -> Obstacle:
@@ -409,11 +410,3 @@ def _number(path: Path, default: int) -> int:
         return int(_text(path), 0)
     except ValueError:
         return default
-
-
-def _may_lock() -> bool:
-    for line in _text(Path("/proc/self/status")).splitlines():
-        key, _, value = line.partition(":")
-        if key == "CapEff":
-            return bool(int(value, 16) >> _CAP_IPC_LOCK & 1)
-    return False

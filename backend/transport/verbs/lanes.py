@@ -9,9 +9,8 @@ import logging
 import trio
 
 from ..caller import ControlClient
-from ..frames import BadMessage
 from ..mover import NotThisWay
-from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound, check_rails
+from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
 from .path import Path, ask, open_path
 from .rails import OwnRail, name_of
 from .rails import pair as paired
@@ -150,8 +149,7 @@ class Lanes:
             answer = await ask(self.control, Rails())
             if not isinstance(answer, RailsFound):
                 raise NotThisWay("the node's answer makes no sense")
-            check_rails(answer.rails)
-        except (OSError, NotThisWay, BadMessage) as error:
+        except (OSError, NotThisWay) as error:
             self._cannot(_text(error))
             return
         each = self._rdma.choice.queue_pairs
@@ -177,9 +175,9 @@ class Lanes:
 
     async def _connect(self, lane: Lane) -> None:
         try:
-            adapter, gid_index = self._rdma.open(lane.mine.route)
+            adapter, gid = self._rdma.open(lane.mine.route), lane.mine.route.gid
             path = await open_path(
-                self.control, adapter, gid_index, lane.other, lane.number, self._stages
+                self.control, adapter, gid, lane.other, lane.number, self._stages
             )
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)

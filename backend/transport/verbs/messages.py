@@ -1,22 +1,15 @@
 """Messages that set up queue pairs and grant rights to memory."""
 
 import errno
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
+from .. import Number
 from ..codec import MessageSet
 from ..frames import BadMessage
-from ..messages import (
-    LASTING_MAX,
-    NAME_MAX,
-    AboutExtent,
-    Answer,
-    Message,
-    Request,
-    ToTarget,
-    check_extent,
-    check_range,
-)
+from ..messages import LASTING_MAX, AboutExtent, Answer, Length, Message, Name, Request, ToTarget
 from ..rights import ANY, NONE, OWN
 
 # The error of a node that cannot do a transfer by verbs now, but can by another mover.
@@ -31,28 +24,34 @@ PIECES_MAX = 1 << 16
 # The limit for one host. A port counts once for each network that it is on.
 RAILS_MAX = 16
 
+Mtu: TypeAlias = Literal[256, 512, 1024, 2048, 4096]
+_Gid: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Uint24: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 24)]
+# The number of a queue pair of a connection.
+_Pair: TypeAlias = Annotated[int, Meta(ge=0, lt=QUEUE_PAIRS_MAX)]
+
 
 class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
     """The attributes of a queue pair that the other end needs. `mtu` is in bytes; `reads` is how many READs
     of the peer it answers at once."""
 
-    gid: bytes
-    lid: int
-    number: int
-    psn: int
-    mtu: int
-    reads: int
+    gid: _Gid
+    lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    number: _Uint24
+    psn: _Uint24
+    mtu: Mtu
+    reads: Annotated[int, Meta(gt=0, lt=1 << 8)]
 
 
 class Rail(msgspec.Struct, array_like=True, frozen=True):
     """A port of a host and the network that it is on: the first `bits` of its GID. `name` is the host's own
     name for the port, `kind` the kind of the GID. `on_way`: the control connection goes through it."""
 
-    name: str
-    gid: bytes
-    bits: int
+    name: Name
+    gid: _Gid
+    bits: Annotated[int, Meta(ge=0, le=128)]
     kind: str
-    mbit_s: int
+    mbit_s: Annotated[int, Meta(ge=0, lt=1 << 31)]
     is_soft: bool
     on_way: bool
 
@@ -78,27 +77,18 @@ class Attach(Request, tag=18):
     """Asks for a queue pair on a rail of the node; it replaces an earlier one with the number `pair`."""
 
     end: QueueEnd
-    pair: int
+    pair: _Pair
     rail: str
     gid: bytes
-
-    def check(self) -> None:
-        check_end(self.end)
-        check_pair(self.pair)
 
 
 class Expose(AboutExtent, tag=19):
     """Asks to read `length` bytes of an extent, from `start`, out of the node's memory, by queue pair
     `pair`."""
 
-    start: int
-    length: int
-    pair: int = 0
-
-    def check(self) -> None:
-        check_pair(self.pair)
-        check_extent(self.extent)
-        check_range(self.start, self.length)
+    start: Number
+    length: Length
+    pair: _Pair = 0
 
 
 class Reserve(ToTarget, tag=30):
@@ -107,15 +97,14 @@ class Reserve(ToTarget, tag=30):
     Answered a second time, with the number `sealed`, when all pieces have arrived and the extent is sealed
     here and down the chain."""
 
-    length: int
+    length: Length
     piece: int
     sealed: int
-    pair: int = 0
+    pair: _Pair = 0
 
     def check(self) -> None:
-        ToTarget.check(self)
-        check_pair(self.pair)
-        check_reservation(self.length, self.piece)
+        if not (0 < self.piece <= self.length and -(-self.length // self.piece) <= PIECES_MAX):
+            raise BadMessage(f"{self.length} bytes in pieces of {self.piece}")
 
 
 class Rails(Request, tag=32):
@@ -137,47 +126,7 @@ class Exposed(Answer, tag=27):
 
 
 class RailsFound(Answer, tag=28):
-    rails: list[Rail]
-
-
-def check_end(end: QueueEnd) -> None:
-    """Raise BadMessage if no queue pair can have these attributes."""
-    if (
-        len(end.gid) != 16
-        or not 0 <= end.lid < 1 << 16
-        or not 0 <= end.number < 1 << 24
-        or not 0 <= end.psn < 1 << 24
-        or end.mtu not in (256, 512, 1024, 2048, 4096)
-        or not 0 < end.reads < 1 << 8
-    ):
-        raise BadMessage("what it says of its queue pair makes no sense")
-
-
-def check_pair(pair: int) -> None:
-    """Raise BadMessage for a number beyond the queue pairs of a connection."""
-    if not 0 <= pair < QUEUE_PAIRS_MAX:
-        raise BadMessage(f"queue pair {pair} of {QUEUE_PAIRS_MAX}")
-
-
-def check_rails(rails: list[Rail]) -> None:
-    """Raise BadMessage for rails that no host can have."""
-    if len(rails) > RAILS_MAX:
-        raise BadMessage(f"{len(rails)} rails")
-    for rail in rails:
-        if (
-            len(rail.gid) != 16
-            or not 0 <= rail.bits <= 128
-            or not 0 <= rail.mbit_s < 1 << 31
-            or len(rail.name) > NAME_MAX
-        ):
-            raise BadMessage("what it says of its rails makes no sense")
-
-
-def check_reservation(length: int, piece: int) -> None:
-    """Raise BadMessage for an impossible piece size or too many pieces."""
-    check_range(0, length)
-    if not (0 < piece <= length and -(-length // piece) <= PIECES_MAX):
-        raise BadMessage(f"{length} bytes in pieces of {piece}")
+    rails: Annotated[list[Rail], Meta(max_length=RAILS_MAX)]
 
 
 MESSAGES = MessageSet(

@@ -13,8 +13,6 @@ from .rdma import Rdma
 from .responder import SESSION_OVER, Responder
 from .way import VerbsWay
 
-__all__ = ["Verbs", "VerbsServing"]
-
 _TIDY_S = 5.0
 
 

@@ -1,16 +1,13 @@
-"""An opened port of a device, its GIDs, and the regions registered in its protection domain."""
+"""An opened port of a device, and the regions registered in its protection domain."""
 
-import errno
-import os
 from typing import Any, Self
 
 from .devices import Route
 from .library import Library
+from .messages import Mtu
 from .regions import Regions
 
-__all__ = ["OpenedPort"]
-
-_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+_MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class OpenedPort:
@@ -23,7 +20,6 @@ class OpenedPort:
         self.name = route.device
         self.port = route.port
         self.lid = route.lid
-        self._gids: dict[int, bytes] = {}
         self.context: Any
         self.context, self.events = library.open(route.device)
         try:
@@ -49,13 +45,3 @@ class OpenedPort:
         with self.library.errors:
             self.pd.close()
             self.context.close()
-
-    def add_gid(self, index: int, value: bytes) -> None:
-        """Add a GID that routes use."""
-        self._gids[index] = value
-
-    def gid(self, index: int) -> bytes:
-        """Return the GID at an index. Raises OSError if no route uses it."""
-        if index not in self._gids:
-            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-        return self._gids[index]

@@ -14,11 +14,11 @@ import trio
 
 from .. import Extent, FileRange, Landed, Memory, Unreachable, nothing_landed
 from ..caller import ControlClient, Expected
-from ..frames import BadMessage
 from ..growth import Growth
 from ..messages import Answer, Done, Request
 from ..mover import NotThisWay, Sending
 from .adapter import Adapter
+from .devices import Gid
 from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -31,7 +31,6 @@ from .messages import (
     Rail,
     Release,
     Reserve,
-    check_end,
 )
 from .queue import Broken, Piece, QueuePair
 from .regions import Region
@@ -208,20 +207,16 @@ class Path:
 
 
 async def open_path(
-    control: ControlClient, adapter: Adapter, gid_index: int, rail: Rail, number: int, stages: bool
+    control: ControlClient, adapter: Adapter, gid: Gid, rail: Rail, number: int, stages: bool
 ) -> Path:
     """Set up a queue pair with a rail of the node, and check that it works; it is closed if it does not.
     Raises OSError, NotThisWay."""
     caller = control.caller
-    pair = adapter.queue_pair(gid_index)
+    pair = adapter.queue_pair(gid)
     try:
         answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
-        try:
-            check_end(answer.end)
-        except BadMessage as error:
-            raise Unreachable(control.node, str(error)) from None
         pair.connect(answer.end, caller.timeout_s)
     except BaseException:
         pair.close()

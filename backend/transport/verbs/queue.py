@@ -21,6 +21,7 @@ import trio
 from ..mover import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
+from .devices import Gid
 from .library import immediate, status_name
 from .messages import QueueEnd
 from .opened import OpenedPort
@@ -94,7 +95,7 @@ class QueuePair:
     def __init__(
         self,
         port: OpenedPort,
-        gid_index: int,
+        gid: Gid,
         receives: bool,
         arrived: Callable[[int], None] = lambda number: None,
         closed: Callable[["QueuePair"], None] = lambda pair: None,
@@ -102,7 +103,7 @@ class QueuePair:
         self.port = port
         self._library = port.library
         self._closed = closed
-        self._gid_index = gid_index
+        self.gid = gid
         self._arrived = arrived
         self._receives = RECEIVES if receives else 0
         self._batches: dict[int, Batch] = {}
@@ -173,7 +174,7 @@ class QueuePair:
     def end(self) -> QueueEnd:
         port = self.port
         return QueueEnd(
-            port.gid(self._gid_index),
+            self.gid.value,
             port.lid,
             int(self._pair.qp_num),
             self._psn,
@@ -187,7 +188,7 @@ class QueuePair:
         library, port = self._library, self.port
         route = library.GlobalRoute(
             dgid=library.GID(IPv6Address(peer.gid).exploded),
-            sgid_index=self._gid_index,
+            sgid_index=self.gid.number,
             hop_limit=64,
         )
         attributes = library.QPAttr(

@@ -168,8 +168,8 @@ class Rdma:
                 return own
         raise OSError(errno.ENODEV, f"there is no rail {name[:64]} any more")
 
-    def open(self, route: devices.Route) -> tuple[Adapter, int]:
-        """Return the adapter of a route's port, and the index of its GID. Raises OSError."""
+    def open(self, route: devices.Route) -> Adapter:
+        """Return the adapter of a route's port. Raises OSError."""
         choice = self.choice
         key = route.device, route.port
         adapter = self._adapters.get(key)
@@ -185,8 +185,7 @@ class Rdma:
                 route.port,
                 route.gid.kind,
             )
-        adapter.add_gid(route.gid.number, route.gid.value)
-        return adapter, route.gid.number
+        return adapter
 
     async def watch(self) -> None:
         """Watch for ports that go down and come back. One task is enough; further callers wait, and take

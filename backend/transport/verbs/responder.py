@@ -175,8 +175,8 @@ class Responder(Connection):
             raise OSError(NOT_BY_VERBS, SESSION_OVER)
         try:
             rdma = self._usable()
-            adapter, gid_index = rdma.open(rdma.rail(self._local, asked.rail, asked.gid).route)
-            pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
+            route = rdma.rail(self._local, asked.rail, asked.gid).route
+            pair = rdma.open(route).queue_pair(route.gid, receives=True, arrived=self._arrived)
             try:
                 pair.connect(asked.end, self._host.timeout_s)
             except BaseException:

@@ -70,8 +70,8 @@ class Staging:
         self._why = ""
         self._after = 0.0
         self._slot_bytes = 0
-        self._slots: list[_Slot] = []
-        self._free: list[_Slot] = []
+        self.slots: list[_Slot] = []
+        self.free: list[_Slot] = []
         self._room = trio.Semaphore(0)
         self._threads = trio.CapacityLimiter(_THREADS_MAX)
         self.staged_bytes = 0
@@ -104,11 +104,11 @@ class Staging:
         step = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
         self._slot_bytes = step = step - step % mmap.PAGESIZE
         with memoryview(mapped) as view:
-            self._slots = [
+            self.slots = [
                 _Slot(region.address(at), region.key, view[at : at + step])
                 for at in range(0, size - step + 1, step)
             ]
-        for slot in self._slots:
+        for slot in self.slots:
             self._give_back(slot)
 
     async def _register(self, size: int) -> tuple[Region, mmap.mmap]:
@@ -125,23 +125,15 @@ class Staging:
         finally:
             os.close(fd)
 
-    @property
-    def slots(self) -> int:
-        return len(self._slots)
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
     def close(self) -> None:
         """Give the memory back; no transfer may be under way."""
         if self._memory is not None:
             region, mapped = self._memory
             self._memory = None
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.view.release()
-            self._slots.clear()
-            self._free.clear()
+            self.slots.clear()
+            self.free.clear()
             mapped.close()
             self._regions.release(region, keep=False)
 
@@ -232,10 +224,10 @@ class Staging:
 
     async def _take(self) -> _Slot:
         await acquire(self._room)
-        return self._free.pop()
+        return self.free.pop()
 
     def _give_back(self, slot: _Slot) -> None:
-        self._free.append(slot)
+        self.free.append(slot)
         self._room.release()
 
     async def _copy(

@@ -16,8 +16,6 @@ from .lanes import Lanes
 from .path import Path
 from .rdma import Rdma
 
-__all__ = ["VerbsWay"]
-
 # An operation that breaks this many queue pairs is moved over TCP.
 _TRIES = 4
 
