@@ -74,6 +74,7 @@ def main() -> None:
 @click.option("-o", "options", metavar="OPT[,OPT...]", multiple=True, help="Mount options: ro, "
               "allow_other, uid=, gid=, umask=, noexec, locks= and others (docs/options.md).")  # fmt: skip
 @flags_of(MountFlags)
+@click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Mount the cluster that this file "
               "describes (irdmafs cluster init writes one).")  # fmt: skip
 @section_flags("mount", "With --cluster: ")
@@ -82,11 +83,14 @@ def mount(
     store: str | None,
     size: str | None,
     options: tuple[str, ...],
+    verbose: bool,
     cluster_file: str | None,
     **flags: Any,
 ) -> None:
     """Mount a filesystem on DIR and return once it answers."""
     own = {field.name: flags.pop(field.name) for field in fields(MountFlags)}
+    if verbose:
+        own["log_level"] = "debug"
     if own["log_file"] is not None:
         own["log_file"] = os.path.abspath(own["log_file"])
     mount_options = parse_mount_options(options)
