@@ -70,7 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sweep()
     fork_commands()
     # How long an example takes depends on what else the machine does.
-    settings.register_profile("irdmafs", deadline=None)
+    settings.register_profile("irdmafs", deadline=None, max_examples=50)
+    settings.register_profile("many", deadline=None, max_examples=1000)  # --hypothesis-profile=many
     settings.load_profile("irdmafs")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
     config.addinivalue_line(

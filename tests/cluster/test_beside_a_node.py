@@ -36,7 +36,7 @@ def test_nothing_that_is_stored_is_ever_written(
     (mount,), (node,) = beside.mounts, beside.nodes
     file, size = mount.path / "file", 3 * MIB
     stored: dict[str, bytes] = {}
-    for number in range(1, 9):
+    for number in range(1, 5):
         file.write_bytes(pattern(number, size))
         if number % 2:
             reader.do("f = open(file, 'rb'); f.read(10)", file=str(file))
@@ -76,7 +76,7 @@ def test_several_who_write_one_file_in_place_get_along(
     beside: Cluster, process: TakeProcess
 ) -> None:
     (mount,), (node,) = beside.mounts, beside.nodes
-    file, turns = mount.path / "file", 60
+    file, turns = mount.path / "file", 30
     file.write_bytes(pattern(1, 3 * MIB))
     writers = [process() for _ in range(4)]
     for number, writer in enumerate(writers):

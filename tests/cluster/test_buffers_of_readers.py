@@ -24,7 +24,7 @@ from irdmafs.backend.store.remote.lent import Lender
 
 SIZES = [100_000, MIB, 3 * MIB + 4097]
 XATTR = "user.irdmafs.read_into"
-ROUNDS = 60
+ROUNDS = 30
 PLAN = Plan(nodes=2, mounts=2)
 
 

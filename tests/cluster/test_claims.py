@@ -150,7 +150,7 @@ def test_hosts_that_race_for_names_get_each_once(
 ) -> None:
     """Both make the same names, exclusively, at times faster than the other: claims come and go."""
     seed = chosen_seed()
-    count = 300
+    count = 150
     won: dict[int, list[int]] = {number: [] for number in range(count)}
     failed: list[BaseException] = []
 

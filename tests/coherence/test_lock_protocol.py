@@ -10,7 +10,6 @@ TWICE = Bounds(rounds=2, lags=False)
 CUT_OFF = Bounds(rounds=1, losses=1)
 # Minutes, together.
 LARGE = {
-    "hosts that come back for the lock, and what they hear in time": TWICE,
     "hosts that come back for the lock": Bounds(rounds=2),
     "a session that ends": CUT_OFF,
     "a session of two that share the lock ends": Bounds(

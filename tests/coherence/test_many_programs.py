@@ -17,7 +17,7 @@ from harness.seeds import chosen_seed
 from harness.storms import programs as storm
 
 PROGRAMS = 3
-SECONDS = float(os.environ.get("IRDMAFS_SECONDS") or 1.0)
+SECONDS = float(os.environ.get("IRDMAFS_SECONDS") or 0.5)
 ROUNDS = 3
 
 

@@ -20,7 +20,7 @@ from harness.seeds import chosen_seed
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
-MANY_ROUNDS = max(20, ROUNDS)
+MANY_ROUNDS = max(12, ROUNDS)
 
 
 def look(top: Path) -> dict[str, object]:

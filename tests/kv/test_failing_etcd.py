@@ -314,7 +314,7 @@ class TestUncertainTransaction:
                 """Creates and deletes a key by turns: a stale repetition would find it fitting."""
                 nonlocal writing
                 revision = 0
-                for number in range(60):
+                for number in range(30):
                     value = None if number % 2 else b"%d" % number
                     operation = Delete(name) if value is None else Put(name, value)
                     compares: list[Compare] = [(name, revision)]

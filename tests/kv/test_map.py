@@ -15,6 +15,7 @@ from pathlib import Path
 import lmdb
 import pytest
 import trio
+from harness.map_changes import Change, change, newest, transaction_of
 from harness.seeds import chosen_seed, seeded
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,29 +25,10 @@ from irdmafs.backend.kv import Damaged, NoSpace
 from irdmafs.backend.kv.map import Map
 
 END = b"\xff"
-Change = tuple[bytes, bytes | None]
 
 
 def contents(records: Map) -> dict[bytes, bytes]:
     return dict(records.range(b"a", END))
-
-
-def change(
-    records: Map, changes: list[Change], *, durable: bool = True, urgent: bool = False
-) -> None:
-    """All or nothing."""
-    records.begin(sum(len(value or b"") for _, value in changes), urgent=urgent)
-    try:
-        for key, value in changes:
-            if value is None:
-                records.delete(key)
-            else:
-                records.put(key, value)
-        if durable:
-            records.commit()
-    except OSError:
-        records.undo()
-        raise
 
 
 def apply(state: dict[bytes, bytes], changes: list[Change]) -> None:
@@ -170,43 +152,17 @@ def test_a_map_in_memory_leaves_neither_file_nor_descriptor() -> None:
 # -- crashes -----------------------------------------------------------------------------------------
 
 
-def transaction_of(seed: int, number: int) -> tuple[list[Change], bool]:
-    """Return the changes of one transaction of the run `seed`, and whether it is durable."""
-    chance = random.Random(seed * 1_000_003 + number)
-    changes: list[Change] = [(b"newest", b"%d" % number)]
-    for key in chance.sample(range(50), chance.randint(1, 6)):
-        size = chance.choice([3, 200, 9000])
-        changes.append((b"k%d" % key, None if chance.random() < 0.3 else chance.randbytes(size)))
-    return changes, chance.random() < 0.2
-
-
-def newest(records: Map) -> int:
-    return int(records.get(b"newest") or b"0")
-
-
-def write_until_killed(path: str, seed: int) -> None:
-    """Runs in a child process: acknowledges durable transactions on standard output."""
-    records = Map(path)
-    while True:
-        number = newest(records) + 1
-        changes, durable = transaction_of(seed, number)
-        change(records, changes, durable=durable)
-        if durable:
-            os.write(1, b"%d\n" % number)
-
-
 def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path) -> None:
     seed = chosen_seed()
     chance = random.Random(seed)
     path = str(tmp_path / "names")
-    command = f"import test_map; test_map.write_until_killed({path!r}, {seed})"
+    command = f"from harness import map_changes; map_changes.write_until_killed({path!r}, {seed})"
     state: dict[bytes, bytes] = {}
     replayed = 0
     for _ in range(8):
         with subprocess.Popen(
             [sys.executable, "-c", command],
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parent,
             env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
         ) as child:
             assert child.stdout is not None
@@ -276,12 +232,12 @@ def after_power_loss(synced: bytes, written: bytes, chance: random.Random) -> by
 
 TRANSACTIONS = 30
 TRACED = """
-import os, test_map
-from irdmafs.backend.kv.map import Map
+import os
+from harness.map_changes import Map, change, transaction_of
 
 records = Map({path!r}, power_safe=True)
 for number in range(1, {end}):
-    test_map.change(records, test_map.transaction_of({seed}, number)[0])
+    change(records, transaction_of({seed}, number)[0])
     os.write(2, b"done")
 """
 
@@ -301,7 +257,6 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
         [strace, "-xx", "-s", "1000000", "-f", "-o", trace, "-e",
          "trace=openat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fdatasync,fsync,msync",
          sys.executable, "-c", TRACED.format(path=str(path), seed=seed, end=TRANSACTIONS)],
-        cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -73,17 +73,20 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(name: str, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each module that is imported, anywhere in the file, and the names taken out of it."""
+@cache
+def imported(name: str, path: Path) -> list[tuple[str, list[str]]]:
+    """Return each module that is imported, anywhere in the file, and the names taken out of it."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+            found += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) + 1 - node.level]
             base = above if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            yield source, [alias.name for alias in node.names]
+            found.append((source, [alias.name for alias in node.names]))
+    return found
 
 
 @cache

@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
-KILLS = int(os.environ.get("IRDMAFS_KILLS") or 12)
+KILLS = int(os.environ.get("IRDMAFS_KILLS") or 8)
 TIMEOUT_S = 120 + 5 * KILLS
 WORKERS = ("w0", "w1", "w2")
 REDUCERS = 2

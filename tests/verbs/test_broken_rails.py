@@ -335,7 +335,7 @@ async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_repla
         nonlocal posted
         posted += 1
         batch = post(self, requests)
-        if posted % 40 == 0 and len(broken) < 6:
+        if posted % 20 == 0 and len(broken) < 6:
             broken.append(self)
             break_pair(self)
         return batch
@@ -343,7 +343,7 @@ async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_repla
     monkeypatch.setattr(QueuePair, "_post", posting)
     async with in_place(memory) as place:
         found = await place.lanes()
-        for round in range(6):
+        for round in range(3):
             async with trio.open_nursery() as nursery:
                 for number in range(6):
                     nursery.start_soon(place.there_and_back, 10 * round + number, 5 * MiB)

@@ -146,10 +146,7 @@ class Model(Machine[State]):
             return state
         numbers = {revision: at for at, revision in enumerate(sorted(revisions))}
         return State(
-            tuple(
-                etcd._replace(revision=numbers[etcd.revision], guard=numbers[etcd.guard])
-                for etcd in past
-            ),
+            tuple(Etcd(numbers[etcd[0]], numbers[etcd[1]], *etcd[2:]) for etcd in past),
             tuple(self._renumbered(host, numbers, oldest) for host in state.hosts),
             state.losses,
             state.acknowledged,
@@ -158,10 +155,11 @@ class Model(Machine[State]):
     def _renumbered(self, host: Host, numbers: dict[int, int], oldest: int) -> Host:
         flight = host.flight
         if flight is not None:
-            flight = flight._replace(guard=numbers[flight.guard])
-            if flight.answer is not None:
-                flight = flight._replace(answer=(flight.answer[0], numbers[flight.answer[1]]))
-        return host._replace(seen=host.seen - oldest, flight=flight)
+            kind, lease, guard, entry, base, value, answer = flight
+            if answer is not None:
+                answer = answer[0], numbers[answer[1]]
+            flight = Flight(kind, lease, numbers[guard], entry, base, value, answer)
+        return Host(host.seen - oldest, *host[1:-1], flight)
 
     def check(self, state: State) -> None:
         if state.etcd.value < state.acknowledged:
@@ -189,9 +187,10 @@ class Model(Machine[State]):
             raise Broken("nobody can go on")
 
     def _with(self, state: State, number: int, **changes: Any) -> State:
-        hosts = list(state.hosts)
-        hosts[number] = hosts[number]._replace(**changes)
-        return state._replace(hosts=tuple(hosts))
+        # As _replace does, in half the time: this is most of what the explorer does.
+        past, hosts, losses, acknowledged = state
+        host = Host(*map(changes.get, Host._fields, hosts[number]))
+        return State(past, _put(hosts, number, host), losses, acknowledged)
 
     def _etcd_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
         host, etcd = state.hosts[number], state.etcd

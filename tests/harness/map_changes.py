@@ -1,0 +1,51 @@
+"""Changes of an ordered map, and a program that makes them until it is killed."""
+
+import os
+import random
+
+from irdmafs.backend.kv.map import Map
+
+Change = tuple[bytes, bytes | None]
+
+
+def change(
+    records: Map, changes: list[Change], *, durable: bool = True, urgent: bool = False
+) -> None:
+    """All or nothing."""
+    records.begin(sum(len(value or b"") for _, value in changes), urgent=urgent)
+    try:
+        for key, value in changes:
+            if value is None:
+                records.delete(key)
+            else:
+                records.put(key, value)
+        if durable:
+            records.commit()
+    except OSError:
+        records.undo()
+        raise
+
+
+def transaction_of(seed: int, number: int) -> tuple[list[Change], bool]:
+    """Return the changes of one transaction of the run `seed`, and whether it is durable."""
+    chance = random.Random(seed * 1_000_003 + number)
+    changes: list[Change] = [(b"newest", b"%d" % number)]
+    for key in chance.sample(range(50), chance.randint(1, 6)):
+        size = chance.choice([3, 200, 9000])
+        changes.append((b"k%d" % key, None if chance.random() < 0.3 else chance.randbytes(size)))
+    return changes, chance.random() < 0.2
+
+
+def newest(records: Map) -> int:
+    return int(records.get(b"newest") or b"0")
+
+
+def write_until_killed(path: str, seed: int) -> None:
+    """Runs in a child process: acknowledges durable transactions on standard output."""
+    records = Map(path)
+    while True:
+        number = newest(records) + 1
+        changes, durable = transaction_of(seed, number)
+        change(records, changes, durable=durable)
+        if durable:
+            os.write(1, b"%d\n" % number)
