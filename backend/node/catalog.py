@@ -33,12 +33,11 @@ from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
-from ..namespace import ROOT_INO, Inode
-from ..namespace.subvolumes import subvolume_of
+from ..namespace import Inode
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming
-from .named import Named
+from .named import Named, NamedContents
 from .reuse import SPARE_S
 
 log = logging.getLogger(__name__)
@@ -83,12 +82,9 @@ class Catalog:
         self.sessions: set[int] = set()
         self._wanted = wanted
         self.freed_extents = 0
-        self.bytes_by_group: dict[int, int] = {}
         self._leases: dict[int, int] = {}  # of a mount -> its session
         self._by_ino: dict[int, Named] = {}
-        self._named: dict[int, Named] = {}  # by content
-        self._also: dict[int, list[Named]] = {}  # by content, when several inodes name one
-        self._by_group: dict[int, set[int]] = {}  # group -> contents
+        self._named = NamedContents(buckets)
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
         # Contents found without a name whose loss of it was not seen here.
@@ -100,6 +96,10 @@ class Catalog:
         self._left: dict[int, tuple[float, bool]] = {}
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
+
+    @property
+    def bytes_by_group(self) -> dict[int, int]:
+        return self._named.bytes_by_group
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -118,18 +118,18 @@ class Catalog:
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
         """Return the named extents of a group, here or not, with their sizes in bytes."""
-        for content in self._by_group.get(group, ()):
+        for content in self._named.by_group.get(group, ()):
             named = self._named[content]
             for stripe in named.stripes_in(group, self._buckets):
                 yield Extent(content, stripe), named.length(stripe)
 
     def has_names(self, group: int) -> bool:
         """Return whether an inode names an extent of the group."""
-        return group in self._by_group
+        return group in self._named.by_group
 
     def pools_in_use(self) -> set[int]:
         """Return the pools (see placement.pool_of) in which an extent is named."""
-        return {group >> GROUP_BUCKET_BITS for group in self._by_group}
+        return {group >> GROUP_BUCKET_BITS for group in self._named.by_group}
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """Return the named extents of a group that are not here, with their sizes in bytes."""
@@ -198,16 +198,8 @@ class Catalog:
         """Take the whole content of our prefixes, at first or after a gap in the watch."""
         self._revision = revision
         before = set(self._named)
-        for index in (
-            self._by_ino,
-            self._named,
-            self._also,
-            self._by_group,
-            self._pins,
-            self._leases,
-        ):
+        for index in (self._by_ino, self._named, self._pins, self._leases):
             index.clear()
-        self.bytes_by_group.clear()
         self.sessions.clear()
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
@@ -255,18 +247,7 @@ class Catalog:
         return ()
 
     def _name(self, named: Named) -> None:
-        known = self._named.get(named.content)
-        if known is None:
-            self._put(named)
-        else:
-            # One transaction moves it from an inode to another, or a member names what is another's. What
-            # lies outside of subvolumes cannot be of a member who is kept to one.
-            if subvolume_of(known.ino) != ROOT_INO == subvolume_of(named.ino):
-                self._drop(known)
-                self._put(named)
-                named, known = known, named
-            self._also.setdefault(named.content, []).append(named)
-            named = known
+        named = self._named.name(named)
         self._found_unnamed.discard(named.content)
         if self._begun and named.content in self.files.quarantine.stripes:
             self._bring_back(named.content)
@@ -295,33 +276,9 @@ class Catalog:
             count += 1
         return count
 
-    def _put(self, named: Named) -> None:
-        self._named[named.content] = named
-        for group, length in named.groups(self._buckets).items():
-            self._by_group.setdefault(group, set()).add(named.content)
-            self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
-
-    def _drop(self, named: Named) -> None:
-        del self._named[named.content]
-        for group, length in named.groups(self._buckets).items():
-            contents = self._by_group[group]
-            contents.discard(named.content)
-            self.bytes_by_group[group] -= length
-            if not contents:
-                del self._by_group[group], self.bytes_by_group[group]
-
     def _unname(self, named: Named) -> bool:
         """Note that an inode names a content no more. Return False if another inode names it."""
-        also = self._also.pop(named.content, [])
-        if self._named.get(named.content) is not named:
-            also.remove(named)
-        else:
-            self._drop(named)
-            if also:
-                self._put(also.pop(0))
-        if also:
-            self._also[named.content] = also
-        if named.content in self._named:
+        if not self._named.unname(named):
             return False
         self._remember_gone(named.content)
         here = {
@@ -357,7 +314,7 @@ class Catalog:
             self._mine.add(group)
             self._left.pop(group, None)
             if self._begun and len(self.files.quarantine):
-                for content in self._by_group.get(group, ()):
+                for content in self._named.by_group.get(group, ()):
                     self._bring_back(content)
         elif group in self._mine:
             self._mine.remove(group)

@@ -1,11 +1,12 @@
-"""A named content: which extents it has, and in which groups they are."""
+"""The contents that inodes name: which extents they have, and in which groups they are."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 from ..model.placement import group_of
 from ..model.records import STRIPE_GROUPS_MAX, Layout
-from ..namespace import Inode
+from ..namespace import ROOT_INO, Inode
+from ..namespace.subvolumes import subvolume_of
 
 
 class Named(NamedTuple):
@@ -53,3 +54,64 @@ class Named(NamedTuple):
             found[group] = found.get(group, 0) + count * self.layout.stripe_bytes
         found[self.group(stripes - 1, buckets)] -= stripes * self.layout.stripe_bytes - size
         return found
+
+
+class NamedContents(dict[int, Named]):
+    """By content, what an inode names. `buckets` is the cluster's setting.
+
+    Of several inodes that name one content the first counts. A mount may name what is another's: so one
+    outside of subvolumes counts before those inside, which may be of a mount that is kept there.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        super().__init__()
+        self._buckets = buckets
+        self._also: dict[int, list[Named]] = {}  # by content, those that do not count
+        self.by_group: dict[int, set[int]] = {}  # group -> contents
+        self.bytes_by_group: dict[int, int] = {}
+
+    def clear(self) -> None:
+        super().clear()
+        for index in (self._also, self.by_group, self.bytes_by_group):
+            index.clear()
+
+    def name(self, named: Named) -> Named:
+        """Add what an inode names, and return the one of its content that counts."""
+        known = self.get(named.content)
+        if known is None:
+            self._put(named)
+            return named
+        if subvolume_of(known.ino) != ROOT_INO == subvolume_of(named.ino):
+            self._drop(known)
+            self._put(named)
+            known, named = named, known
+        self._also.setdefault(named.content, []).append(named)
+        return known
+
+    def unname(self, named: Named) -> bool:
+        """Remove what an inode names. Return whether no other names it."""
+        also = self._also.pop(named.content, [])
+        if self[named.content] is not named:
+            also.remove(named)
+        else:
+            self._drop(named)
+            if also:
+                self._put(also.pop(0))
+        if also:
+            self._also[named.content] = also
+        return named.content not in self
+
+    def _put(self, named: Named) -> None:
+        self[named.content] = named
+        for group, length in named.groups(self._buckets).items():
+            self.by_group.setdefault(group, set()).add(named.content)
+            self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
+
+    def _drop(self, named: Named) -> None:
+        del self[named.content]
+        for group, length in named.groups(self._buckets).items():
+            contents = self.by_group[group]
+            contents.discard(named.content)
+            self.bytes_by_group[group] -= length
+            if not contents:
+                del self.by_group[group], self.bytes_by_group[group]

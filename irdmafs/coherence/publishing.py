@@ -249,7 +249,12 @@ class Publisher:
             for content in contents:
                 held.enter_context(self._host.held(content))
             for content in contents:
-                is_named |= await self._publish_named(content, None if is_named else name)
+                if not (self._table.stamp(content)[0] and self._changes.is_written(content)):
+                    continue
+                done = await self._publish_locked(
+                    content, stays=True, naming=True, name=None if is_named else name
+                )
+                is_named |= done and name is not None
         return is_named
 
     async def _publish_so_far(self, content: Content) -> None:
@@ -259,15 +264,6 @@ class Publisher:
         changed = self._changes.is_written(content)
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
-
-    async def _publish_named(self, content: Content, name: Name | None) -> bool:
-        """Publish the content being written to a file, as `publish_now` does."""
-        if self._table.stamp(content)[0] and self._changes.is_written(content):
-            if self._store.waits:
-                await detach()
-            done = await self._publish_locked(content, stays=True, naming=True, name=name)
-            return done and name is not None
-        return False
 
     async def publish_truncated(self, content: Content) -> None:
         """Publish a truncation by name: no close will publish it."""
