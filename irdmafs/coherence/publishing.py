@@ -169,8 +169,7 @@ class Publisher:
             return
         changed = self._changes.is_changed(handle, content)
         if not self._store.sends:
-            # On one host there is no other copy, but processes that wait for versions must be told of this
-            # one.
+            # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._changes.may_hide_writes(content))
         if changed or self._changes.is_to_be_compared(content):
@@ -298,8 +297,7 @@ class Publisher:
         naming: bool = False,
         name: Name | None = None,
     ) -> bool:
-        """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
-        published. `naming` and `name` as for `_publish`."""
+        """Do as `_publish`; if the content is not `changed`, only if a comparison finds it changed."""
         waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
             return await self._publish(content, stays=stays, naming=naming, name=name)
