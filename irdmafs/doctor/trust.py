@@ -50,6 +50,8 @@ def _check_certificate(credentials: Credentials) -> Check:
         return Check("certificate", "fail", str(error), "")
     name = f"certificate of {found.role} {found.name!r}"
     more = ": mounts with it are read-only" if found.role == "reader" else ""
+    if found.subvolume:
+        more = ": mounts with it change what is below one directory alone"
     if days < _RENEW_DAYS:
         return Check(name, "warn", f"{credentials.cert} expires in {days:.0f} days{more}",
                      f"irdmafs cluster cert {found.name} --role {found.role}")  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness.claims import claim_exclusively
 from harness.cluster import CLUSTER_NAME
-from harness.clusters import Cluster, ClusterMount, CommandFailed, Plan
+from harness.clusters import Cluster, ClusterMount, CommandFailed, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.refused_changes import changes_in, errno_of, outcomes
@@ -69,6 +69,7 @@ def test_it_changes_nothing_outside_and_reads_everything(whole: Path, kept: Clus
     assert (others / "small").read_bytes() == b"s"
     assert (others / "large").read_bytes() == b"l" * 300_000
     assert sorted(os.listdir(whole / "others")) == ["large", "small"]
+    assert counters(kept)["writable"] == "/models"
 
 
 def test_it_changes_everything_inside(whole: Path, kept: ClusterMount) -> None:

@@ -262,6 +262,8 @@ class RemoteStore:
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
         coordination, here = self._coordination, self._cluster.here
+        namespace = coordination.namespace
+        writable = namespace.writable
         return {
             "cluster": {
                 "name": self._config.cluster.name,
@@ -269,6 +271,7 @@ class RemoteStore:
                 "etcd": list(self._config.cluster.etcd),
                 "session": coordination.session.number,
                 "role": coordination.role,
+                "writable": namespace.describe(writable.start) if writable else None,
                 "session_valid": coordination.session.valid(),
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
