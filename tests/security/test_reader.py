@@ -122,7 +122,7 @@ def test_a_reader_locks_what_it_reads(reader: ClusterMount) -> None:
 
 
 def test_it_says_that_it_is_a_reader(made: Cluster, reader: ClusterMount) -> None:
-    assert "this mount is read-only: its certificate is a reader's" in reader.log_tail()
+    assert "this mount is read-only, by its certificate" in reader.log_tail()
     done = subprocess.run(
         [
             *(*reader.host.launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"),
