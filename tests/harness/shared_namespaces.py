@@ -74,10 +74,10 @@ class HostNamespace(Namespace):
         tree = Tree(listener=self, maker=maker, is_mounted=lambda maker: maker not in self.ended)
         tree.holders.append(lambda ino: self.held(ino))
         self.hub = hub(engine, (tree,))
-        committer = SharedCommitter(
+        self.committer = SharedCommitter(
             tree, engine, self.hub, claims=claims, after_commit=self._committed
         )
-        super().__init__(tree, committer)
+        super().__init__(tree, self.committer)
 
     async def start(self, nursery: trio.Nursery) -> None:
         await self.hub.start(nursery)

@@ -13,7 +13,14 @@ from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host
 
 from irdmafs.backend.kv import Compare, Delete, Put
 from irdmafs.backend.model.records import ContentId, MountRecord
-from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode, NewVersion
+from irdmafs.backend.namespace import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    ROOT_INO,
+    Inode,
+    NewVersion,
+    shared,
+)
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
 from irdmafs.inline import Detached, resume, run
@@ -191,6 +198,19 @@ async def test_what_waits_for_a_file_that_is_being_stored_goes_on_whenever_that_
                 run(changing)
         await resume(changing)
         assert here.inode(file.ino).mode == FILE | 0o600
+
+
+async def test_a_claim_is_given_up_while_programs_publish_one_file_after_the_other(
+    keys: EtcdKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_STORED_AT_ONCE", 10)
+    monkeypatch.setattr(shared, "_ATTEMPTS_MAX", 5)
+    async with host(keys, maker=HERE, claims=AllClaimed()) as here, trio.open_nursery() as nursery:
+        for number in range(100):
+            await made(here, b"%d" % number)
+        nursery.start_soon(here.committer.store, ROOT_INO)
+        for number in range(100):
+            await here.show(ROOT_INO, b"%d" % number)
 
 
 def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> None:
