@@ -540,6 +540,22 @@ def changing(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
             changer.kill()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a filesystem")
+def test_what_is_mounted_on_a_directory_stays_when_others_change_what_was_believed_before(
+    believing: list[Path],
+) -> None:
+    one, other = believing
+    (one / "place").mkdir()
+    os.stat(other / "place")
+    subprocess.run(["mount", "-t", "tmpfs", "none", other / "place"], check=True)
+    try:
+        (one / "kept").unlink()
+        eventually(lambda: not exists(other / "kept"), "the kernel asks again")
+        assert os.path.ismount(other / "place")
+    finally:
+        subprocess.run(["umount", other / "place"], stderr=subprocess.DEVNULL)
+
+
 def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     cluster: Cluster, two: list[Path]
 ) -> None:
