@@ -363,9 +363,7 @@ class SharedCommitter:
     def _stored(self, numbers: Iterable[int]) -> Commit | None:
         commit, inodes = Commit(), self._tree.inodes
         # To wait for those that are just being stored would take all attempts where there is always one.
-        found = [
-            inode for ino in numbers if ino not in self._storing and (inode := inodes.get(ino))
-        ]
+        found = [one for ino in numbers if ino not in self._storing and (one := inodes.get(ino))]
         commit.inodes = [inode.copy() for inode in found if inode.nlink and not inode.revision]
         commit.stores = True
         return commit if commit.inodes else None

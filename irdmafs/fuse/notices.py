@@ -74,9 +74,8 @@ class Notices(KernelCache):
 
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         # Neither takes a lock: a thread that waited for one could keep a killed daemon's mount alive.
-        if (
-            names and self.can_forget
-        ):  # else they were told before a mount, and are over in a second
+        # Names that were told before a filesystem was mounted here are over in a second.
+        if names and self.can_forget:
             self._connection.tell(wire.inc_epoch())
         for node_id in nodes:
             self._connection.tell(wire.inval_inode(node_id, -1, 0))
