@@ -43,8 +43,7 @@ class Publisher:
         self._nodes = host.nodes
         self._in_place = in_place
         self._processes = processes
-        # By inode, those whose contents are being published.
-        self._turns: dict[int, trio.Lock] = {}
+        self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -91,7 +90,8 @@ class Publisher:
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
         changed = self._changes.is_changed(handle, content)
         if not changed and not self._changes.is_to_be_compared(content):
-            await self.show_name(content.ino)
+            if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
+                await self.show_name(content.ino)
             return
         try:
             stays = await self._stays(handle, content, pid)

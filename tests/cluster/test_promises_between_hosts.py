@@ -183,19 +183,24 @@ def test_a_new_file_is_seen_after(
     assert (other / name).read_bytes() == content
 
 
-def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
-    makers: list[Path], writer: Process
+@pytest.mark.parametrize("text, joined", [("{}", False), ("", True)])
+def test_a_new_file_whose_writers_are_killed_stays_on_its_host_only(
+    makers: list[Path], process: TakeProcess, text: str, joined: bool
 ) -> None:
     one, other = makers
-    writer.do("file = open(path, 'w'); file.write('{}'); file.flush()", path=str(one / "file"))
-    writer.kill()
-    eventually(lambda: (one / "file").read_bytes() == b"{}", "it is as on a tmpfs")
+    writers = [process() for _ in range(1 + joined)]
+    for writer, mode in zip(writers, "wa", strict=False):
+        writer.do("file = open(path, mode)", path=str(one / "file"), mode=mode)
+    writers[0].do("file.write(text); file.flush()", text=text)
+    for writer in writers:
+        writer.kill()
+    eventually(lambda: (one / "file").read_text() == text, "it is as on a tmpfs")
     assert not is_seen(other / "file")
     with pytest.raises(FileExistsError):
         (other / "file").touch(exist_ok=False)
     with (one / "file").open("a") as file:
         file.write("\n")
-    assert (other / "file").read_bytes() == b"{}\n"
+    assert (other / "file").read_text() == text + "\n"
 
 
 def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
