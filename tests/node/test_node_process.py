@@ -112,11 +112,11 @@ class ServedNode(Daemon):
 class Place:
     """A cluster's name, directories, and the nodes that were made in it."""
 
-    def __init__(self, etcd: EtcdServer, replicas: int = 2) -> None:
+    def __init__(self, etcd: EtcdServer) -> None:
         self.etcd = etcd
         self.directory = scratch_directory()
         self.name = self.directory.name
-        self.settings = Settings(1, self.name, replicas, BUCKETS, 0, TTL_S)
+        self.settings = Settings(1, self.name, 2, BUCKETS, 0, TTL_S)
         self.nodes: list[ServedNode] = []
 
     @property
@@ -171,8 +171,8 @@ class Writer:
         self._number += 1
         return self.session.number << 24 | self._number
 
-    def layout(self, seed: int = 0) -> Layout:
-        return Layout(self.place.settings.replicas, 0, seed + 1)
+    def layout(self) -> Layout:
+        return Layout(self.place.settings.replicas, 0, 1)
 
     def group(self, layout: Layout) -> int:
         return group_of(layout, 0, BUCKETS)
@@ -213,9 +213,9 @@ class Writer:
             NewVersion(ino, ContentId(content), size, 8, time.time_ns(), layout=layout), guards
         )
 
-    async def publish(self, name: bytes, data: bytes, seed: int = 0) -> int:
+    async def publish(self, name: bytes, data: bytes) -> int:
         """The content number of a new version of a file in the root directory."""
-        layout = self.layout(seed)
+        layout = self.layout()
         inode = self.namespace.lookup(ROOT_INO, name) or await self.create(name, layout)
         while True:
             content = self.content()
@@ -237,8 +237,8 @@ class Writer:
         finally:
             os.close(fd)
 
-    def in_sync(self, seed: int = 0) -> tuple[int, ...]:
-        found = self.groups.get(self.group(self.layout(seed)))
+    def in_sync(self) -> tuple[int, ...]:
+        found = self.groups.get(self.group(self.layout()))
         return found[0].in_sync if found else ()
 
 
