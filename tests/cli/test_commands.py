@@ -87,6 +87,7 @@ def test_mountpoint_that_cannot_be_is_one_clear_line(own: Mount) -> None:
     assert "mkdir -p" in one_line(own.try_mount())
     own.path.write_text("a file")
     assert "not a directory" in one_line(own.try_mount())
+    assert "cannot use" in one_line(irdmafs("mount", own.path / "below"))
     assert own.path.read_text() == "a file"
 
 

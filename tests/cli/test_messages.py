@@ -341,10 +341,3 @@ def test_an_interrupt_during_imports_shows_no_traceback() -> None:
 def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
     line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY))
     assert line == f"{mounted.path} is already mounted by root (user 0)"
-
-
-def test_a_file_is_no_store_of_a_node(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    done = irdmafs("serve", file, "--etcd", "127.0.0.1:1")
-    assert one_line(done) == f"the store {file} is not a directory"

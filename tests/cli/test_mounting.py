@@ -225,20 +225,6 @@ def test_healing_leaves_mounts_of_others_alone(mountpoint: str) -> None:
         assert mounting.find_mount(mountpoint) is not None
 
 
-def test_mountpoint_must_be_an_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(MountError, match=r"does not exist.*mkdir -p"):
-        mounting.prepare_mountpoint(str(tmp_path / "missing"))
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(MountError, match="not a directory"):
-        mounting.prepare_mountpoint(str(file))
-    with pytest.raises(MountError, match=r"cannot use.*Not a directory"):
-        mounting.prepare_mountpoint(str(file / "below"))
-    with pytest.raises(MountError, match="not empty"):
-        mounting.prepare_mountpoint(str(tmp_path))
-    assert mounting.prepare_mountpoint(str(tmp_path), nonempty=True) == str(tmp_path)
-
-
 def test_mountpoint_is_known_by_its_real_path(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

@@ -39,91 +39,6 @@ def copies(cluster: Cluster) -> int:
     return sum(len(list((node.store / "extents").iterdir())) for node in cluster.nodes)
 
 
-# -- names
-
-
-def test_a_file_created_on_one_host_is_found_on_another_at_once(pair: list[Path]) -> None:
-    for i in range(ITERATIONS):
-        one, other = pair if i % 2 else pair[::-1]
-        os.close(os.open(one / f"file{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        os.close(os.open(other / f"file{i}", os.O_RDONLY))
-
-
-def test_a_name_that_was_looked_for_before_is_found_when_it_is_there(
-    here: Path, there: Path
-) -> None:
-    for i in range(ITERATIONS):
-        assert not (there / f"file{i}").exists()
-        write(here / f"file{i}", b"x")
-        assert (there / f"file{i}").read_bytes() == b"x"
-
-
-def test_an_unlinked_file_cannot_be_opened_on_another_host(here: Path, there: Path) -> None:
-    for i in range(ITERATIONS):
-        write(here / "file", b"%d" % i)
-        assert (there / "file").read_bytes() == b"%d" % i
-        (here / "file").unlink()
-        with pytest.raises(FileNotFoundError):
-            os.open(there / "file", os.O_RDONLY)
-
-
-def test_a_rename_is_seen_on_another_host_at_once(here: Path, there: Path) -> None:
-    write(here / "name0", b"content")
-    for i in range(ITERATIONS):
-        (here / f"name{i}").rename(here / f"name{i + 1}")
-        assert (there / f"name{i + 1}").read_bytes() == b"content"
-        with pytest.raises(FileNotFoundError):
-            os.open(there / f"name{i}", os.O_RDONLY)
-
-
-def test_a_directory_tree_made_on_one_host_is_there_on_another(here: Path, there: Path) -> None:
-    (here / "a/b/c").mkdir(parents=True)
-    write(here / "a/b/c/file", b"x")
-    (here / "a/b").rename(here / "moved")
-    assert (there / "moved/c/file").read_bytes() == b"x"
-    assert sorted(path.name for path in there.iterdir()) == ["a", "moved"]
-
-
-def test_only_one_host_creates_a_file_exclusively(pair: list[Path], process: TakeProcess) -> None:
-    workers = [process(), process()]
-    for worker, folder in zip(workers, pair, strict=True):
-        worker.do("import os, time", folder=str(folder))
-    for i in range(50):
-        at = time.monotonic() + 0.01
-        for worker in workers:
-            worker.start(
-                """
-while time.monotonic() < at: pass
-try:
-    os.close(os.open(f"{folder}/file{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    won = True
-except FileExistsError:
-    won = False
-won
-""",
-                at=at,
-                i=i,
-            )
-        assert sorted(worker.result() for worker in workers) == [False, True]
-
-
-def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
-    pair: list[Path], process: TakeProcess
-) -> None:
-    workers = [process(), process()]
-    for number, (worker, folder) in enumerate(zip(workers, pair, strict=True)):
-        worker.start(
-            "for i in range(100): open(f'{folder}/{number}-{i}', 'x').close()",
-            folder=str(folder),
-            number=number,
-        )
-    for worker in workers:
-        worker.result()
-    expected = {f"{number}-{i}" for number in range(2) for i in range(100)}
-    for folder in pair:
-        assert set(os.listdir(folder)) == expected
-
-
 # -- names of files that have no version yet
 
 
@@ -262,13 +177,6 @@ def test_what_is_published_on_one_host_is_read_on_another(pair: list[Path], size
         one, other = pair if i % 2 else pair[::-1]
         write(one / "file", pattern(i, size))
         assert read_version(other / "file") == i
-
-
-def test_rename_over_publishes_to_the_other_host(here: Path, there: Path) -> None:
-    for i in range(ITERATIONS // 2):
-        write(here / "new", pattern(i, 200_000))
-        (here / "new").rename(here / "file")
-        assert read_version(there / "file") == i
 
 
 class Mapped:
@@ -433,13 +341,6 @@ def test_replicas_that_there_are_no_nodes_for_are_missed_while_a_file_wants_them
     (here / "file").unlink()
     eventually(lambda: cluster.status()["health"] == "ok", "nothing is missed", 20)
     assert cluster.status()["groups"]["total"] == status["groups"]["total"]
-
-
-def test_a_policy_that_makes_no_sense_is_refused(cluster: Cluster, pair: list[Path]) -> None:
-    for name, value in (("replicas", b"many"), ("stripe_size", b"-1"), ("placement", b"moon=1")):
-        with fails_with(errno.EINVAL):
-            os.setxattr(pair[0], f"user.irdmafs.{name}", value)
-        assert f"'user.irdmafs.{name}' is refused: " in cluster.mounts[0].log_tail()
 
 
 def test_a_striped_file_is_read_whole(cluster: Cluster, here: Path, there: Path) -> None:
@@ -639,20 +540,6 @@ def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
         victim.start()
         cluster.wait_healthy()
         cluster.nodes[1].kill9()
-        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
-
-
-def test_a_node_that_comes_back_empty_is_filled_again() -> None:
-    with Cluster(Plan(nodes=2, node_config={"rereplicate_after": 1})) as cluster:
-        one, other = (mount.path for mount in cluster.mounts)
-        for i in range(20):
-            write(one / f"file{i}", pattern(i, 300_000))
-        first, second = cluster.nodes
-        first.kill9()
-        first.wipe()
-        first.start()
-        cluster.wait_healthy()
-        second.kill9()
         assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
 
 

@@ -108,15 +108,6 @@ def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(here: Path, there: P
                 assert seen == STEPS or poll.poll(30_000)
 
 
-def test_a_removed_step_is_missing_as_a_whole(here: Path, there: Path) -> None:
-    save(here / "step-1", 1)
-    assert load(there / "step-1") == {1}
-    (here / "step-1").rename(here / "old-step-1")
-    for name in (INDEX, *(f"{shard}.safetensors" for shard in range(SHARDS))):
-        with pytest.raises(FileNotFoundError):
-            (there / "step-1" / name).read_bytes()
-
-
 def test_a_step_that_a_worker_holds_is_not_removed(here: Path, there: Path) -> None:
     save(here / "step-1", 1)
     (here / "step-1" / "in-use").touch()

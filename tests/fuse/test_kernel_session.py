@@ -1,4 +1,4 @@
-"""What only the kernel session can do: waiting for a version, files without a name, deadlocks found."""
+"""What only the kernel session can do: deadlocks found, descriptors opened again, fast wakeups."""
 
 import errno
 import os
@@ -21,31 +21,6 @@ def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:
         poller = select.poll()
         poller.register(file, select.POLLIN | select.POLLOUT | select.POLLPRI)
         assert [events for _, events in poller.poll(0)] == [select.POLLIN | select.POLLOUT]
-
-
-def test_file_without_a_name_appears_whole_when_it_is_linked(
-    folder: Path, process: TakeProcess
-) -> None:
-    maker, reader = process(), process()
-    maker.do("fd = os.open(d, os.O_WRONLY | os.O_TMPFILE, 0o600)", d=str(folder))
-    maker.do("os.write(fd, pattern(1, 100_000))")
-    assert os.listdir(folder) == []
-    # With a dir_fd Python calls linkat(2), which alone can follow the link of /proc.
-    link = "os.link(f'/proc/self/fd/{fd}', file, src_dir_fd=fd, follow_symlinks=True)"
-    maker.do(link, file=str(folder / "weights"))
-    read = "version_of(open(file, 'rb').read())"
-    assert reader.do(read, file=str(folder / "weights")) == 1
-    maker.do("os.close(fd)")
-    assert reader.do(read, file=str(folder / "weights")) == 1
-
-
-def test_file_without_a_name_leaves_nothing_behind(folder: Path, process: TakeProcess) -> None:
-    maker = process()
-    maker.do("fd = os.open(d, os.O_RDWR | os.O_TMPFILE, 0o600)", d=str(folder))
-    maker.do("os.write(fd, b'x' * 1000); os.lseek(fd, 0, 0)")
-    assert maker.do("os.read(fd, 2000)") == b"x" * 1000
-    maker.do("os.close(fd)")
-    assert os.listdir(folder) == []
 
 
 def test_deadlock_of_posix_locks_is_refused(file: Path, process: TakeProcess) -> None:

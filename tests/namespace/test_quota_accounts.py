@@ -259,33 +259,6 @@ async def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
     records.close()
 
 
-async def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goes(
-    tmp_path: Any,
-) -> None:
-    records = Map(f"{tmp_path}/names")
-    namespace = await load_own(records)
-    file = await make(namespace, ROOT_INO, b"file")
-    await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
-    places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]
-    for place in places:
-        await namespace.link(file.ino, place.ino, b"file")
-    for place in places:
-        await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
-        assert used(namespace, place.ino) == (1, 8 * BLOCK)
-    await namespace.link(file.ino, places[0].ino, b"again")
-    assert (
-        await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1))) == "EDQUOT"
-    )
-    await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 9, 1))
-    await namespace.unlink(places[0].ino, b"file")
-    assert used(namespace, places[0].ino) == (1, 9 * BLOCK) == used(namespace, places[1].ino)
-    await namespace.unlink(places[0].ino, b"again")
-    assert used(namespace, places[0].ino) == (0, 0)
-    assert used(namespace, places[1].ino) == (1, 9 * BLOCK)
-    check(namespace)
-    records.close()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "limit"),
     [

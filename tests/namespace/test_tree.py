@@ -3,7 +3,6 @@
 import errno
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -28,7 +27,6 @@ from hypothesis.stateful import invariant, rule
 from irdmafs.backend.kv.map import Map
 from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.namespace import (
-    NAME_MAX,
     RENAME_EXCHANGE,
     ROOT_INO,
     XATTR_SIZE_MAX,
@@ -213,19 +211,6 @@ def test_dotdot_of_a_removed_directory_in_a_removed_directory_is_stale(
     assert error_of(move) == "ENOENT"
 
 
-def test_names_of_255_bytes_are_kept_and_longer_ones_refused(namespace: Namespace) -> None:
-    longest, longer = b"\xe4" * NAME_MAX, b"\xe4" * (NAME_MAX + 1)
-    inode = make(namespace, ROOT_INO, longest, FILE)
-    assert namespace.lookup(ROOT_INO, longest) is inode
-    for call in (
-        lambda: namespace.lookup(ROOT_INO, longer),
-        lambda: make(namespace, ROOT_INO, longer, FILE),
-        lambda: run(namespace.link(inode.ino, ROOT_INO, longer)),
-        lambda: run(namespace.rename(ROOT_INO, longest, ROOT_INO, longer, 0)),
-    ):
-        assert error_of(call) == "ENAMETOOLONG"
-
-
 def test_a_directory_cannot_be_moved_below_itself_nor_exchanged_with_what_holds_it(
     namespace: Namespace,
 ) -> None:
@@ -241,28 +226,6 @@ def test_a_directory_cannot_be_moved_below_itself_nor_exchanged_with_what_holds_
     assert rename(outer.ino, b"inner", ROOT_INO, b"outer", RENAME_EXCHANGE) == "EINVAL"
     assert rename(outer.ino, b"inner", ROOT_INO, b"outer", 0) == "ENOTEMPTY"
     assert tree(namespace) == before
-
-
-@pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
-@pytest.mark.parametrize("dots", [b".", b".."])
-def test_dot_and_dotdot_are_never_replaced(namespace: Namespace, dots: bytes, flags: int) -> None:
-    moved = make(namespace, ROOT_INO, b"moved", DIRECTORY)
-    empty = make(namespace, ROOT_INO, b"empty", DIRECTORY)
-    move = lambda: run(  # noqa: E731
-        namespace.rename(ROOT_INO, b"moved", empty.ino, dots, flags)
-    )
-    assert error_of(move) == "EBUSY"
-    assert {ino for _, ino in namespace.children(ROOT_INO)} == {moved.ino, empty.ino}
-    assert namespace.children(empty.ino) == []
-
-
-def test_a_directory_with_setgid_hands_its_group_down(namespace: Namespace) -> None:
-    shared = make(namespace, ROOT_INO, b"shared", DIRECTORY | 0o2775)
-    run(namespace.set_attributes(shared.ino, gid=4242))
-    file = make(namespace, shared.ino, b"file", FILE | 0o644)
-    below = make(namespace, shared.ino, b"below", DIRECTORY | 0o755)
-    assert (file.gid, file.mode) == (4242, FILE | 0o644)
-    assert (below.gid, below.mode) == (4242, DIRECTORY | 0o2755)
 
 
 def test_a_change_of_the_mode_never_changes_the_type(namespace: Namespace) -> None:
@@ -284,27 +247,6 @@ def test_times_beyond_what_is_kept_become_the_nearest_that_is(
     assert (loaded.atime_ns, loaded.mtime_ns) == (nearest, nearest)
     run(namespace.publish(NewVersion(inode.ino, ContentId(1), 1, 1, time_ns)))
     assert reloaded(records).inode(inode.ino).mtime_ns == nearest
-
-
-def test_changes_in_a_directory_move_its_times(namespace: Namespace) -> None:
-    place = make(namespace, ROOT_INO, b"place", DIRECTORY)
-    file = make(namespace, ROOT_INO, b"file", FILE)
-
-    def moves_times(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        run(namespace.set_attributes(place.ino, mtime_ns=1))
-        started = time.time_ns()
-        run(call())
-        inode = namespace.inode(place.ino)
-        assert inode.mtime_ns >= started and inode.ctime_ns >= started
-
-    moves_times(lambda: namespace.create(place.ino, b"new", FILE, 0, 0))
-    moves_times(lambda: namespace.link(file.ino, place.ino, b"linked"))
-    moves_times(lambda: namespace.rename(place.ino, b"new", place.ino, b"n", 0))
-    moves_times(lambda: namespace.rename(place.ino, b"n", ROOT_INO, b"n", 0))
-    moves_times(lambda: namespace.rename(ROOT_INO, b"n", place.ino, b"n", 0))
-    moves_times(lambda: namespace.unlink(place.ino, b"linked"))
-    moves_times(lambda: namespace.create(place.ino, b"below", DIRECTORY, 0, 0))
-    moves_times(lambda: namespace.rmdir(place.ino, b"below"))
 
 
 def test_xattrs_of_one_inode_have_a_limit_together(namespace: Namespace) -> None:

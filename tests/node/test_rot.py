@@ -95,6 +95,8 @@ def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
     assert any(f"/{name}" in problem for problem in found["problems"])
     with fails_with(errno.EIO):
         (cluster.mounts[1].path / name).read_bytes()
+    said = f"/{name} cannot be read: no replica has the bytes"
+    assert said in cluster.mounts[1].log.read_text()
     # It was not dropped: it may be all that is left.
     salvage = cluster.add_mount("--no-verify")
     assert len((salvage.path / name).read_bytes()) == len(content)

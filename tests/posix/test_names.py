@@ -509,20 +509,6 @@ def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: 
 # -- extended attributes ---------------------------------------------------------------------
 
 
-def test_unknown_attributes_of_ours_are_refused(folder: Path, mount: Mount) -> None:
-    file = folder / f"{folder.name}-file"
-    file.write_text("x")
-    for path in (folder, file):
-        with raises(errno.EINVAL):
-            os.setxattr(path, "user.irdmafs.replica", b"3")  # it is "replicas"
-        [line] = [line for line in mount.log_tail(5000).splitlines() if f"{path.name}: " in line]
-        assert "'user.irdmafs.replica' is refused" in line
-        assert all(f"user.irdmafs.{name}" in line for name in ("replicas", "shape", "discard"))
-    assert os.listxattr(folder) == []
-    os.setxattr(folder, "user.irdmafs.replicas", b"3")
-    assert os.listxattr(folder) == ["user.irdmafs.replicas"]
-
-
 def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> None:
     forged = folder / "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
     forged.write_text("x")

@@ -159,16 +159,6 @@ def test_an_expired_certificate_stays_out(directory: str) -> None:
     assert client == "the peer says that our certificate has expired"
 
 
-def test_a_plain_connection_is_told_apart(directory: str) -> None:
-    context = issue(directory, "n1", "node").server_context()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(ssl.SSLError) as caught:
-            context.wrap_socket(ours, server_side=True)
-    assert "speaks no TLS" in describe_tls_error(caught.value)
-
-
 # What TLS calls close_notify: a peer's last words, if it says any.
 @pytest.mark.parametrize("last_words", [b"", b"\x15\x03\x03\x00\x02\x01\x00"])
 def test_a_peer_that_breaks_off_may_not_trust_us(directory: str, last_words: bytes) -> None:

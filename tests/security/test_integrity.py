@@ -1,6 +1,5 @@
 """What a reader gets is what the writer published, whatever a store node or the way from it does to it."""
 
-import errno
 import mmap
 import os
 from types import SimpleNamespace
@@ -62,25 +61,6 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
     assert any(
         "other bytes than were published" in line for line in report(mount).status["warnings"]
     )
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_file_that_no_replica_has_right_cannot_be_read_until_it_is_published_again(
-    cluster: Cluster, striped: str, size: int
-) -> None:
-    one, other = cluster.mounts[:2]
-    os.setxattr(one.path / striped, "user.irdmafs.replicas", b"1")
-    content = new_content(size)
-    (one.path / striped / "file").write_bytes(content)
-    assert sum(damage(node, content) for node in cluster.nodes) == -(-size // MIB)
-    for _ in range(2):
-        with pytest.raises(OSError) as caught:
-            (other.path / striped / "file").read_bytes()
-        assert caught.value.errno == errno.EIO
-    assert f"/{striped}/file cannot be read: no replica has the bytes" in other.log.read_text()
-    content = new_content(size)
-    (one.path / striped / "file").write_bytes(content)
-    assert (other.path / striped / "file").read_bytes() == content
 
 
 def test_a_mount_told_not_to_verify_neither_checks_nor_lets_others_check(

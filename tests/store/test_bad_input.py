@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.errors import fails_with
-from harness.mountpoint import Mount, eventually, irdmafs
+from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess
 
@@ -206,34 +206,6 @@ def test_strange_files_in_the_store_are_left_alone(own_mount: Mount) -> None:
     own_mount.remount()
     assert (own_mount.path / "file").read_bytes() == b"x"
     assert strange.read_text() == "not ours"
-
-
-# -- mountpoints that are none ---------------------------------------------------------------
-
-
-@pytest.mark.beyond_posix
-@pytest.mark.parametrize("kind", ["missing", "file", "full", "mounted"])
-def test_wrong_mountpoints_are_refused_with_one_line(new_mount: NewMount, kind: str) -> None:
-    mount = new_mount()
-    if kind != "mounted":
-        mount.unmount()
-    if kind in ("missing", "file"):
-        mount.path.rmdir()
-    if kind == "file":
-        mount.path.write_text("precious")
-    elif kind != "missing":
-        (mount.path / "precious").write_text("precious")
-    refuses(mount.try_mount())
-    if kind == "file":
-        assert mount.path.read_text() == "precious"
-    elif kind != "missing":
-        assert (mount.path / "precious").read_text() == "precious"
-
-
-@pytest.mark.beyond_posix
-@pytest.mark.parametrize("command", ["umount", "status", "versions"])
-def test_commands_refuse_what_is_not_a_mount(tmp_path: Path, command: str) -> None:
-    refuses(irdmafs(command, tmp_path))
 
 
 # -- senseless arguments ---------------------------------------------------------------------

@@ -4,8 +4,6 @@ import errno
 import os
 import re
 import shutil
-import stat
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -223,24 +221,6 @@ def test_many_files_of_one_who_pushes_hold_up_nobody(run: Path) -> None:
         lines = report(TrainDirectory(run)).splitlines()
         assert len(lines) < 50
         assert any(line.startswith("z ") for line in lines)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)])
-@pytest.mark.parametrize("inside", [True, False])
-def test_special_file_in_push_is_refused_at_once(
-    run: Path, make: Callable[[Path], None], inside: bool
-) -> None:
-    start(run, shards=3 if inside else 1, sync="async")
-    train = TrainDirectory(run)
-    path = train.push / "x.safetensors"
-    if inside:
-        (train.push / "x@1").mkdir()
-        path = train.push / "x@1" / train.layout().shard_names[0]
-    make(path)
-    with Reducer(run) as reducer, Worker(run, "w") as worker:
-        worker.push(ones())
-        reduce_until(reducer, lambda: newest(run) == 1, "another counts")
-        reduce_until(reducer, lambda: "special file" in train.status.read_text(), "told")
 
 
 def test_push_with_nan_is_skipped_where_that_is_wanted(run: Path) -> None:

@@ -2,9 +2,11 @@
 A check ends with a reason, reducers go on, and nothing outside of the run is touched."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,7 @@ def huge(path: Path) -> None:
 
 PUT: dict[str, Callable[[Path], object]] = {
     "fifo": os.mkfifo,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     "loop": lambda path: path.symlink_to(path.name),
     "device": lambda path: path.symlink_to("/dev/zero"),
     "directory": Path.mkdir,
@@ -143,8 +146,16 @@ def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", ["fifo", "loop", "device", "huge", "garbage"])
-@pytest.mark.parametrize("beside", ["push", "push/b@1", "workers", "refused", "next", "versions"])
+@pytest.mark.parametrize(
+    ("beside", "what"),
+    [
+        *itertools.product(
+            ("push", "push/b@1", "workers", "refused", "next", "versions"),
+            ("fifo", "loop", "device", "huge", "garbage"),
+        ),
+        *(("push", "socket"), ("push/b@1", "socket")),
+    ],
+)
 def test_reducer_goes_on_whatever_is_put_beside_its_files(
     run: Path, beside: str, what: str
 ) -> None:
@@ -160,6 +171,9 @@ def test_reducer_goes_on_whatever_is_put_beside_its_files(
         for version in (1, 2):
             push_and_reduce(reducer, worker, ones())
             assert newest(run) == version
+        if beside.startswith("push") and what in ("fifo", "socket"):
+            status = TrainDirectory(run).status
+            reduce_until(reducer, lambda: "special file" in status.read_text(), "it is told")
 
 
 def test_link_to_a_file_of_somebody_else_is_no_push(run: Path, place: Path) -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import socket
-import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp import tickets, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
-from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.trust.security import Credentials
@@ -348,36 +346,6 @@ async def test_those_who_will_never_be_let_in_are_told_so(
         else:
             assert "the peer speaks no TLS" in line
             assert "it speaks TLS, and this node has no credentials" in ours
-
-
-async def test_a_mount_cannot_pose_as_a_node(
-    memory: Path, certificates: dict[str, Credentials]
-) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates["mount"].cert, certificates["mount"].key)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Credentials, "server_context", lambda self: context)
-        node, mount = certificates["node"], certificates["mount"]
-        async with in_cluster(memory, 1, credentials=node, mount=mount) as cluster:
-            # Its certificate is not for accepting connections.
-            with pytest.raises(Unreachable, match="certificate"):
-                await cluster.peers.ping(1)
-
-
-async def test_a_ticket_is_good_for_one_connection(
-    memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        first = await with_ticket(cluster)
-        preamble = first.preamble()
-        await first.send(preamble)
-        await until(lambda: not cluster.nodes[1].serving(TcpServing).office.pending)
-        second = await connect(cluster, "tcp")
-        await second.send_all(preamble)
-        assert await is_closed(second)
-        assert "no valid ticket" in warnings(caplog)[0]
-        await first.aclose()
-        await second.aclose()
 
 
 @pytest.mark.parametrize("what", ["expired", "guessed", "seen"])
