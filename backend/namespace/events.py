@@ -78,7 +78,11 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
                 complain(key, "no tree has such a record, or lacks it", value or b"")
         elif kind == b"d":
             target = int.from_bytes(value, "big") if value is not None else 0
-            if value is not None and not (len(value) == 8 and _may_lead(ino, target)):
+            if value is not None and (
+                len(value) != 8
+                or not 0 < target < FIRST_VIRTUAL_INO
+                or not (ino | target < SUBVOLUMES.start or belongs(target, ino))
+            ):
                 complain(key, "it leads to no inode that can be there", b"")
                 target = DAMAGED_INO
             names.append((ino, key[9:], target, revision))
@@ -93,10 +97,6 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
                 complain(key, str(error), value)
                 damaged.append((ino, revision))
     return Changes(times, damaged, inodes, names, gone, blocks)
-
-
-def _may_lead(directory: int, target: int) -> bool:
-    return 0 < target < FIRST_VIRTUAL_INO and belongs(target, directory)
 
 
 def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:

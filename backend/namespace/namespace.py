@@ -262,7 +262,8 @@ class Namespace:
         """Set when inodes were last read (ns), by number, unless they are gone or may not be changed;
         nothing else of them changes."""
         ours = {ino: atime_ns for ino, atime_ns in atimes.items() if ino in self.writable}
-        await self._carry_out(partial(self._planner.note_reads, ours))
+        if ours:
+            await self._carry_out(partial(self._planner.note_reads, ours))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False
