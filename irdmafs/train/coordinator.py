@@ -287,7 +287,7 @@ class Coordinator:
             if known.lock.is_held() or is_locked(path):
                 return True
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP):
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
                 raise
         log.info("%s: worker %s has ended", self._train.models, name)
         remove(path)
