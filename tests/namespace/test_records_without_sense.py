@@ -8,13 +8,17 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from irdmafs.backend.kv import Event, KeyValue
-from irdmafs.backend.model.records import NEXT_INO_KEY, ContentId, Layout
+from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
+from irdmafs.backend.namespace.subvolumes import SUBVOLUMES, next_ino_key, numbers_of
 from irdmafs.backend.namespace.tree import Tree
 
 ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)
-INOS = st.one_of(st.integers(1, 7), st.sampled_from([0, FIRST_VIRTUAL_INO, 2**64 - 1]))
+TOPS = (SUBVOLUMES[0], SUBVOLUMES[-1])
+INOS = st.one_of(
+    st.integers(1, 7), st.sampled_from([0, *TOPS, TOPS[0] + 1, FIRST_VIRTUAL_INO, 2**64 - 1])
+)
 NAMES = st.sampled_from([b"a", b"b", b"c", b"", b".", b"..", b"/", b"a\0", b"n" * 256])
 MODES = st.sampled_from([0o40755, 0o40755, 0o40755, 0o100644, 0o120777, 0o7777777, 0, -1])
 LIMITS = st.dictionaries(
@@ -45,7 +49,8 @@ def directory(ino: int) -> tuple[bytes, bytes]:
 def records(draw: st.DrawFn) -> tuple[bytes, bytes | None]:
     kind = draw(st.sampled_from([b"d", b"d", b"d", b"d", b"i", b"i", b"t", b"u"]))
     if kind == b"u":
-        return NEXT_INO_KEY, draw(st.binary(max_size=9))
+        subvolume = draw(st.sampled_from([ROOT_INO, *TOPS]))
+        return next_ino_key(subvolume), draw(st.binary(max_size=9))
     key = kind + draw(INOS).to_bytes(8, "big")
     if kind == b"d":
         key += draw(NAMES)
@@ -87,7 +92,8 @@ def check(tree: Tree) -> None:
         while above:
             above, passed = tree.parents_of(above[0]), passed + 1
             assert passed <= len(tree.inodes)
-    assert ROOT_INO < tree.next_block(ROOT_INO)[0] < FIRST_VIRTUAL_INO
+    for subvolume in (ROOT_INO, *TOPS):
+        assert subvolume < tree.next_block(subvolume)[0] in numbers_of(subvolume)
 
 
 def loaded(present: Iterable[tuple[bytes, bytes]]) -> Tree:
