@@ -148,9 +148,11 @@ def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("beside", "what"),
-    itertools.product(
-        ("push", "push/b@1", "workers", "refused", "next", "versions"),
-        ("fifo", "loop", "device", "huge", "garbage", "socket"),
+    list(
+        itertools.product(
+            ("push", "push/b@1", "workers", "refused", "next", "versions"),
+            ("fifo", "loop", "device", "huge", "garbage", "socket"),
+        )
     ),
 )
 def test_reducer_goes_on_whatever_is_put_beside_its_files(
