@@ -355,7 +355,7 @@ class Planner:
             commit.local = not inode.nlink
         # A file that could not be written completely has to be truncated, also on a full store.
         commit.urgent = size < found.size or not found.version
-        if self._quotas.in_use and version.in_quotas and version.name is None:
+        if self._quotas.in_use and version.in_quotas and commit.charge is None:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
         return commit
 

@@ -44,6 +44,10 @@ async def subvolume_at(engine: EtcdEngine, path: str) -> int:
     *above, name = [os.fsencode(part) for part in path.split("/") if part] or [b""]
     if not name or any(part in (b".", b"..") or len(part) > NAME_MAX for part in (*above, name)):
         raise ConfigError(f"{path!r} is no path of a directory below the root of the cluster")
+    found_settings = await engine.get(SETTINGS_KEY)
+    if found_settings is None:
+        raise ConfigError("there is no cluster of this name in etcd")
+    settings = decode(found_settings.value, Settings)
     for _ in range(_RETRIES):
         parent = ROOT_INO
         for part in above:
@@ -61,10 +65,10 @@ async def subvolume_at(engine: EtcdEngine, path: str) -> int:
         if parent >= SUBVOLUMES.start:
             raise ConfigError(f"{path} lies in a directory that mounts are kept to; choose another")
         try:
-            return await _make(engine, parent, name)
+            return await _make(engine, settings, parent, name)
         except Conflict as conflict:
             if conflict.key == claim_key(parent):
-                await _recall(engine, parent)
+                await _recall(engine, settings, parent)
     raise ConfigError(f"others change the directory of {path} all the time; try again")
 
 
@@ -74,7 +78,7 @@ async def _behind(engine: EtcdEngine, directory: int, name: bytes) -> int:
     return int.from_bytes(found.value, "big") if found is not None else 0
 
 
-async def _make(engine: EtcdEngine, parent: int, name: bytes) -> int:
+async def _make(engine: EtcdEngine, settings: Settings, parent: int, name: bytes) -> int:
     """Make a directory that is a subvolume. Raises Conflict, ConfigError."""
     there = {record.key for record in await engine.range(NEXT_INO_OF, end_of(NEXT_INO_OF))}
     # Numbers are not used again: certificates for a subvolume may be there after it was removed.
@@ -94,29 +98,24 @@ async def _make(engine: EtcdEngine, parent: int, name: bytes) -> int:
         conditions.append((inode_key(ROOT_INO), 0))
     else:
         conditions.append(Exists(inode_key(parent)))
-    settings = await engine.get(SETTINGS_KEY)
-    if settings is None:
-        raise ConfigError("there is no cluster of this name in etcd")
-    # Those who are kept to it cannot ask for the groups of the cluster.
-    pool = pool_of(decode(settings.value, Settings).replicas)
     puts = [Put(inode_key(inode.ino), inode.encode()) for inode in inodes]
     puts += [
         Put(name_key(parent, name), subvolume.to_bytes(8, "big")),
         Put(time_key(parent), now.to_bytes(8, "big")),
         Put(next_ino_key(subvolume), (subvolume + 1).to_bytes(8, "big")),
-        Put(pool_key(pool), b""),
+        # A mount that is kept to the directory may not ask for the groups that its files need.
+        Put(pool_key(pool_of(settings.replicas)), b""),
     ]
     await engine.transact(conditions, puts)
     return subvolume
 
 
-async def _recall(engine: EtcdEngine, directory: int) -> None:
+async def _recall(engine: EtcdEngine, settings: Settings, directory: int) -> None:
     """Have the mount that has the claim of a directory give it up. Raises ConfigError."""
-    settings = await engine.get(SETTINGS_KEY)
-    ttl_s = decode(settings.value, Settings).lease_ttl_s if settings is not None else 1
-    lease = await engine.leases.grant(2 * ttl_s)
+    patience_s = 2 * settings.lease_ttl_s
+    lease = await engine.leases.grant(patience_s)
     await engine.transact((), [Put(wish_key(directory, lease), b"", lease)])
-    until = time.monotonic() + 2 * ttl_s
+    until = time.monotonic() + patience_s
     while await engine.get(claim_key(directory)) is not None:
         if time.monotonic() > until:
             raise ConfigError(

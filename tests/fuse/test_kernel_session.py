@@ -1,4 +1,4 @@
-"""What only the kernel session can do: deadlocks found, descriptors opened again, fast wakeups."""
+"""Only the kernel session finds deadlocks, lets descriptors be opened again, and wakes callers fast."""
 
 import errno
 import os
