@@ -199,10 +199,10 @@ class Shared(Coherence):
 
     def _led(self, parent: int, name: bytes, pid: int) -> Inode | None:
         """Return the inode to which a thread is led by a name, whose open comes once more."""
-        inode = self._inodes.get(self._trails.led(pid, (parent, name)))
-        return (
-            inode if inode is not None and self._cache.routes.is_promised(pid, inode.ino) else None
-        )
+        ino = self._trails.led(pid, (parent, name))
+        if ino and self._cache.routes.is_promised(pid, ino):
+            return self._inodes.get(ino)
+        return None
 
     def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
         led = self._led(parent, name, pid)

@@ -296,8 +296,12 @@ class Claims:
         return [one for one in directories if one in claims and not self.revision(one)]
 
     def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        exclusive, lease = self._entries.exclusive, self._session.lease
-        return [one for one in directories if exclusive.get(one, lease) != lease]
+        return [one for one in directories if self.is_exclusive_elsewhere(one)]
+
+    def is_exclusive_elsewhere(self, directory: int) -> bool:
+        """Return whether another mount has an exclusive claim of the directory."""
+        lease = self._session.lease
+        return self._entries.exclusive.get(directory, lease) != lease
 
     def known_revision(self, directory: int) -> int:
         claim = self._entries.claims.get(directory)

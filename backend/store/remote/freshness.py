@@ -51,7 +51,7 @@ class Freshness:
     def is_deferred_elsewhere(self, directory: int) -> bool:
         """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
         it told."""
-        return bool(self._claims.exclusive_of_others((directory,)))
+        return self._claims.is_exclusive_elsewhere(directory)
 
     def is_missing(self, directory: int, name: bytes) -> bool:
         """Return whether there is no such name, as is known without asking: only this mount makes names in
@@ -67,7 +67,7 @@ class Freshness:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often becomes
         believable."""
-        if self._claims.exclusive_of_others((directory,)):
+        if self._claims.is_exclusive_elsewhere(directory):
             return 0.0
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:
