@@ -51,9 +51,6 @@ class LocalCommitter:
             self._tree.enact(commit)
         return commit.inode
 
-    async def take_numbers(self) -> None:
-        """Do nothing: there are always more numbers."""
-
     async def freshen(self) -> None:
         """Do nothing: no other process changes anything."""
 

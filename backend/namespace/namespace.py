@@ -14,13 +14,11 @@ import trio
 
 from ...inline import detach
 from ..kv import Compare
-from ..model.clock import now_ns
 from ..model.records import Layout
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .new_version import NewVersion
-from .numbers import Spent
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
@@ -130,18 +128,11 @@ class Namespace:
     ) -> Inode:
         """Return a file without a name (O_TMPFILE), with the attributes that a directory hands down. It
         exists in the tree only, until link() names it."""
-        while True:
-            try:
-                inode = self._planner.new_inode(
-                    self.inode(directory), mode, uid, gid, umask, now_ns()
-                )
-                break
-            except Spent:
-                await detach()
-                await self._committer.take_numbers()
-        inode.nlink = 0
-        self.inodes[inode.ino] = inode
-        return inode
+        made = await self._carry_out(
+            partial(self._planner.orphan, directory, mode, uid, gid, umask=umask)
+        )
+        assert made is not None
+        return made
 
     def add_virtual(self, inode: Inode) -> None:
         """Put a made-up inode into the tree, until Tree.drop()."""

@@ -102,7 +102,7 @@ class Planner:
         if directory.nlink == 0:
             raise fail(errno.ENOENT)  # removed while it is a working directory
         now = now_ns()
-        inode = self.new_inode(directory, mode, uid, gid, umask, now)
+        inode = self._new_inode(directory, mode, uid, gid, umask, now)
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
         if not (seen or version) and stat.S_ISREG(mode):
@@ -138,7 +138,15 @@ class Planner:
         commit.may_wait = True
         return commit
 
-    def new_inode(
+    def orphan(self, directory: int, mode: int, uid: int, gid: int, *, umask: int) -> Commit:
+        """Make a file without a name, with the attributes that the directory hands down."""
+        commit = Commit()
+        inode = self._new_inode(self._tree.inode(directory), mode, uid, gid, umask, now_ns())
+        inode.nlink = 0
+        commit.inode, commit.inodes, commit.local = inode, (inode,), True
+        return commit
+
+    def _new_inode(
         self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
     ) -> Inode:
         """Return an inode without a name, with the group and ACL that the directory hands down."""
@@ -278,7 +286,7 @@ class Planner:
     ) -> None:
         """Put a whiteout, a character device 0:0 (overlayfs), in the place of the old name."""
         directory = self._tree.inodes[parent]
-        whiteout = self.new_inode(directory, stat.S_IFCHR, *owner, 0, now_ns())
+        whiteout = self._new_inode(directory, stat.S_IFCHR, *owner, 0, now_ns())
         whiteout.version = 1
         commit.inodes = [*commit.inodes, whiteout]
         commit.names = [commit.names[0], (parent, name, whiteout.ino)]

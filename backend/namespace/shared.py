@@ -378,10 +378,6 @@ class SharedCommitter:
         found.update(inode.ino for inode in commit.gone if inode.is_dir)
         return tuple(found)
 
-    async def take_numbers(self) -> None:
-        """Get more inode numbers, after Spent."""
-        await self._numbers.take()
-
     async def freshen(self) -> None:
         """Return when the tree has every change that was acknowledged before this call."""
         await self._hub.barrier()
