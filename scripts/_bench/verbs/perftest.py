@@ -59,8 +59,8 @@ def read_latency_us(way: Way, size: int, count: int) -> float:
 
 
 def _numbers(way: Way, program: str, *options: object) -> list[float]:
-    """The line of figures of the side that asked. Where its clock and the processor's disagree for a moment,
-    it gives none, and is asked again."""
+    """The line of figures of the side that asked. It gives none where its clock and the processor's
+    disagree for a moment, and is asked again."""
     for _ in range(_TRIES - 1):
         with suppress(PerftestFailed):
             return _try(way, program, *options)
