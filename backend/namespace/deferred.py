@@ -56,11 +56,11 @@ _TOLD_MAX = 10
 
 
 class _Change(NamedTuple):
-    """`claims` has the directories that it concerns, with the revisions of their claims when it was
-    deferred; one of them is `removed`, or none (0)."""
+    """`operations` are by key. `claims` has the directories that it concerns, with the revisions of their
+    claims when it was deferred; one of them is `removed`, or none (0)."""
 
     number: int
-    operations: Sequence[Put | Delete]
+    operations: dict[bytes, Put | Delete]
     claims: dict[int, int]
     removed: int
 
@@ -135,9 +135,9 @@ class Deferred:
         self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
         removed = next((one.ino for one in commit.gone if one.is_dir), 0)
-        change = _Change(self.count, changes, claims, removed)
+        change = _Change(self.count, {one.key: one for one in changes}, claims, removed)
         self._changes.append(change)
-        self._waiting.update(operation.key for operation in change.operations)
+        self._waiting.update(change.operations.keys())
         self._first.set()
         if len(self._waiting) >= _OPERATIONS_MAX:
             self._many.set()
@@ -261,14 +261,14 @@ class Deferred:
         """Return the first changes, as many as a transaction takes, at least one."""
         some = _Some([], {}, set())
         for change in changes:
-            keys = {operation.key for operation in change.operations}
+            more = change.operations.keys() - some.operations.keys()
             if some.changes and (
-                len(some.operations.keys() | keys) > operations_max
+                len(some.operations) + len(more) > operations_max
                 or len(some.claims | change.claims.keys()) > _DIRECTORIES_MAX
             ):
                 break
             some.changes.append(change)
-            some.operations.update((operation.key, operation) for operation in change.operations)
+            some.operations.update(change.operations)
             some.claims.update(change.claims)
         return some
 
@@ -293,7 +293,7 @@ class Deferred:
             self._under_way, self._sent = {}, []
             self._changes = deque(sorted((*some.changes, *self._changes), key=itemgetter(0)))
             for change in some.changes:
-                self._waiting.update(operation.key for operation in change.operations)
+                self._waiting.update(change.operations.keys())
             raise
         self._under_way, self._sent = {}, []
         self._stored_s = trio.current_time()
@@ -308,7 +308,7 @@ class Deferred:
         numbers = {change.number for change in changes}
         self._changes = deque(one for one in self._changes if one.number not in numbers)
         for change in changes:
-            self._waiting.subtract(operation.key for operation in change.operations)
+            self._waiting.subtract(change.operations.keys())
         self._waiting = +self._waiting
 
     # -- changes that cannot be stored ---------------------------------------------------------------
@@ -353,7 +353,7 @@ class Deferred:
     def _lose(self, lost: Sequence[_Change]) -> None:
         """Give up changes: another mount has changed the same."""
         self._remove(lost)
-        keys = {operation.key for change in lost for operation in change.operations}
+        keys = set[bytes]().union(*(change.operations for change in lost))
         self._lost_keys |= keys
         for key in keys - self._waiting.keys():
             self._before.pop(key, None)
