@@ -63,6 +63,7 @@ class Inodes(dict[int, Inode]):
         self._records = records
         self._compared = compared
         self.totals = Totals()
+        self._kept_max = _KEPT_MAX
         # By number: the inode before the change under way, and its new record; None: it stays the same.
         self._changed: dict[int, tuple[Inode | None, bytes | None]] = {}
 
@@ -72,7 +73,7 @@ class Inodes(dict[int, Inode]):
         value = self._records.get(inode_key(ino))
         if value is None:
             raise NoInode(ino)
-        if super().__len__() > _KEPT_MAX and not self._changed:
+        if super().__len__() > self._kept_max and not self._changed:
             self.forget()
         inode = self[ino] = self._decode(ino, value)
         return inode
@@ -203,7 +204,7 @@ class Inodes(dict[int, Inode]):
             elif after is not None and after.revision:
                 totals.count(after, 1)
         self._changed.clear()
-        if super().__len__() > _KEPT_MAX:
+        if super().__len__() > self._kept_max:
             self.forget()
 
     def restore(self) -> None:
@@ -216,9 +217,10 @@ class Inodes(dict[int, Inode]):
         self.forget()
 
     def forget(self) -> None:
-        """Drop what the map has, too."""
+        """Drop what the map has, too. The rest stays, and does not count."""
         for ino in [ino for ino, inode in super().items() if inode.revision]:
             del self[ino]
+        self._kept_max = super().__len__() + _KEPT_MAX
 
 
 def link_key(ino: int, parent: int, name: bytes) -> bytes:

@@ -128,9 +128,8 @@ class Namespace:
     ) -> Inode:
         """Return a file without a name (O_TMPFILE), with the attributes that a directory hands down. It
         exists in the tree only, until link() names it."""
-        made = await self._carry_out(
-            partial(self._planner.orphan, directory, mode, uid, gid, umask=umask)
-        )
+        plan = partial(self._planner.orphan, directory, mode, uid, gid, umask=umask)
+        made = await self._carry_out(plan)
         assert made is not None
         return made
 

@@ -200,9 +200,8 @@ class Shared(Coherence):
     def _led(self, parent: int, name: bytes, pid: int) -> Inode | None:
         """Return the inode to which a thread is led by a name, whose open comes once more."""
         ino = self._trails.led(pid, (parent, name))
-        if ino and self._cache.routes.is_promised(pid, ino):
-            return self._inodes.get(ino)
-        return None
+        is_led = ino and self._cache.routes.is_promised(pid, ino)
+        return self._inodes.get(ino) if is_led else None
 
     def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
         led = self._led(parent, name, pid)
@@ -250,6 +249,7 @@ class Shared(Coherence):
             believed = private or await self._freshen(asked, content=not truncates(flags))
             try:
                 node, inode = self._nodes.get(node_id)
+                believed = believed or _is_known_by_its_name(node, inode)
                 is_held = private or self._trails.hold(pid, names, inode.ino, believed=believed)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name
@@ -376,6 +376,12 @@ class _Listing(Listing):
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
         if self._valid_s and self._may_be_believed(name, inode):
             self._shared.believe_entry(answer, (self._directory, name), node, inode, self._valid_s)
+
+
+def _is_known_by_its_name(node: Node, inode: Inode) -> bool:
+    """Return whether the only name of a file is the one that the kernel was told last. An open that comes
+    without a lookup may be one that the kernel tries once only (fanotify, FS_IOC_GETFLAGS)."""
+    return bool(inode.name) and not inode.more and node.name == (inode.parent, inode.name)
 
 
 def _name_of(node: Node | None, names: Sequence[TrailStep]) -> TrailStep | None:

@@ -161,9 +161,10 @@ class _Assembly:
         return session, status
 
     def _stack_depth(self) -> int:
-        """Return 1, so that others can stack (overlayfs) on this mount, or 2 for a store on overlayfs."""
+        """Return 1, so that others can stack (overlayfs) on this mount; 2 for a store on overlayfs, and in
+        a cluster: what a stacked filesystem has found is ESTALE for good once the kernel forgets names."""
         below = mounting.containing_mount(self._config.store)
-        return 2 if below is not None and below.fstype in _STACKED else 1
+        return 2 if self._config.cluster or (below and below.fstype in _STACKED) else 1
 
     def _with_portable_session(self, reason: str) -> tuple[Session, Status]:
         # Imported here: a kernel session needs no pyfuse3.

@@ -17,6 +17,7 @@ import pytest
 from harness.claims import claim
 from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.errors import fails_with
+from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess
@@ -678,3 +679,27 @@ def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
             node.resume()
             assert read_version(other / "file") == i
             cluster.wait_healthy()
+
+
+def test_an_open_that_the_kernel_tries_only_once_needs_no_lookup(pair: list[Path]) -> None:
+    for path in pair:
+        with open(path / "file", "ab+") as file, fails_with(errno.ENOTTY):
+            fcntl.ioctl(
+                file, 0x80086601, bytes(8)
+            )  # FS_IOC_GETFLAGS: the kernel opens it once more
+
+
+def test_overlayfs_on_a_mount_is_refused(
+    hosts: list[ClusterMount], here: Path, tmp_path: Path
+) -> None:
+    """The names that it keeps would be ESTALE for good after a change by another host."""
+    layers = [tmp_path / name for name in ("lower", "upper", "work", "merged")]
+    for path in layers:
+        path.mkdir()
+
+    def mounted(lower: Path) -> int:
+        options = f"lowerdir={lower},upperdir={layers[1]},workdir={layers[2]}"
+        words = "mount", "-t", "overlay", "-o", options, "overlay", str(layers[3])
+        return subprocess.run(in_new_mount_namespace(*words, keep=hosts[0].path)).returncode
+
+    assert (mounted(layers[0]), mounted(here)) == (0, 32)

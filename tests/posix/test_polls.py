@@ -49,25 +49,16 @@ def start_polling(process: Process) -> None:
 
 
 @changes
-def test_a_change_wakes_who_polls(
+def test_a_change_wakes_who_polls_and_is_told_at_once_to_who_polls_later(
     file: Path, process: TakeProcess, change: Callable[[Path], object]
 ) -> None:
     file.write_bytes(b"old")
-    reader = opened(process(), file)
+    reader, later = opened(process(), file), opened(process(), file)
     start_polling(reader)
     assert not reader.finished(within_s=0.1)
     change(file)
     assert reader.result() is True
-
-
-@changes
-def test_a_change_before_the_poll_is_told_at_once(
-    file: Path, process: TakeProcess, change: Callable[[Path], object]
-) -> None:
-    file.write_bytes(b"old")
-    reader = opened(process(), file)
-    change(file)
-    assert reader.do(POLL.format(ms=0)) is True
+    assert later.do(POLL.format(ms=0)) is True
 
 
 @changes
