@@ -7,8 +7,6 @@ from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
 from .quotas import Charge
 
-__all__ = ["Commit", "compares", "operations"]
-
 # etcd accepts 128 compares in a transaction; some are the engine's, some a caller's guards.
 _COMPARES_MAX = 120
 

@@ -35,8 +35,6 @@ from .tree import Tree
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
-__all__ = ["Deferred"]
-
 log = logging.getLogger(__name__)
 
 # etcd takes 127 operations and as many compares in a transaction. Some compare the claims of directories.

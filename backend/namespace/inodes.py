@@ -20,8 +20,6 @@ import msgspec
 from ..kv.map import Map
 from .inode import Inode, NoInode, fail, inode_key, nearest_time, time_key
 
-__all__ = ["Inodes", "Totals", "link_key"]
-
 _HEADER: Final = struct.Struct(">QQIIB")
 _INODES: Final = (b"i", b"j")
 # Inodes of the map that stay here, decoded. About 5 MiB.

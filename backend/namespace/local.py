@@ -17,8 +17,6 @@ from .planner import root_of
 from .subvolumes import ALL_INOS
 from .tree import Tree
 
-__all__ = ["LocalCommitter"]
-
 log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from .tree import Tree
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
-__all__ = ["InodeNumbers", "Spent"]
-
 _BLOCK = 4096
 # The next block is taken when fewer numbers are left than this.
 _SPARE = 1024

@@ -5,6 +5,7 @@ promised its own content on another node, and refused: see redirects.py.
 """
 
 import errno
+import os
 
 from ..backend.namespace import Inode, fail
 from .content import Content, State
@@ -85,7 +86,7 @@ class Routes:
         if promise is not None and promise.is_kept_by(node, flags):
             return promise.content, promise.cut
         nameless = promise is not None and promise.is_nameless(node)
-        if nameless and node.opens:
+        if (nameless and node.opens) or (not promise and self.comes_by_no_name(node, flags)):
             # An open through a descriptor of the file shares the content of the descriptor.
             assert node.content is not None
             return node.content, truncates(flags)
@@ -98,6 +99,12 @@ class Routes:
             return content, cut
         self._promise((pid, inode.ino), node, content, inode, flags, cut=cut)
         raise fail(errno.ESTALE)
+
+    def comes_by_no_name(self, node: Node, flags: int) -> bool:
+        """Return whether an open for reading, which nobody promised anything, came to a node to which no
+        name leads: the kernel may try it only once (fanotify, FS_IOC_GETFLAGS)."""
+        is_private = node.content is not None and node.content.state is State.REPLACING
+        return is_private and not flags & (os.O_ACCMODE | os.O_TRUNC)
 
     def choose_any(self, inode: Inode, flags: int, pid: int) -> tuple[Node, Content, bool]:
         """Return the same, and the node, for a request that accepts any node."""

@@ -250,6 +250,7 @@ class Shared(Coherence):
             try:
                 node, inode = self._nodes.get(node_id)
                 believed = believed or _is_known_by_its_name(node, inode)
+                believed = believed or self._cache.routes.comes_by_no_name(node, flags)
                 is_held = private or self._trails.hold(pid, names, inode.ino, believed=believed)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name
@@ -379,8 +380,8 @@ class _Listing(Listing):
 
 
 def _is_known_by_its_name(node: Node, inode: Inode) -> bool:
-    """Return whether the only name of a file is the one that the kernel was told last. An open that comes
-    without a lookup may be one that the kernel tries once only (fanotify, FS_IOC_GETFLAGS)."""
+    """Return whether the only name of a file is the one that the kernel was told last. An open without a
+    lookup came by that, or by none; the kernel may try it only once."""
     return bool(inode.name) and not inode.more and node.name == (inode.parent, inode.name)
 
 
