@@ -29,19 +29,10 @@ LATE_S = LATE_NS / SECOND
 
 def operation(kind: str, value: str | None, start: float, end: float, **changes: Any) -> Operation:
     """Return an operation on one file, with times in seconds."""
-    values: dict[str, Any] = {
-        "worker": 0,
-        "number": 1,
-        "host": "a",
-        "kind": kind,
-        "path": "file",
-        "began": changes.pop("began", start) * SECOND,
-        "start": start * SECOND,
-        "end": end * SECOND,
-        "outcome": "ok",
-        "value": value,
-    }
-    return Operation(**(values | changes))
+    began = changes.pop("began", start) * SECOND
+    values: dict[str, Any] = {"worker": 0, "number": 1, "host": "a", "path": "file"}
+    values |= {"kind": kind, "value": value, "outcome": "ok"} | changes
+    return Operation(began=began, start=start * SECOND, end=end * SECOND, **values)
 
 
 write = partial(operation, "write")

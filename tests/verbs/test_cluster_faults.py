@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from harness import rdma
 from harness.clusters import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
+from harness.mountpoint import eventually
 from harness.parts import run_instead
 from harness.programs import breakable
 from harness.seeds import chosen_seed
@@ -72,6 +73,8 @@ class Faults:
         set_links("up", *names)
 
     def _break(self, part: Daemon) -> None:
+        # The signal ends a process that has just begun.
+        eventually(lambda: breakable.is_ready(part.pid), f"{part.name} runs", PHASE_S)
         os.kill(part.pid, breakable.SIGNAL)
 
     def _kill(self) -> None:

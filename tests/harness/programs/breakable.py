@@ -2,6 +2,7 @@
 
 import signal
 import weakref
+from pathlib import Path
 from typing import Any
 
 from irdmafs.backend.transport.verbs.queue import QueuePair
@@ -15,6 +16,12 @@ def break_pair(pair: QueuePair) -> None:
     library = pair._library
     attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
     pair._pair.modify(attributes, library.enum("QP_STATE"))
+
+
+def is_ready(pid: int) -> bool:
+    """Return whether the process has a handler of the signal."""
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 
 
 def make_breakable() -> None:
