@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ..backend.files.extents import ExtentStore
 from ..backend.model.clock import now_ns
-from ..backend.model.records import ContentId
+from ..backend.model.records import NO_CONTENT, ContentId
 from ..backend.namespace import Inode, Namespace
 from ..coherence.nodes import Node
 from ..mount_options import MountOptions
@@ -115,15 +115,17 @@ class Atimes:
 
     def saved(self, inode: Inode) -> None:
         """Note that an inode's changed record has its access time. By the rule of relatime the next read
-        counts, so its extents have to be told of the change."""
+        counts, so its extents have to be told of the change, also if none passes through just now."""
         self._read.pop(inode.ino, None)
         seconds, rest = divmod(inode.atime_ns, _SECOND_NS)
         times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)
         nodes = self._passed.get(inode.ino, {})
-        for node, passed in nodes.items():
-            path = os.fsencode(self._extents.path(passed.extent))
+        for extent in {inode.extent, *(passed.extent for passed in nodes.values())} - {NO_CONTENT}:
+            path = os.fsencode(self._extents.path(extent))
             if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
-                nodes[node] = passed._replace(atime_ns=inode.atime_ns)
+                for node, passed in nodes.items():
+                    if passed.extent == extent:
+                        nodes[node] = passed._replace(atime_ns=inode.atime_ns)
 
     def _look(self, ino: int) -> None:
         """Look at the extents of an inode that may have been read."""

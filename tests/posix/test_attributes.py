@@ -436,6 +436,7 @@ ATIME_STEPS = (
     "write(f, 'other')",
     "read(f)",
     "os.chmod(f, 0o600); time.sleep(0.02); read(f)",
+    "read(f); write('/proc/sys/vm/drop_caches', '2'); os.chmod(f, 0o640); time.sleep(0.02); read(f)",
     "os.utime(f, (1, 2))",
     "read(f)",
     "os.utime(f, (2**31, 2**31 + 5))",
