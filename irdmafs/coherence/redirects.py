@@ -3,7 +3,7 @@
 The kernel decides by name which node an open goes to, and does not know which content we would give
 it. An open that came to the wrong node is answered ESTALE. The kernel then looks the name up once
 more, and the lookup leads it to the node that is ready for it. A file that is opened without a name
-(/proc/self/fd, a file that is bind-mounted, fanotify) comes back without a lookup in between.
+(/proc/self/fd, a file that is bind-mounted) comes back without a lookup in between; by fanotify, never.
 
 The second try is the last one. If the name has come to mean another file by then, the promise moves to
 that file when the thread looks it up.

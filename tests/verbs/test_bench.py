@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from _bench.verbs import registration  # noqa: E402
+from _bench.verbs.loop import Row  # noqa: E402
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +39,12 @@ def test_a_model_has_the_tensors_of_its_file_one_behind_the_other() -> None:
     assert [tensor.offset for tensor in tensors] == [0, *ends[:-1]]
     assert 100 << 20 < ends[-1] < 1 << 30  # small enough for a guest
     assert len({tensor.size for tensor in tensors}) > 4
+
+
+def test_wrong_usage_and_wrong_counts_are_told() -> None:
+    assert bench("--only", "speed").returncode == 2
+    rows = Row("registrations", 1, 0), Row("registrations", 0, 0), Row("files", 7, None)
+    assert [row.is_wrong for row in rows] == [True, False, False]
 
 
 @pytest.mark.verbs

@@ -24,7 +24,7 @@ _START_TIMEOUT_S = 120.0
 _RUN_TIMEOUT_S = 600.0
 # 4.096 us * 2 ** 18: with its own 67 ms, a busy processor looks like lost packets to software RDMA.
 _TIMEOUT_EXPONENT = 18
-# On a busy machine its clock and the processor's disagree more often than not.
+# On a busy machine its clock and the processor's may disagree several times in a row.
 _TRIES = 20
 _NUMBERS = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
 
