@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # A part whose place is another host is left to a reducer there for so long.
 _LEAVE_S = 3.0
 # A reducer that fails for so long, as on a host whose disk is broken or that reaches no store node, leaves
-# its parts to others.
+# its parts to others, and takes none for as long: while it tries to, it has their locks.
 _FAILS_S = 5.0
 # A reducer that has nothing to do looks this often whether it has to end.
 _STOPPED_S = 0.1
@@ -113,7 +113,7 @@ class Reducer:
                 if self._locks and time.monotonic() > worked_s + _FAILS_S:
                     log.warning("%s: this reducer leaves its parts to others", self.train.models)
                     self._leave_parts()
-                    self._looked_s = time.monotonic() + _LEAVE_S
+                    self._looked_s = time.monotonic() + _FAILS_S
                 time.sleep(LOOK_S)
                 if not self.train.is_current:
                     self._begin_again()
@@ -210,6 +210,7 @@ class Reducer:
                 held = self._of_others[name].hold(holder)
             except OSError:
                 self._of_others.pop(name).close()
+                self._looked_s = time.monotonic() + _FAILS_S
                 raise
             if held:
                 log.info("%s: this reducer has %s now", self.train.models, name)

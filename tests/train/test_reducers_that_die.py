@@ -89,6 +89,8 @@ def test_reducer_whose_host_reaches_no_store_node_leaves_its_parts_to_another(
         worker.pull(timeout_s=30)
         cluster.cut(fails, node)
         worker.push(ones(1))
+        eventually(lambda: "leaves its parts" in process.log_tail(), "it gives up", 30)
+        eventually(lambda: not is_free(run), "it tries again", 30)
         reduce_until(other, lambda: newest(run) >= 2, "another reducer has its parts")
         assert process.alive
         cluster.heal(fails, node)
