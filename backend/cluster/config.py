@@ -26,8 +26,6 @@ from ..model.values import ConfigError, Seconds, Size, from_text, split_host_por
 from ..transport.verbs.devices import local_address
 from .config_sections import SECTIONS, ClusterSection, LogSection, MountSection, NodeSection
 
-__all__ = ["ClusterConfig", "Listen", "find_config"]
-
 DEFAULT_PATH = "/etc/irdmafs/cluster.toml"
 PATH_VARIABLE = "IRDMAFS_CONFIG"
 _CONFIG_LIMIT_BYTES = 1 << 20

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..transport.verbs.rdma import Choice
     from ..trust.security import Credentials, Role
 
-__all__ = ["SECTIONS", "ClusterSection", "LogSection", "MountSection", "NodeSection", "RdmaMode"]
-
 ETCD_PORT = 2379
 STREAMS_MAX = 64
 RDMA_QUEUE_PAIRS_MAX = 4

@@ -15,8 +15,6 @@ from ..namespace.inode import FIRST_VIRTUAL_INO
 from ..namespace.subvolumes import SUBVOLUMES, next_ino_key, numbers_of
 from ..trust.security import Role
 
-__all__ = ["Range", "own_ranges", "shared_ranges", "subvolume_ranges"]
-
 # Keys that begin with the number of an inode, of a rule or of a pool (see records and namespace), and what
 # these numbers may be. Other keys of their kinds mean nothing, and nobody needs to write them.
 _OF_INODES = (b"d", b"i", b"t", b"l", b"D", b"W")

@@ -13,8 +13,6 @@ from ..kv import Compare, Conflict, Event, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
 
-__all__ = ["Groups"]
-
 # etcd accepts 128 operations in a transaction.
 CREATED_AT_ONCE = 100
 # Fewer, as one conflict fails the whole transaction.

@@ -28,8 +28,6 @@ from ..kv.faults import Faults
 from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, encode, key_of
 from .lease import Session
 
-__all__ = ["History", "accept", "described", "goal", "read_epoch", "read_reports", "report_key"]
-
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0

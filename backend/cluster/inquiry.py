@@ -21,8 +21,6 @@ from .history import read_reports
 from .membership import Members
 from .overview import Cluster
 
-__all__ = ["ask_nodes", "begin_scrub", "name_files", "read_cluster", "read_group_bytes"]
-
 _SCAN_KEYS = 1000
 _ASK_S = 3.0
 _DEPTH_MAX = 1000

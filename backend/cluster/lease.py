@@ -24,8 +24,6 @@ from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses
 
-__all__ = ["MOUNT", "NODE", "Removed", "Session", "SessionEnded", "now_s"]
-
 log = logging.getLogger(__name__)
 
 MOUNT = b"m"

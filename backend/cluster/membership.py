@@ -36,16 +36,6 @@ from ..model.values import ConfigError
 from .config import ClusterConfig
 from .lease import MOUNT, NODE, Session
 
-__all__ = [
-    "Members",
-    "admit",
-    "followed_key",
-    "no_such_cluster",
-    "read_settings",
-    "removed_for_good",
-    "seen_key",
-]
-
 log = logging.getLogger(__name__)
 
 # A longer rule is not understood.

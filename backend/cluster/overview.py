@@ -16,8 +16,6 @@ from ..model.values import ConfigError
 from .group_configs import Groups
 from .membership import Members
 
-__all__ = ["Cluster"]
-
 
 class Cluster:
     """The state that was read. `rebalance_rate` is the bytes per second at which each node fills groups."""

@@ -26,8 +26,6 @@ from .group_configs import Groups
 from .membership import Members, removed_for_good
 from .replica import Replica
 
-__all__ = ["Lost", "Removal", "removal"]
-
 _ROUNDS_MAX = 20
 _UNLINKS_AT_ONCE = 16
 # Mounts that follow a directory tell their kernel within a lease's time, or their session ends.

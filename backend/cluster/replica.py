@@ -21,8 +21,6 @@ from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
 
-__all__ = ["Consumer", "Replica"]
-
 log = logging.getLogger(__name__)
 
 # Every key: kinds are ASCII letters (see records).

@@ -15,8 +15,6 @@ from ..model.records import GROUP_BUCKET_BITS, MountRecord
 from .history import described
 from .overview import Cluster
 
-__all__ = ["Health", "counted", "health", "report_of"]
-
 Health = Literal["ok", "degraded", "unavailable"]
 HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 

@@ -14,8 +14,6 @@ import msgspec
 from ..model.records import decode, session_of
 from . import Event, KeyValue
 
-__all__ = ["Fault", "FaultReport", "Faults", "summary"]
-
 log = logging.getLogger(__name__)
 
 # The length in bytes of the keys of each kind (see records and namespace).

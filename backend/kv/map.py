@@ -33,8 +33,6 @@ from lmdb.verify import VerifyError, verify
 
 from . import Damaged, NoSpace
 
-__all__ = ["Map"]
-
 log = logging.getLogger(__name__)
 
 _FORMAT_KEY: Final = b"\0format"

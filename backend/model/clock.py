@@ -12,8 +12,6 @@ import functools
 import os
 import time
 
-__all__ = ["now_ns"]
-
 # A change whose own time would be earlier, by another host's clock, is shown 1 ns after the one before it.
 _BEFORE_NS = 2
 

@@ -9,21 +9,6 @@ from collections.abc import Collection, Sequence
 
 from .records import GroupConfig
 
-__all__ = [
-    "degraded",
-    "demoted",
-    "dropped",
-    "emptied",
-    "has_still",
-    "leader",
-    "led_by",
-    "next_step",
-    "promoted",
-    "refenced",
-    "with_joining",
-    "without",
-]
-
 
 def without(config: GroupConfig, *nodes: int) -> GroupConfig:
     """Remove members that are dead or out of reach. One member in sync must remain: the last one that has

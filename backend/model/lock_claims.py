@@ -40,24 +40,6 @@ import msgspec
 
 from .records import Count, key_of
 
-__all__ = [
-    "CLAIMS_MAX",
-    "ENTRY",
-    "FLOCK",
-    "GUARD",
-    "NOTHING",
-    "POSIX",
-    "Claim",
-    "Entry",
-    "LockHolder",
-    "entry_key",
-    "guard_key",
-    "is_blocked",
-    "is_covered",
-    "merged",
-    "parse_key",
-]
-
 GUARD, ENTRY = b"l", b"L"
 POSIX, FLOCK = 0, 1
 # An entry is written anew with each of its changes, and sent to every mount.

@@ -13,8 +13,6 @@ from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-__all__ = ["Declared", "Option", "declared"]
-
 
 class Option(NamedTuple):
     """The part of a setting that people read.

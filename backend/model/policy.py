@@ -8,17 +8,6 @@ import errno
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = [
-    "LEVELS",
-    "POLICIES_MAX",
-    "REPLICAS_MAX",
-    "Candidate",
-    "Policy",
-    "is_understood",
-    "parse_policy",
-    "policy_id",
-]
-
 # Failure domains, widest first.
 LEVELS = ("zone", "rack", "host")
 POLICIES_MAX = 255

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from .policy import REPLICAS_MAX
 
-__all__ = ["Bools", "Floats", "Ids", "Ints", "settle"]
-
 # More than any crowding: a node has at most one replica of a group.
 _TAKEN = 1 << 40
 

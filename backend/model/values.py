@@ -2,8 +2,6 @@
 
 from .sizes import parse_duration, parse_size
 
-__all__ = ["ConfigError", "Seconds", "Size", "from_text", "split_host_port"]
-
 
 class ConfigError(Exception):
     """The configuration cannot be used; the text is one line that says what to do."""

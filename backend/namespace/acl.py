@@ -13,19 +13,6 @@ from typing import Final, NamedTuple
 
 from .inode import Inode, fail
 
-__all__ = [
-    "ACCESS",
-    "DEFAULT",
-    "NAMES",
-    "access_mode",
-    "after_chmod",
-    "check",
-    "follow_chmod",
-    "inherited",
-    "put",
-    "remove",
-]
-
 ACCESS: Final = b"system.posix_acl_access"
 DEFAULT: Final = b"system.posix_acl_default"
 NAMES: Final = frozenset({ACCESS, DEFAULT})

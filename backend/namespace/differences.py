@@ -7,8 +7,6 @@ from .events import time_of
 from .inode import DAMAGED_INO, time_key
 from .lookup import Names
 
-__all__ = ["differences"]
-
 # The revision of a name that is not stored yet.
 _NOT_STORED = bytes(8)
 

@@ -19,8 +19,6 @@ from .inode import (
 )
 from .subvolumes import SUBVOLUMES, belongs
 
-__all__ = ["Changes", "Complain", "Listener", "changes_of", "removals_first", "time_of"]
-
 # Called with a key, what is wrong with its record, and the value.
 Complain = Callable[[bytes, str, bytes], None]
 # A parent, a name, and the inode that it leads to from now on, 0: none.

@@ -18,21 +18,6 @@ import msgspec
 
 from ..model.records import NO_CONTENT, SIZE_MAX, ContentId, Count, Layout
 
-__all__ = [
-    "DAMAGED_INO",
-    "FIRST_VIRTUAL_INO",
-    "NAME_MAX",
-    "NO_LAYOUT",
-    "NO_XATTRS",
-    "ROOT_INO",
-    "Inode",
-    "fail",
-    "inode_key",
-    "name_key",
-    "nearest_time",
-    "time_key",
-]
-
 ROOT_INO = 1
 # Numbers from here on to twice this are of inodes that are made up: they have neither record nor name.
 FIRST_VIRTUAL_INO = 1 << 47

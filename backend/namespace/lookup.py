@@ -9,8 +9,6 @@ from ..kv.map import Map
 from .inode import NAME_MAX, ROOT_INO, Inode, fail, name_key
 from .inodes import Inodes, link_key
 
-__all__ = ["Names"]
-
 
 class Names:
     """The names and inodes of a tree, which Tree changes, in an ordered map. `inodes` is for reading only.

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from .inode import ROOT_INO
 from .lookup import Names
 
-__all__ = ["misplaced"]
-
 _Name = tuple[int, bytes]  # number of a directory, and a name in it
 
 

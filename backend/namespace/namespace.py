@@ -34,8 +34,6 @@ from .planner import (
 from .shared import SharedCommitter
 from .tree import Tree
 
-__all__ = ["Namespace"]
-
 
 class Namespace:
     """Names and inodes. Methods raise OSError with the errno POSIX gives the call; on a shared engine also

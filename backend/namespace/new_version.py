@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from ..model.records import ContentId, Layout
 
-__all__ = ["NewVersion"]
-
 
 class NewVersion(NamedTuple):
     """A file's next version: `extent` has its bytes. `size` is in bytes, `blocks` in 512-byte units, times

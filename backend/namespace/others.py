@@ -6,8 +6,6 @@ from typing import Protocol
 
 from ..kv import Compare, Delete, Put
 
-__all__ = ["Claims", "Hub"]
-
 
 class Hub(Protocol):
     """The source of changes to a shared engine in this process (see replica)."""

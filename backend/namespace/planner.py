@@ -26,21 +26,6 @@ from .new_version import NewVersion
 from .subvolumes import belongs
 from .tree import Tree
 
-__all__ = [
-    "NOTHING_KNOWN",
-    "RENAME_EXCHANGE",
-    "RENAME_NOREPLACE",
-    "RENAME_WHITEOUT",
-    "XATTR_SIZE_MAX",
-    "Known",
-    "Outdated",
-    "Planner",
-    "attributes_set",
-    "root_of",
-    "xattr_removed",
-    "xattr_set",
-]
-
 XATTR_SIZE_MAX = 64 * 1024
 _XATTRS_TOTAL_MAX = 1024 * 1024
 

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from ..model.sizes import human_bytes, parse_size
 from .inode import ROOT_INO, Inode, fail
 
-__all__ = ["QUOTA_BYTES", "QUOTA_INODES", "QUOTA_NAMES", "Charge", "Quotas", "Usage", "parse_limit"]
-
 QUOTA_BYTES = b"user.irdmafs.quota_bytes"
 QUOTA_INODES = b"user.irdmafs.quota_inodes"
 QUOTA_NAMES = (QUOTA_BYTES, QUOTA_INODES)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from .inode import Inode
 
-__all__ = ["Refused", "RefusedName"]
-
 
 class RefusedName(NamedTuple):
     """A name in the directory `parent` that is to lead to the inode `ino`."""

@@ -34,8 +34,6 @@ from .tree import Tree
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
-__all__ = ["SharedCommitter"]
-
 # A mutation that is decided anew so often conflicts every time; the pause before each grows to the longest
 # after 6 attempts, so these take about 3 s.
 _ATTEMPTS_MAX = 40

@@ -8,8 +8,6 @@ between project quotas, nothing is moved or linked into it or out of it: EXDEV.
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF, key_of
 from .inode import FIRST_VIRTUAL_INO, ROOT_INO
 
-__all__ = ["ALL_INOS", "SUBVOLUMES", "belongs", "next_ino_key", "numbers_of", "subvolume_of"]
-
 # All that have records, those of subvolumes among them.
 ALL_INOS = range(ROOT_INO, FIRST_VIRTUAL_INO)
 _SIZE = 1 << 36

@@ -15,8 +15,6 @@ import trio
 from ..model.clock import now_ns
 from .inode import Inode, fail
 
-__all__ = ["Watches"]
-
 _FORGOTTEN_AFTER_S = 60.0
 _SWEEP_EVERY_S = 10.0
 # More than one user's programs may wait for.

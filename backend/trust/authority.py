@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = [
-    "REVOKED_FILE",
-    "begin_ca_change",
-    "finish_ca_change",
-    "issue",
-    "list_revoked",
-    "make_ca",
-]
-
 # The list of revoked certificates beside ca.pem, for etcd (--client-crl-file).
 REVOKED_FILE = "revoked.crl"
 

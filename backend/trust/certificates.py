@@ -12,8 +12,6 @@ from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import CertificateRecord
 
-__all__ = ["Certificates"]
-
 log = logging.getLogger(__name__)
 
 

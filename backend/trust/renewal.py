@@ -14,8 +14,6 @@ import trio
 
 from ..model.values import ConfigError
 
-__all__ = ["LOOK_S", "Renewable", "Renewal"]
-
 log = logging.getLogger(__name__)
 
 # How often the files are checked.

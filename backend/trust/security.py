@@ -24,26 +24,6 @@ from .renewal import Renewable
 if TYPE_CHECKING:
     from cryptography import x509
 
-__all__ = [
-    "READER_OID",
-    "Credentials",
-    "CredentialsError",
-    "Identity",
-    "Role",
-    "check_private",
-    "check_time",
-    "check_user",
-    "describe_tls_error",
-    "identity_in",
-    "is_final",
-    "is_for_nodes_only",
-    "load_certificate",
-    "load_certificates",
-    "peer_identity",
-    "read_file",
-    "subvolume_extension",
-]
-
 Role = Literal["node", "mount", "reader", "admin", "etcd"]
 ROLES: tuple[Role, ...] = get_args(Role)
 

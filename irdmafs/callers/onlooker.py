@@ -16,11 +16,6 @@ import struct
 import sys
 from collections.abc import Iterator
 
-__all__ = [
-    "HOLDS", "LEND", "REPLY", "REPLY_MAX_BYTES", "REQUEST", "REQUEST_MAX_BYTES", "STATUS", "WATCH", "holds",
-    "main", "open_files", "read_status",
-]  # fmt: skip
-
 # A request: its kind, a process or thread, and arguments. Bytes may follow.
 REQUEST = struct.Struct("<BiQQ")
 REQUEST_MAX_BYTES = REQUEST.size + 4096

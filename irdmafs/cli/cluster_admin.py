@@ -24,18 +24,6 @@ from ..backend.trust.security import Role
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
 
-__all__ = [
-    "Plan",
-    "change_record",
-    "etcd_arguments",
-    "forget_node",
-    "hosts_of",
-    "made_files",
-    "refuse_existing",
-    "register",
-    "set_node_state",
-]
-
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 _FORMAT = 1

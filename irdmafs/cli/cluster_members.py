@@ -32,18 +32,6 @@ from .cluster_admin import change_record
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
 
-__all__ = [
-    "Member",
-    "Use",
-    "list_members",
-    "node_addresses",
-    "protect",
-    "register_all",
-    "renewable",
-    "revoke",
-    "uses_of",
-]
-
 # The roles of processes with keys of their own in etcd, and of those that are users of etcd.
 _KEEPING_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node")

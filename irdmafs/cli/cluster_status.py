@@ -14,8 +14,6 @@ from ..backend.model.policy import LEVELS
 from ..backend.model.sizes import human_bytes
 from .status import human_duration, print_table, printable
 
-__all__ = ["Progress", "print_cluster", "print_moves"]
-
 _NODE_COLUMNS = (
     "node",
     "state",

@@ -28,8 +28,6 @@ from ..backend.namespace.subvolumes import SUBVOLUMES, next_ino_key
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
 
-__all__ = ["subvolume_at"]
-
 _RETRIES = 10
 _LOOK_AGAIN_S = 0.05
 

@@ -51,6 +51,9 @@ class Lock:
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
+        # By itself the lock ends when the mount has been told of the last close, which may be later.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, 0, 0, 0))
         with contextlib.suppress(OSError):
             os.close(fd)
 

@@ -15,8 +15,6 @@ import trio
 from ...model.records import ContentId, session_of
 from .cluster import Cluster
 
-__all__ = ["Abandoned"]
-
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0

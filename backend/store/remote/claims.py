@@ -42,8 +42,6 @@ from ...namespace.inode import inode_key
 from .leases import Leases
 from .rests import Rests
 
-__all__ = ["ClaimEntries", "Claims"]
-
 log = logging.getLogger(__name__)
 
 # The claim of a directory is taken with the second change in it within this time.

@@ -26,8 +26,6 @@ from .listeners import Changes
 from .lock_entries import LockEntries
 from .locks import SharedLocks
 
-__all__ = ["Coordination"]
-
 log = logging.getLogger(__name__)
 
 # Mounts that lost their sessions, with etcd for example, have registered anew by then.

@@ -13,8 +13,6 @@ from .contents import Contents
 from .listeners import Changes
 from .versions import Versions
 
-__all__ = ["Freshness"]
-
 log = logging.getLogger(__name__)
 
 

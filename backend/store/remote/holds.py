@@ -9,8 +9,6 @@ The names are in a directory of this mount's own, whose lock tells the node that
 import fcntl
 import os
 
-__all__ = ["HELD", "Holds"]
-
 HELD = "held"
 _ID_BYTES = 8
 

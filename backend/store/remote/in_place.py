@@ -14,8 +14,6 @@ from .replication import Publisher
 from .versions import Versions
 from .writer import digests_of
 
-__all__ = ["InPlace"]
-
 
 class InPlace:
     """Takes contents of versions out of a mount's cache to be written."""

@@ -12,8 +12,6 @@ from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
 from .cluster import Cluster
 
-__all__ = ["Layouts"]
-
 # Groups that are told of one file: answers to getxattr(2) are to be small.
 _TOLD_GROUPS_MAX = 16
 

@@ -22,8 +22,6 @@ import trio
 
 from ...transport import Memory
 
-__all__ = ["LENT_MAX", "Declined", "Lender", "Lent"]
-
 # The limit; each takes two descriptors and a task.
 LENT_MAX = 256
 # Missing in Python's fcntl.

@@ -7,8 +7,6 @@ from ...kv import Event, KeyValue
 from ...model.records import ContentId
 from ...namespace import Inode
 
-__all__ = ["Changes", "StoreListener"]
-
 
 class StoreListener(Protocol):
     """The notices of a shared store to its mount: of all changes in its namespace, by any host, before it

@@ -7,8 +7,6 @@ from ...kv import Event, KeyValue
 from ...kv.faults import Faults
 from ...model.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
 
-__all__ = ["LockEntries"]
-
 _NONE: Mapping[int, Entry] = {}
 
 

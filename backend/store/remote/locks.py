@@ -34,8 +34,6 @@ from ...model.lock_claims import (
 from ...model.records import encode
 from .lock_entries import LockEntries
 
-__all__ = ["SharedLocks"]
-
 log = logging.getLogger(__name__)
 
 # A host becomes the sole one of an inode after so long without others.

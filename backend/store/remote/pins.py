@@ -10,8 +10,6 @@ from ..pins import Pinned
 from .cluster import Cluster
 from .contents import Contents
 
-__all__ = ["ContentPins"]
-
 log = logging.getLogger(__name__)
 
 

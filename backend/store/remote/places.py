@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from ...model.records import ContentId
 
-__all__ = ["Borrowed", "Incoming", "Place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Incoming:

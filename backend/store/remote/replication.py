@@ -22,8 +22,6 @@ from .pins import ContentPins
 from .space import Space
 from .writer import Transfer
 
-__all__ = ["Publisher"]
-
 log = logging.getLogger(__name__)
 
 # Contents of which it is not known whether they became versions.

@@ -3,8 +3,6 @@
 import time
 from typing import NamedTuple
 
-__all__ = ["Rests"]
-
 _REST_S = 10.0
 _REST_MAX_S = 600.0
 

@@ -10,8 +10,6 @@ from ...files.sparse import allocated_bytes
 from ...namespace import Inode
 from .contents import Contents
 
-__all__ = ["Space"]
-
 _BLOCK_BYTES = 4096
 # A node that has less room than it last told says so within this time, if the difference is worth it.
 _TOLD_WITHIN_S: Final = 10.0

@@ -36,8 +36,6 @@ from .replication import Publisher
 from .space import Space
 from .versions import Versions
 
-__all__ = ["RemoteStore", "remote_store"]
-
 _RELEASE_S = 3.0
 
 

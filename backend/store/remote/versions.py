@@ -17,8 +17,6 @@ from .lent import Declined, Lender
 from .pins import ContentPins
 from .readahead import ReadAhead
 
-__all__ = ["Versions"]
-
 # A file that changed during so many fetches is pinned on its nodes.
 _GONE_BEFORE_PIN = 3
 _LOOK_AGAIN_S = 0.2
