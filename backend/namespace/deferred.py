@@ -42,12 +42,14 @@ _OPERATIONS_MAX = 100
 _LOST_OPERATIONS_MAX = 60
 _DIRECTORIES_MAX = 20
 _COMPARES_MAX = 127
-# The first of several changes waits so long for others.
-_GATHER_S = 0.1
+# Changes wait so long for others, or until there are so many: storing them takes time from who made them
+# and goes on.
+_GATHER_S = 0.4
+_MANY = 500
 # So many changes are deferred at a time, and none while etcd has stored nothing for so long: whoever makes
 # more of them waits.
 _DEFERRED_MAX = 1000
-_OVERDUE_S = 0.5
+_OVERDUE_S = 1.0
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
 _TOLD_MAX = 10
@@ -137,7 +139,7 @@ class Deferred:
         self._changes.append(change)
         self._waiting.update(change.operations.keys())
         self._first.set()
-        if len(self._waiting) >= _OPERATIONS_MAX:
+        if len(self._changes) >= _MANY:
             self._many.set()
 
     def concerns(self, commit: Commit) -> bool:
@@ -175,10 +177,14 @@ class Deferred:
         """Store what is deferred, soon after it was."""
         self._is_running = True
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
+        due = 0  # the newest change that has waited for long enough
         while True:
             await self._first.wait()
-            with trio.move_on_after(_GATHER_S):
-                await self._many.wait()
+            if not self._changes or self._changes[0].number > due:
+                with trio.move_on_after(_GATHER_S) as gathering:
+                    await self._many.wait()
+                if gathering.cancelled_caught:
+                    due = self.count
             try:
                 async with self._storing:
                     if self._lost_keys:
@@ -191,7 +197,7 @@ class Deferred:
                 await pauses.wait()
             if not (self._changes or self._lost_keys):
                 self._first = trio.Event()
-            if len(self._waiting) < _OPERATIONS_MAX:
+            if len(self._changes) < _MANY:
                 self._many = trio.Event()
 
     async def store(self) -> None:
