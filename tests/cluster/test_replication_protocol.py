@@ -39,7 +39,7 @@ PARTS = {
     "two writers while the group changes": Bounds(epochs=3, events=0),
     "two writers and any one event": Bounds(epochs=2, events=1),
 }
-# Together less than a minute on one core; each is visited completely.
+# Together some seconds on one core; each is visited completely.
 BOUNDED = {
     "late data, late promotions and any one event": Bounds(
         writers=1, events=1, late_puts=True, late_promotions=True
@@ -50,14 +50,11 @@ BOUNDED = {
     "a node keeps for a while what it had as a member": Bounds(
         writers=1, events=1, leftovers=True, torn=True, kinds=(CRASH, DAMAGE)
     ),
-    "the members in sync are given up": Bounds(
-        writers=1, contents=2, epochs=3, events=2, kinds=(CRASH, REMOVAL)
-    ),
     "a writer with a second session": Bounds(
         writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
     ),
 }
-# A minute, together.
+# Half a minute, together.
 LARGE = {
     "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "the members in sync are given up after a change": Bounds(

@@ -26,7 +26,6 @@ from harness.models.replication_state import (
     EXPIRY,
     GAVE_UP,
     GONE,
-    IDLE,
     LOSS,
     NOTHING,
     PIN,
@@ -118,11 +117,12 @@ class Model(Machine[State]):
         return State(
             log=(Etcd(config, NOTHING, (1 << contents) - 1, NOTHING),),
             nodes=(Node(UP, 0, 0, 0),) * bounds.nodes,
+            # A writer that begins later is one whose messages are late.
             writers=tuple(
-                Writer(IDLE, writer * bounds.contents, NOTHING, 0)
+                Writer(SENDING, writer * bounds.contents, config, 0)
                 for writer in range(bounds.writers)
             ),
-            puts=frozenset(),
+            puts=frozenset((writer * bounds.contents, config) for writer in range(bounds.writers)),
             promotions=frozenset(),
             owed=0,
             lost=0,
@@ -166,7 +166,7 @@ class Model(Machine[State]):
                 return
         if writer.phase == PUBLISHED:
             return
-        if writer.phase in (IDLE, SENDING):
+        if writer.phase == SENDING:
             yield from self._send_steps(state, index, writer)
         if writer.phase in (SENDING, GAVE_UP) and self._may_commit(head, writer):
             self._check_commit(state, head, writer.content)
@@ -180,13 +180,13 @@ class Model(Machine[State]):
             return
         if not head.sessions >> writer.content & 1:
             last = (writer.content + 1) % self.bounds.contents == 0
-            again = Writer(GAVE_UP, writer.content, writer.config, 0)
+            content, config = writer.content, writer.config
+            over = self._with_writer(state, index, Writer(GAVE_UP, content, config, 0))
             if not last:
-                again = Writer(IDLE, writer.content + 1, NOTHING, 0)
-            yield (
-                f"{name}: learns that its session is over",
-                self._with_writer(state, index, again),
-            )
+                content, config = content + 1, state.log[0].config
+                again = Writer(SENDING, content, config, 0)
+                over = self._with_put(self._with_writer(state, index, again), content, config)
+            yield f"{name}: learns that its session is over", over
         elif self.may(state, ABORT):
             gone = writer._replace(phase=GAVE_UP)
             yield (
@@ -197,19 +197,18 @@ class Model(Machine[State]):
     def _send_steps(self, state: State, index: int, writer: Writer) -> Iterator[Step]:
         """Send to the members of a configuration that it may know; what was acknowledged under the one
         before counts where groups.has_still says so."""
-        before = None if writer.config == NOTHING else self.configs[writer.config]
+        before = self.configs[writer.config]
         for config in {etcd.config for etcd in state.log}:
             now = self.configs[config]
-            if before is not None and now.epoch <= before.epoch:
+            if now.epoch <= before.epoch:
                 continue
             acks = 0
-            if before is not None:
-                for node in now.members:
-                    if writer.acks >> node & 1 and (
-                        groups.has_still(before, now, node)
-                        or not self.rules.acknowledgement_is_of_one_configuration
-                    ):
-                        acks |= 1 << node
+            for node in now.members:
+                if writer.acks >> node & 1 and (
+                    groups.has_still(before, now, node)
+                    or not self.rules.acknowledgement_is_of_one_configuration
+                ):
+                    acks |= 1 << node
             sending = Writer(SENDING, writer.content, config, acks)
             yield (
                 f"writer {index}: sends content {writer.content} to {self.show(config)}",
@@ -335,6 +334,9 @@ class Model(Machine[State]):
         old, new = state.log[node.view], state.log[node.view + 1]
         if self._is_removed(state, index, new.config):
             return Node(DOWN, NOTHING, node.sealed, 0)
+        return self._followed(index, node, old, new)
+
+    def _followed(self, index: int, node: Node, old: Etcd, new: Etcd) -> Node:
         pinned = 1 << new.pin if new.pin != NOTHING and self.rules.pinned_stays else 0
         free = 0
         if old.named != new.named and old.named != NOTHING:
@@ -513,7 +515,7 @@ class Model(Machine[State]):
         head = state.log[-1]
         for index, writer in enumerate(state.writers):
             bit = 1 << writer.content
-            if writer.phase == IDLE or not head.sessions & bit:
+            if not head.sessions & bit:
                 continue
             after = self._put(state, head._replace(sessions=head.sessions & ~bit))
             yield f"etcd: the session of writer {index} ends", after._replace(left=state.left - 1)
@@ -617,7 +619,11 @@ class Model(Machine[State]):
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
         before = state.log, state.nodes
-        key = before, self._oldest_epoch(state)
+        removed = 0
+        if (REMOVED, state.log[-1].config) in state.promotions:
+            # These follow etcd only until they learn of it.
+            removed = self._in_sync[state.log[-1].config]
+        key = before, removed
         after = self._moved.get(key)
         if after is None:
             after = self._moved[key] = self._as_moved(*before, key[1])
@@ -658,70 +664,54 @@ class Model(Machine[State]):
             writers = (*writers[:index], writer, *writers[index + 1 :])
         return writers
 
-    def _oldest_epoch(self, state: State) -> int:
-        """Return the first epoch for whose configuration data may be on its way, or be sent."""
-        if self.bounds.late_puts:
-            return 0
-        oldest = self.bounds.epochs + 1
-        if state.promotions:
-            # A node may be removed by the last change.
-            oldest = self.configs[state.log[-1].config].epoch - 1
-        for phase, _, config, _ in state.writers:
-            if phase == IDLE:
-                return 0
-            if phase == SENDING:
-                oldest = min(oldest, self.configs[config].epoch)
-        return oldest
-
-    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...], oldest_epoch: int) -> Seen:
+    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...], removed: int) -> Seen:
         """Return the log and the nodes, each node as far as it gets without doing anything."""
         head = len(log) - 1
         oldest = head
         last = log[-1]
         keep = last.sessions | self._bit(last.named) | self._bit(last.pin)
+        moved = list(nodes)
         for index, node in enumerate(nodes):
             if node.mode != UP:
                 if self._eager and node.sealed & ~keep:
-                    node = Node(node.mode, NOTHING, node.sealed & keep, 0)
-                    nodes = (*nodes[:index], node, *nodes[index + 1 :])
+                    moved[index] = Node(node.mode, NOTHING, node.sealed & keep, 0)
                 continue
-            view = node.view
-            while view < head and self._is_unmoved(
-                index, node, log[view], log[view + 1], oldest_epoch
-            ):
-                view += 1
-            if view != node.view:
-                node = Node(UP, view, node.sealed, node.torn)
-                nodes = (*nodes[:index], node, *nodes[index + 1 :])
-            if view < oldest:
-                oldest = view
+            while self._eager and node.view < head and not removed >> index & 1:
+                old, new = log[node.view : node.view + 2]
+                after = self._followed(index, node, old, new)
+                if not self._may_hurry(1 << index, node, old, new, after):
+                    break
+                node = after
+            moved[index] = node
+            oldest = min(oldest, node.view)
         if oldest:
             log = log[oldest:]
-            nodes = tuple(
+            moved = [
                 Node(UP, node.view - oldest, node.sealed, node.torn) if node.mode == UP else node
-                for node in nodes
-            )
-        return log, nodes
+                for node in moved
+            ]
+        return log, tuple(moved)
 
-    def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd, oldest_epoch: int) -> bool:
-        """Whether the node does the same whether it has seen a revision or not: it need not wait."""
-        if not self._eager:
-            return False
-        if not self._members[old.config] >> index & 1 and not node.sealed:
-            return not self._members[new.config] >> index & 1
-        if old.config != new.config and self.configs[old.config].epoch < oldest_epoch:
-            # A member that would not take data for the old configuration, nor frees any for the new one.
-            return bool(
-                old[1:] == new[1:]
-                and not node.torn
-                and self._members[old.config] & self._members[new.config] & 1 << index
-            )
-        return (
-            old.config == new.config
-            and old.sessions == new.sessions
-            and not node.sealed & (self._bit(old.named) | self._bit(old.pin))
-            and bool(self._in_sync[old.config] >> index & 1)
-        )
+    def _may_hurry(self, here: int, node: Node, old: Etcd, new: Etcd, after: Node) -> bool:
+        """Return whether a node follows a revision at once, as no harm can come of its waiting alone.
+
+        A member of the old and the new configuration need not wait: data that it would take under the old
+        one could have come before the new one was put, for nothing of that looks at the new one. Neither
+        need a node that joins and has nothing, nor one outside that frees nothing: they do nothing before.
+        Under one configuration a member loses data that cannot be named or pinned again, and takes no more
+        of a session that is over. It must have something left, for only that can be damaged. A node that
+        leaves does wait: others may copy from it."""
+        was, is_member = self._members[old.config] & here, self._members[new.config] & here
+        is_same = (after.sealed, after.torn) == (node.sealed, node.torn)
+        if old.config != new.config:
+            if not is_member:
+                return not was and is_same
+            return bool(was) or not (node.sealed & ~self._bit(old.pin) or node.torn)
+        if not was:
+            return is_same and (old.pin == new.pin or not node.sealed)
+        if after.sealed:
+            return True
+        return is_same and old.sessions == new.sessions and bool(self._in_sync[old.config] & here)
 
     def _awaited(
         self,

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 UP, DOWN, DAMAGED, GONE = range(4)
-IDLE, SENDING, PUBLISHED, GAVE_UP = range(4)
+SENDING, PUBLISHED, GAVE_UP = range(3)
 NOTHING = -1
 
 # (content, configuration) or (node, configuration)
