@@ -9,10 +9,13 @@ and only then etcd may end it, with the host's claim.
 published file without its name.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from harness.models.explorer import Broken, Machine
+
+T = TypeVar("T", "Etcd", "Host")
 
 NOBODY = -1
 
@@ -29,7 +32,6 @@ class Rules(NamedTuple):
 class Bounds(NamedTuple):
     """`losses` sessions end."""
 
-    hosts: int = 2
     losses: int = 0
 
 
@@ -60,7 +62,6 @@ class Host(NamedTuple):
     takes_claim: bool = True
     gives_up: bool = False
     flight: Flight | None = None
-    claimed_at: int = -1  # the state in which etcd had its claim first
 
 
 class State(NamedTuple):
@@ -77,22 +78,28 @@ class Model(Machine[State]):
     def __init__(self, bounds: Bounds, rules: Rules | None = None) -> None:
         self.bounds = bounds
         self.rules = rules or Rules()
+        self._decisions = cache(self._decide)
+        self._as_swapped = cache(_swapped)
 
     def initial(self) -> State:
-        return State((Etcd(),), (Host(),) * self.bounds.hosts, self.bounds.losses)
+        return State((Etcd(),), (Host(), Host()), self.bounds.losses)
 
     def reduced(self, state: State) -> State:
         """Forget what every host has seen."""
         oldest = min(host.applied for host in state.hosts)
         if not oldest:
             return state
-        hosts = tuple(
-            host._replace(
-                applied=host.applied - oldest, claimed_at=max(-1, host.claimed_at - oldest)
-            )
-            for host in state.hosts
-        )
-        return state._replace(past=state.past[oldest:], hosts=hosts)
+        hosts = tuple(host._replace(applied=host.applied - oldest) for host in state.hosts)
+        return State(state.past[oldest:], hosts, state.losses)
+
+    def canonical(self, state: State) -> State:
+        """The two hosts can stand for each other."""
+        return min(self.alike(state), key=hash)
+
+    def alike(self, state: State) -> Iterable[State]:
+        past = tuple(map(self._as_swapped, state.past))
+        hosts = tuple(map(self._as_swapped, state.hosts[::-1]))
+        return state, State(past, hosts, state.losses)
 
     def check(self, state: State) -> None:
         """Each host that has made the name, and whose session lives, believes that nobody else did."""
@@ -116,11 +123,6 @@ class Model(Machine[State]):
                     f"etcd answers {host.flight.kind} of host {number}",
                     self._answered(state, number),
                 )
-            if host.applied < len(state.past) - 1:
-                yield (
-                    f"host {number} takes in a revision",
-                    self._with(state, number, applied=host.applied + 1),
-                )
             if state.losses and host.valid:
                 lost = self._with(state, number, valid=False)
                 yield (
@@ -133,45 +135,59 @@ class Model(Machine[State]):
                 yield from self._host_steps(state, number)
 
     def _host_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
-        host, known = state.hosts[number], self._known(state, number)
-        claim = known.claim
+        """A host takes in as many revisions as it needs for a step, with it: to be behind in between leaves
+        it all that it may do."""
+        host, etcd = state.hosts[number], state.etcd
+        anew, has_claim = host._replace(applied=0), etcd.claim == number
+        found: dict[tuple[str, Host], int] = {}
+        for at in range(host.applied, len(state.past)):
+            for decision in self._decisions(number, anew, state.past[at], has_claim):
+                found.setdefault(decision, at)
+        for (label, after), at in found.items():
+            if after.made == "kept" != host.made and number in etcd.ended:
+                raise Broken(f"host {number} keeps a file when its session is over")
+            hosts = list(state.hosts)
+            hosts[number] = after._replace(applied=at)
+            yield f"host {number} {label}", State(state.past, tuple(hosts), state.losses)
+
+    def _decide(
+        self, number: int, host: Host, known: Etcd, has_claim: bool
+    ) -> list[tuple[str, Host]]:
+        """Return what a host may do that knows so much. `has_claim`: etcd has its claim by now."""
+        found = []
         # A claim of a session that has ended is nobody's.
-        is_ours = claim == number and not host.gives_up
-        if not self.rules.claim_waits_for_its_revision and host.claimed_at >= 0:
-            is_ours = state.etcd.claim == number and not host.gives_up
+        if self.rules.claim_waits_for_its_revision:
+            has_claim = known.claim == number
+        is_ours = has_claim and not host.gives_up
         if self.rules.keeps_within_session_only and not host.valid:
             is_ours = False
         is_free = known.name == NOBODY or (not known.seen and known.name in known.ended)
+        sent = []
         if not host.made and is_free:
             if is_ours:
-                if number in state.etcd.ended:
-                    raise Broken(f"host {number} keeps a file when its session is over")
-                yield (
-                    f"host {number} keeps its file to itself",
-                    self._with(state, number, made="kept"),
-                )
-            elif claim in (NOBODY, number):
-                yield self._sent(state, number, "make")
+                found.append(("keeps its file to itself", host._replace(made="kept")))
+            elif known.claim in (NOBODY, number):
+                sent.append("make")
         if host.made == "kept" and (known.name in (NOBODY, number) or known.name in known.ended):
-            yield self._sent(state, number, "publish")
-            if claim != number or host.gives_up:
-                yield self._sent(state, number, "store")
+            sent.append("publish")
+            if known.claim != number or host.gives_up:
+                sent.append("store")
         elif host.made == "kept":
-            yield f"host {number} finds its name taken", self._with(state, number, made="lost")
+            found.append(("finds its name taken", host._replace(made="lost")))
         if host.made == "stored":
-            yield self._sent(state, number, "publish")
-        if claim == NOBODY and host.takes_claim and host.valid:
-            yield self._sent(self._with(state, number, takes_claim=False), number, "claim")
-        if claim == number and not host.gives_up:
-            yield f"host {number} hears a wish", self._with(state, number, gives_up=True)
+            sent.append("publish")
+        if known.claim == NOBODY and host.takes_claim and host.valid:
+            sent.append("claim")
+        if known.claim == number and not host.gives_up:
+            found.append(("hears a wish", host._replace(gives_up=True)))
         has_stored = host.made != "kept" or not self.rules.stores_before_it_gives_up
-        if host.gives_up and claim == number and has_stored:
-            yield self._sent(state, number, "give up")
-
-    def _sent(self, state: State, number: int, kind: str) -> tuple[str, State]:
-        known = self._known(state, number)
-        flight = Flight(kind, known.claim, known.name)
-        return f"host {number} sends {kind}", self._with(state, number, flight=flight)
+        if host.gives_up and known.claim == number and has_stored:
+            sent.append("give up")
+        for kind in sent:
+            flight = Flight(kind, known.claim, known.name)
+            takes_claim = host.takes_claim and kind != "claim"
+            found.append((f"sends {kind}", host._replace(flight=flight, takes_claim=takes_claim)))
+        return found
 
     def _answered(self, state: State, number: int) -> State:
         """Return the state after a transaction was applied, or refused, and its host has heard of it. The
@@ -183,7 +199,6 @@ class Model(Machine[State]):
         if flight.kind == "claim":
             if number in etcd.ended or (self.rules.claims_compare_none and etcd.claim != NOBODY):
                 return state
-            state = self._with(state, number, claimed_at=len(state.past))
             return self._changed(state, claim=number)
         if flight.kind == "give up":
             return self._changed(state, claim=NOBODY) if etcd.claim == number else state
@@ -204,9 +219,6 @@ class Model(Machine[State]):
         claim = NOBODY if etcd.claim == number else etcd.claim
         return self._changed(state, claim=claim, ended=etcd.ended | {number})
 
-    def _known(self, state: State, number: int) -> Etcd:
-        return state.past[state.hosts[number].applied]
-
     def _changed(self, state: State, **changes: Any) -> State:
         return state._replace(past=(*state.past, state.etcd._replace(**changes)))
 
@@ -214,3 +226,18 @@ class Model(Machine[State]):
         hosts = list(state.hosts)
         hosts[number] = hosts[number]._replace(**changes)
         return state._replace(hosts=tuple(hosts))
+
+
+def _swapped(what: T) -> T:
+    """The same when the two hosts change places."""
+    if isinstance(what, Etcd):
+        ended = frozenset(1 - host for host in what.ended)
+        return Etcd(_other(what.claim), _other(what.name), what.seen, ended)
+    flight = what.flight
+    if flight is not None:
+        flight = Flight(flight.kind, _other(flight.claim), _other(flight.name))
+    return what._replace(flight=flight)
+
+
+def _other(host: int) -> int:
+    return host if host == NOBODY else 1 - host

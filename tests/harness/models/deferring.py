@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from harness.models.explorer import Broken, Machine
 
 NOBODY, ORDINARY, EXCLUSIVE = range(3)
+NOTHING = -1
 
 
 class Rules(NamedTuple):
@@ -51,29 +52,36 @@ class Etcd(NamedTuple):
     stored: int = 0
     ended: bool = False
 
+    @property
+    def for_writer(self) -> tuple[int, int, bool]:
+        """What a writer that has taken this in looks at: the claim, its number, and `followed`."""
+        return self.claim, self.number, self.followed
+
+    @property
+    def for_reader(self) -> tuple[bool, int]:
+        """What a reader that has taken this in looks at: whether the directory is hidden, and `stored`."""
+        return self.claim == EXCLUSIVE, self.stored
+
 
 class Writer(NamedTuple):
     """Changes are `deferred` under the claim with the number `under`. `claim`: the one that a transaction
-    compares which was sent. `waits_for`: the state of etcd that a follower has to know before so many
-    changes are `done`, 0: none."""
+    compares which was sent. `waits_for`: what a follower has to know, of what is ahead of it, before so
+    many changes are `done`; NOTHING: the writer does not wait."""
 
-    applied: int = 0
     valid: bool = True
     deferred: int = 0
     under: int = 0
     shares: bool = False
     sent: str = ""
     claim: int = 0
-    waits_for: int = 0
+    waits_for: int = NOTHING
     done: int = 0
 
 
 class Reader(NamedTuple):
     """`phase`: "" it does not look, "asks", or "waits" for what etcd had when it was asked. `must`: how
-    many changes were answered when it began. `follows_from`: the state in which etcd has that it
-    follows."""
+    many changes were answered when it began. `follows_from`: where it knows that it follows."""
 
-    applied: int = 0
     follows_from: int = 0
     phase: str = ""
     until: int = 0
@@ -81,15 +89,16 @@ class Reader(NamedTuple):
 
 
 class State(NamedTuple):
-    past: tuple[Etcd, ...]
+    """`to_writer` and `to_reader`: what each of them knows, and then what it has still to take in. They are
+    apart, as nothing depends on which of the two is behind the other."""
+
+    etcd: Etcd
+    to_writer: tuple[tuple[int, int, bool], ...]
+    to_reader: tuple[tuple[bool, int], ...]
     writer: Writer
     reader: Reader
     answered: int  # of the stored changes
     left: Bounds
-
-    @property
-    def etcd(self) -> Etcd:
-        return self.past[-1]
 
     @property
     def safe(self) -> int:
@@ -105,52 +114,41 @@ class Model(Machine[State]):
         self.rules = rules or Rules()
 
     def initial(self) -> State:
-        return State((Etcd(),), Writer(), Reader(), 0, self.bounds)
+        etcd = Etcd()
+        return State(
+            etcd, (etcd.for_writer,), (etcd.for_reader,), Writer(), Reader(), 0, self.bounds
+        )
 
     def reduced(self, state: State) -> State:
-        """Forget what both hosts have seen."""
-        writer, reader = state.writer, state.reader
-        oldest = min(writer.applied, reader.applied)
-        if not oldest:
-            return state
-        return state._replace(
-            past=state.past[oldest:],
-            writer=writer._replace(
-                applied=writer.applied - oldest, waits_for=max(0, writer.waits_for - oldest)
-            ),
-            reader=reader._replace(
-                applied=reader.applied - oldest,
-                until=max(0, reader.until - oldest),
-                follows_from=max(0, reader.follows_from - oldest),
-            ),
-        )
+        """Without what nobody looks at: under which claim nothing is deferred."""
+        writer = state.writer
+        return state if writer.deferred or not writer.under else self._writer(state, under=0)
 
     # -- what may happen -------------------------------------------------------------------------
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
-        newest = len(state.past) - 1
+        """A host takes revisions in, as many as it needs, with a step for which it needs them: to be behind
+        in between leaves it all that it may do."""
         writer, reader, left = state.writer, state.reader, state.left
-        if writer.applied < newest:
-            yield (
-                "the writer takes in a revision",
-                self._writer(state, applied=writer.applied + 1),
-            )
-        if reader.applied < newest:
-            yield (
-                "the reader takes in a revision",
-                self._reader(state, applied=reader.applied + 1),
-            )
+        may_lose = left.losses or not writer.valid or state.etcd.changed
+        if not (left.looks or reader.phase or may_lose):
+            return  # No promise can be broken any more.
         if writer.sent:
             yield f"etcd answers {writer.sent}", self._answered(state)
-        elif writer.waits_for:
-            follows = self.rules.changes_wait_for_followers and state.etcd.followed
-            if not follows or reader.applied >= writer.waits_for:
-                waited = self._writer(state, waits_for=0, done=0)
-                answered = state.answered + writer.done
-                yield "followers know the changes", waited._replace(answered=answered)
+        elif writer.waits_for != NOTHING:
+            waited = state
+            if self.rules.changes_wait_for_followers and state.etcd.followed:
+                waited = self._reader_knows(state, writer.waits_for)
+            waited = self._writer(waited, waits_for=NOTHING, done=0)
+            answered = state.answered + writer.done
+            yield "followers know the changes", waited._replace(answered=answered)
         else:
-            yield from self._writer_steps(state)
-        yield from self._reader_steps(state)
+            for at, known in enumerate(state.to_writer):
+                if known not in state.to_writer[:at]:
+                    ahead = state._replace(to_writer=state.to_writer[at:])
+                    yield from self._writer_steps(ahead)
+        for at in range(len(state.to_reader)):
+            yield from self._reader_steps(self._reader_knows(state, at))
         if left.losses and writer.valid:
             lost = self._writer(state, valid=False)
             yield (
@@ -166,13 +164,15 @@ class Model(Machine[State]):
 
     def _writer_steps(self, state: State) -> Iterator[tuple[str, State]]:
         rules, writer, left = self.rules, state.writer, state.left
-        known = state.past[writer.applied]
-        mine = known if rules.defers_what_it_knows_exclusive else state.etcd
-        defers = mine.claim == EXCLUSIVE and not writer.shares
-        if writer.deferred and writer.under != mine.number:
+        claim, number, followed = state.to_writer[0]
+        mine = claim, number
+        if not rules.defers_what_it_knows_exclusive:
+            mine = state.etcd.claim, state.etcd.number
+        defers = mine[0] == EXCLUSIVE and not writer.shares
+        if writer.deferred and writer.under != mine[1]:
             defers = False
         if rules.defers_unfollowed_only:
-            defers = defers and not known.followed
+            defers = defers and not followed
         if rules.defers_within_session_only:
             defers = defers and writer.valid
         if left.changes:
@@ -180,17 +180,17 @@ class Model(Machine[State]):
             if defers:
                 if state.etcd.ended:
                     raise Broken("a change is deferred when the session is over")
-                deferred = self._writer(fewer, deferred=writer.deferred + 1, under=mine.number)
+                deferred = self._writer(fewer, deferred=writer.deferred + 1, under=mine[1])
                 yield "a change is deferred", deferred
             elif not writer.deferred:
                 yield "a change is sent", self._sent(fewer, "the change")
         if writer.deferred:
             yield "the deferred changes are sent", self._sent(state, "the deferred changes")
-        may_claim = known.claim != EXCLUSIVE and not known.followed and writer.valid
+        may_claim = claim != EXCLUSIVE and not followed and writer.valid
         if may_claim and left.claims:
             fewer = state._replace(left=left._replace(claims=left.claims - 1))
             yield "a claim is sent", self._sent(fewer, "the claim")
-        if known.claim == EXCLUSIVE and known.followed:
+        if claim == EXCLUSIVE and followed:
             if not writer.shares:
                 yield "the writer notices a follower", self._writer(state, shares=True)
             elif not (writer.deferred and rules.stores_before_it_shares):
@@ -198,8 +198,7 @@ class Model(Machine[State]):
 
     def _reader_steps(self, state: State) -> Iterator[tuple[str, State]]:
         reader, left = state.reader, state.left
-        known = state.past[reader.applied]
-        hidden = known.claim == EXCLUSIVE
+        hidden, _ = state.to_reader[0]
         if not reader.phase:
             if left.looks:
                 fewer = state._replace(left=left._replace(looks=left.looks - 1))
@@ -212,13 +211,13 @@ class Model(Machine[State]):
                 yield "the reader follows the directory", self._following(fewer)
             return
         if reader.phase == "asks":
-            covers = state.etcd.followed and reader.applied >= reader.follows_from
+            covers = state.etcd.followed and not reader.follows_from
             if covers and not (hidden and self.rules.followers_heed_claims):
                 yield "the reader looks as a follower", self._seen(state)
             else:
-                newest = len(state.past) - 1
+                newest = len(state.to_reader) - 1
                 yield "etcd is asked", self._reader(state, phase="waits", until=newest)
-        elif reader.applied >= reader.until:
+        elif not reader.until:
             if not hidden or not self.rules.looks_wait_for_holder:
                 yield "the look is answered", self._seen(state)
             elif not state.etcd.followed:
@@ -226,18 +225,29 @@ class Model(Machine[State]):
 
     def _following(self, state: State) -> State:
         state = self._changed(state, followed=True)
-        return self._reader(state, follows_from=len(state.past) - 1)
+        return self._reader(state, follows_from=len(state.to_reader) - 1)
+
+    def _reader_knows(self, state: State, at: int) -> State:
+        """Return the state after the reader has taken in so much of what is ahead of it."""
+        reader, waits_for = state.reader, state.writer.waits_for
+        if not at:
+            return state
+        if waits_for != NOTHING:
+            state = self._writer(state, waits_for=max(0, waits_for - at))
+        until, follows_from = max(0, reader.until - at), max(0, reader.follows_from - at)
+        state = self._reader(state, until=until, follows_from=follows_from)
+        return state._replace(to_reader=state.to_reader[at:])
 
     def _seen(self, state: State) -> State:
         reader = state.reader
-        seen = state.past[reader.applied].stored
+        _, seen = state.to_reader[0]
         if seen < reader.must:
             raise Broken(f"{reader.must} changes were answered, and the look shows {seen}")
         return self._reader(state, phase="", until=0, must=0)
 
     def _sent(self, state: State, what: str) -> State:
-        known = state.past[state.writer.applied]
-        compared = state.writer.under if what == "the deferred changes" else known.number
+        _, number, _ = state.to_writer[0]
+        compared = state.writer.under if what == "the deferred changes" else number
         return self._writer(state, sent=what, claim=compared)
 
     def _answered(self, state: State) -> State:
@@ -254,7 +264,7 @@ class Model(Machine[State]):
             state = self._writer(state, deferred=0)
             if holds:
                 return state._replace(answered=state.answered + writer.deferred)
-            return self._writer(state, waits_for=len(state.past) - 1, done=writer.deferred)
+            return self._writer(state, waits_for=len(state.to_reader) - 1, done=writer.deferred)
         if not holds:
             # The change is decided anew.
             left = state.left
@@ -262,7 +272,7 @@ class Model(Machine[State]):
             return self._writer(state, shares=False)._replace(left=more)
         if what == "the change":
             state = self._changed(state, stored=etcd.stored + 1)
-            return self._writer(state, waits_for=len(state.past) - 1, done=1)
+            return self._writer(state, waits_for=len(state.to_reader) - 1, done=1)
         if what == "the claim":
             return state if etcd.ended else self._claimed(state, EXCLUSIVE)
         return self._writer(self._claimed(state, ORDINARY), shares=False)
@@ -277,7 +287,13 @@ class Model(Machine[State]):
         return self._reader(state, must=min(state.reader.must, state.safe))
 
     def _changed(self, state: State, **changes: Any) -> State:
-        return state._replace(past=(*state.past, state.etcd._replace(**changes)))
+        etcd = state.etcd._replace(**changes)
+        to_writer, to_reader = state.to_writer, state.to_reader
+        if etcd.for_writer != to_writer[-1]:
+            to_writer = (*to_writer, etcd.for_writer)
+        if etcd.for_reader != to_reader[-1]:
+            to_reader = (*to_reader, etcd.for_reader)
+        return state._replace(etcd=etcd, to_writer=to_writer, to_reader=to_reader)
 
     def _writer(self, state: State, **changes: Any) -> State:
         return state._replace(writer=state.writer._replace(**changes))
