@@ -6,15 +6,13 @@ from harness.models.locks import Bounds, Model, Rules, State
 
 ONCE = Bounds(rounds=1)
 SHARED = Bounds(writers=1, readers=1, rounds=1)
-TWICE = Bounds(rounds=2, lags=False)
+TWICE = Bounds(rounds=2)
 CUT_OFF = Bounds(rounds=1, losses=1)
 # Minutes, together.
 LARGE = {
     "hosts that come back for the lock": Bounds(rounds=2),
     "a session that ends": CUT_OFF,
-    "a session of two that share the lock ends": Bounds(
-        writers=1, readers=1, rounds=1, losses=1, lags=False
-    ),
+    "a session of two that share the lock ends": Bounds(writers=1, readers=1, rounds=1, losses=1),
 }
 NEEDED = {
     "growth_compares_guard": ONCE,
@@ -88,7 +86,7 @@ def test_without_a_rule_an_update_is_lost(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", TRACES)
 def test_without_a_rule_a_host_that_heard_of_nothing_gets_in(rule: str) -> None:
-    bounds = Bounds(writers=1, readers=2, rounds=1, losses=1, lags=False)
+    bounds = Bounds(writers=1, readers=2, rounds=1, losses=1)
     with pytest.raises(Broken):
         follow(Model(bounds, Rules()._replace(**{rule: False})), TRACES[rule])
     with pytest.raises(KeyError):

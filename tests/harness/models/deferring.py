@@ -80,9 +80,10 @@ class Writer(NamedTuple):
 
 class Reader(NamedTuple):
     """`phase`: "" it does not look, "asks", or "waits" for what etcd had when it was asked. `must`: how
-    many changes were answered when it began. `follows_from`: where it knows that it follows."""
+    many changes were answered when it began. `follows_from`: with which of what is ahead of it, or after it,
+    it learns that it follows; NOTHING: there is no such."""
 
-    follows_from: int = 0
+    follows_from: int = NOTHING
     phase: str = ""
     until: int = 0
     must: int = 0
@@ -204,17 +205,18 @@ class Model(Machine[State]):
                 fewer = state._replace(left=left._replace(looks=left.looks - 1))
                 yield "the reader looks", self._reader(fewer, phase="asks", must=state.safe)
             if state.etcd.followed:
-                ended = self._reader(state, follows_from=0)
+                ended = self._reader(state, follows_from=NOTHING)
                 yield "the reader does not follow any more", self._changed(ended, followed=False)
             elif left.follows:
                 fewer = state._replace(left=left._replace(follows=left.follows - 1))
                 yield "the reader follows the directory", self._following(fewer)
             return
         if reader.phase == "asks":
-            covers = state.etcd.followed and not reader.follows_from
-            if covers and not (hidden and self.rules.followers_heed_claims):
-                yield "the reader looks as a follower", self._seen(state)
-            else:
+            heeds = hidden and self.rules.followers_heed_claims
+            if state.etcd.followed and reader.follows_from <= 0 and not heeds:
+                told = self._reader(state, follows_from=NOTHING)
+                yield "the reader looks as a follower", self._seen(told)
+            if not state.etcd.followed or reader.follows_from >= 0 or heeds:
                 newest = len(state.to_reader) - 1
                 yield "etcd is asked", self._reader(state, phase="waits", until=newest)
         elif not reader.until:
@@ -234,7 +236,7 @@ class Model(Machine[State]):
             return state
         if waits_for != NOTHING:
             state = self._writer(state, waits_for=max(0, waits_for - at))
-        until, follows_from = max(0, reader.until - at), max(0, reader.follows_from - at)
+        until, follows_from = max(0, reader.until - at), max(NOTHING, reader.follows_from - at)
         state = self._reader(state, until=until, follows_from=follows_from)
         return state._replace(to_reader=state.to_reader[at:])
 

@@ -35,14 +35,12 @@ class Rules(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """`writers` and `readers` are hosts; each takes the lock `rounds` times, and `losses` sessions end.
-    `lags`: who takes in what others did may be behind after that, too."""
+    """`writers` and `readers` are hosts; each takes the lock `rounds` times, and `losses` sessions end."""
 
     writers: int = 2
     readers: int = 0
     rounds: int = 2
     losses: int = 0
-    lags: bool = True
 
 
 class Etcd(NamedTuple):
@@ -125,29 +123,30 @@ class Model(Machine[State]):
             return one._replace(
                 guard_of=order.index(one.guard_of) if one.guard_of >= 0 else -1,
                 entries=tuple(one.entries[at] for at in order),
-                leases=tuple(one.leases[at] for at in order),
+                leases=tuple(one.leases[at] for at in order) if one.leases else (),
             )
 
         hosts = tuple(state.hosts[at] for at in order)
         return state._replace(past=tuple(map(etcd, state.past)), hosts=hosts)
 
     def reduced(self, state: State) -> State:
-        """Forget what every host has seen, and number revisions from there."""
-        oldest = min(host.seen for host in state.hosts)
-        past = state.past[oldest:]
-        revisions = {etcd.revision for etcd in past} | {etcd.guard for etcd in past}
-        for host in state.hosts:
+        """Forget what every host has seen and what none looks at, and number revisions from there."""
+        hosts = state.hosts
+        oldest = min(host.seen for host in hosts)
+        past = [
+            one if one is state.past[-1] else one._replace(guard_of=-1, leases=())
+            for one in state.past[oldest:]
+        ]
+        revisions = {0, *(etcd.revision for etcd in past), *(etcd.guard for etcd in past)}
+        for host in hosts:
             if host.flight is not None:
                 revisions.add(host.flight.guard)
                 if host.flight.answer is not None:
                     revisions.add(host.flight.answer[1])
-        revisions.add(0)
-        if not oldest and max(revisions) == len(revisions) - 1:
-            return state
         numbers = {revision: at for at, revision in enumerate(sorted(revisions))}
         return State(
             tuple(Etcd(numbers[etcd[0]], numbers[etcd[1]], *etcd[2:]) for etcd in past),
-            tuple(self._renumbered(host, numbers, oldest) for host in state.hosts),
+            tuple(self._renumbered(host, numbers, oldest) for host in hosts),
             state.losses,
             state.acknowledged,
         )
@@ -197,16 +196,13 @@ class Model(Machine[State]):
         flight = host.flight
         if flight is not None and flight.answer is None:
             after = self._applied(etcd, number, flight)
-            revision = etcd.revision + 1 if after is not None else 0
-            done = self._with(
-                state, number, flight=flight._replace(answer=(after is not None, revision))
-            )
+            revision = etcd.revision + 1
+            # Only who grows waits for its revision.
+            answer = after is not None, revision if after and flight.kind == "grow" else 0
+            done = self._with(state, number, flight=flight._replace(guard=0, answer=answer))
             if after is not None:
                 done = done._replace(past=(*state.past, after._replace(revision=revision)))
             yield f"etcd answers {flight.kind} of host {number}: {after is not None}", done
-        if host.seen < len(state.past) - 1:
-            seen = host.seen + 1 if self.bounds.lags else len(state.past) - 1
-            yield f"host {number} takes in revisions", self._with(state, number, seen=seen)
         if state.losses and host.valid:
             yield (
                 f"host {number} thinks its session may be over",
@@ -314,13 +310,28 @@ class Model(Machine[State]):
         return [entry for at, entry in enumerate(etcd.entries) if at != number]
 
     def _host_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
+        """A host takes in as many revisions as it needs for a step, with it: to be behind in between leaves
+        it all that it may do."""
+        found: dict[tuple[Any, ...], None] = {}
+        seen = state.hosts[number].seen
+        for at, etcd in enumerate(state.past[seen:], seen):
+            known = etcd.guard, etcd.entries, etcd.value
+            if known in found:
+                continue
+            found[known] = None
+            ahead = state if at == seen else self._with(state, number, seen=at)
+            for label, after in self._decisions(ahead, number):
+                what = label, after.hosts[number][1:]
+                if what not in found:
+                    found[what] = None
+                    taken = f" takes in {at - seen} and" if at > seen else ""
+                    yield f"host {number}{taken} {label}", after
+
+    def _decisions(self, state: State, number: int) -> Iterator[tuple[str, State]]:
         host = state.hosts[number]
         if host.flight is not None:
             if host.flight.answer is not None:
-                yield (
-                    f"host {number} hears how {host.flight.kind} ended",
-                    self._heard(state, number),
-                )
+                yield f"hears how {host.flight.kind} ended", self._heard(state, number)
             return
         if not host.valid:
             return
@@ -354,16 +365,13 @@ class Model(Machine[State]):
         self, state: State, number: int, kind: str, entry: Entry
     ) -> Iterator[tuple[str, State]]:
         host = state.hosts[number]
-        guard = state.past[host.seen].guard
+        guard = state.past[host.seen].guard if kind in ("grow", "remove") else 0
         base, value = (host.base, host.value) if kind == "publish" else (0, 0)
         flight = Flight(kind, host.lease, guard, entry, base, value)
         mine = host.mine
         if kind in ("put", "remove") and self.rules.shrinks_before_it_says_so:
             mine = entry
-        yield (
-            f"host {number} sends {kind} {entry}",
-            self._with(state, number, flight=flight, mine=mine),
-        )
+        yield (f"sends {kind} {entry}", self._with(state, number, flight=flight, mine=mine))
 
     def _heard(self, state: State, number: int) -> State:
         host = state.hosts[number]

@@ -10,6 +10,7 @@ one away must lead to a push that counts twice, or never, or to a version made f
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import permutations, product
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
 T = TypeVar("T")
+Named = TypeVar("Named", frozenset["Key"], "Made", "Process")
 
 
 class Key(NamedTuple):
@@ -32,6 +34,9 @@ class Key(NamedTuple):
     @property
     def path(self) -> str:
         return f"{self.worker}@{self.step};by={self.by}"
+
+
+OTHER = {"w0": "w1", "w1": "w0"}
 
 
 class Rules(NamedTuple):
@@ -98,7 +103,7 @@ class Worker(NamedTuple):
 class State(NamedTuple):
     """`acknowledged`: pushes whose rename returned; `present`: files in push/; `removed`: those that were
     removed while they had to count. `versions` and `next`: the directories, by number, and in next by
-    number and attempt."""
+    number and attempt. `counted`: the pushes of versions that no process looks at any more."""
 
     acknowledged: frozenset[Key]
     present: frozenset[Key]
@@ -108,6 +113,7 @@ class State(NamedTuple):
     coordinators: tuple[Process, ...]
     reducers: tuple[Process, ...]
     replaced: tuple[Worker, ...] = ()
+    counted: frozenset[Key] = frozenset()
 
 
 class Model(Machine[State]):
@@ -117,6 +123,8 @@ class Model(Machine[State]):
         self._bounds = bounds
         self._rules = rules or Rules()
         self._config = TrainConfig(sync=bounds.sync, workers=bounds.workers)
+        self._planned = cache(self._as_planned)
+        self._renamed = cache(_renamed)
         self._joining = ["removes", "lists", "reads clocks"]
         if not self._rules.joining_removes_what_is_staged:
             self._joining.remove("removes")
@@ -214,12 +222,15 @@ class Model(Machine[State]):
         elif me.phase == "looks":
             made = _making(state, me.newest + 1)
             if made is not None:
-                attempt, plan = made
-                read = me._replace(phase="commits", read=plan.pushes, attempt=attempt)
-                yield "reads the plan", state, read
+                attempt, _ = made
+                yield "reads the plan", state, me._replace(phase="commits", attempt=attempt)
             else:
-                listed = tuple(sorted(state.present))
-                yield "lists pushes", state, me._replace(phase="plans", read=listed)
+                # Of what it lists only the plan matters that it makes of it.
+                planned = self._planned(versions[me.newest].clocks, state.present)
+                if planned is None:
+                    yield "lists pushes and finds too few", state, Process()
+                else:
+                    yield "lists pushes", state, me._replace(phase="plans", read=planned.pushes)
         elif me.phase == "plans":
             yield from self._plan(state, me)
         elif me.phase == "commits":
@@ -228,21 +239,24 @@ class Model(Machine[State]):
             yield from self._try_again(state, me)
 
     def _plan(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
-        clocks = dict(dict(state.versions)[me.newest].clocks)
-        if not self._rules.only_pending_pushes_count:
-            clocks = {}
-        read = {key.path: key for key in me.read}
+        made = self._planned(dict(state.versions)[me.newest].clocks, frozenset(me.read))
+        assert made is not None
+        assert made.pushes == me.read
+        yield from self._write(state, (me.newest + 1, 0), made)
+
+    def _as_planned(
+        self, clocks: tuple[tuple[str, int], ...], present: frozenset[Key]
+    ) -> Made | None:
+        """Return the plan of the version after one with these clocks. None: there are too few pushes."""
+        read = {key.path: key for key in sorted(present)}
         pushes = [Push(key.worker, key.step, path) for path, key in read.items()]
-        newest = msgspec.structs.replace(
-            first_plan(self._config, 0), version=me.newest, clocks=clocks
-        )
+        known = dict(clocks) if self._rules.only_pending_pushes_count else {}
+        newest = msgspec.structs.replace(first_plan(self._config, 0), clocks=known)
         plan = next_plan(self._config, newest, pushes, ())
         if plan is None:
-            yield "finds too few", state, Process()
-            return
+            return None
         keys = tuple(read[push.path] for push in plan.pushes)
-        made = Made(keys, tuple(sorted(plan.clocks.items())), (None,) * self._bounds.shards)
-        yield from self._write(state, (plan.version, 0), made)
+        return Made(keys, tuple(sorted(plan.clocks.items())), (None,) * self._bounds.shards)
 
     def _write(
         self, state: State, target: tuple[int, int], made: Made
@@ -332,12 +346,8 @@ class Model(Machine[State]):
             for number, worker in enumerate(state.replaced)
             if worker.phase == "publishes"
         ]
-        keys = {key.path: key for key in sorted({*state.present, *staged})}
-        pushes = [Push(key.worker, key.step, path) for path, key in keys.items()]
-        clocks = dict(dict(state.versions)[newest].clocks)
-        before = msgspec.structs.replace(first_plan(self._config, 0), version=newest, clocks=clocks)
-        plan = next_plan(self._config, before, pushes, ())
-        return tuple(keys[push.path] for push in plan.pushes) if plan is not None else ()
+        planned = self._planned(dict(state.versions)[newest].clocks, state.present.union(staged))
+        return planned.pushes if planned is not None else ()
 
     def _take_what_was_foreseen(
         self, state: State, me: Process, shard: int
@@ -362,7 +372,7 @@ class Model(Machine[State]):
     # -- promises ----------------------------------------------------------------------------------
 
     def check(self, state: State) -> None:
-        counted: list[Key] = []
+        counted = [*state.counted]
         for number, made in state.versions:
             if any(shard != made.pushes for shard in made.shards):
                 raise Broken(f"version {number} is made from more than one plan")
@@ -381,21 +391,92 @@ class Model(Machine[State]):
         if {key.path for key in expected - set(counted)} - kept:
             raise Broken("a push that is there is not pending, and does not count")
 
+    def reduced(self, state: State) -> State:
+        """Return the state without what no process looks at: of older versions only keep their pushes.
+
+        No version is made twice. So a process that knows an older version can make nothing that counts, and
+        is as good as idle when it has tidied; nor do directories for such a version matter. To tidy when
+        no push is left that counted is to do nothing, unless a push may come again."""
+        newest, made = state.versions[-1]
+        coordinators, reducers, following = state.coordinators, state.reducers, state.next
+        if self._rules == Rules():
+            has_tidied = not self._bounds.again and state.present.isdisjoint(
+                (*made.pushes, *made.skipped)
+            )
+            tidied = Process("looks", newest)
+            coordinators = tuple(
+                one if one.newest == newest or one.phase in ("idle", "tidies") else Process()
+                for one in coordinators
+            )
+            if has_tidied:
+                done = Process("tidies", newest)
+                coordinators = tuple(tidied if one == done else one for one in coordinators)
+            reducers = tuple(one if one.newest == newest else Process() for one in reducers)
+            following = tuple(item for item in following if item[0][0] > newest)
+        busy = [one.newest for one in (*coordinators, *reducers) if one.phase != "idle"]
+        old = [made for number, made in state.versions if number < min(busy, default=newest)]
+        return state._replace(
+            versions=state.versions[len(old) :],
+            counted=state.counted.union(*(made.pushes for made in old)),
+            coordinators=coordinators,
+            reducers=reducers,
+            next=following,
+        )
+
     def canonical(self, state: State) -> State:
-        """Sort the processes that have no part of their own."""
+        """Sort the processes that have no part of their own. So have two workers, unless one is replaced."""
+        if self._bounds.workers == 2 and not self._bounds.replaced:
+            return min(map(self._in_order, self._by_workers(state)), key=hash)
+        return self._in_order(state)
+
+    def _in_order(self, state: State) -> State:
         shards = self._bounds.shards
         groups = [sorted(state.reducers[shard::shards]) for shard in range(shards)]
         reducers = tuple(group[turn] for turn in range(self._bounds.reducers) for group in groups)
         return state._replace(coordinators=tuple(sorted(state.coordinators)), reducers=reducers)
 
+    def _by_workers(self, state: State) -> tuple[State, State]:
+        """Return the state, and the one in which both workers change places."""
+        rename = self._renamed
+        return state, State(
+            rename(state.acknowledged), rename(state.present), rename(state.removed),
+            tuple((number, rename(made)) for number, made in state.versions),
+            tuple((number, rename(made)) for number, made in state.next),
+            tuple(map(rename, state.coordinators)), tuple(map(rename, state.reducers)),
+            state.replaced, rename(state.counted),
+        )  # fmt: skip
+
     def alike(self, state: State) -> Iterable[State]:
         shards = self._bounds.shards
-        groups = [permutations(state.reducers[shard::shards]) for shard in range(shards)]
-        for coordinators, *chosen in product(permutations(state.coordinators), *groups):
-            reducers = tuple(
-                group[turn] for turn in range(self._bounds.reducers) for group in chosen
-            )
-            yield state._replace(coordinators=coordinators, reducers=reducers)
+        for one in self._by_workers(state):
+            groups = [permutations(one.reducers[shard::shards]) for shard in range(shards)]
+            for coordinators, *chosen in product(permutations(one.coordinators), *groups):
+                reducers = tuple(
+                    group[turn] for turn in range(self._bounds.reducers) for group in chosen
+                )
+                yield one._replace(coordinators=coordinators, reducers=reducers)
+
+
+def _renamed(what: Named) -> Named:
+    """The same when the workers change places."""
+    if isinstance(what, frozenset):
+        return frozenset(map(_of_other, what))
+    if isinstance(what, Process):
+        return what._replace(read=_in_turn(what.read))
+    return Made(
+        _in_turn(what.pushes),
+        tuple(sorted((OTHER[worker], step) for worker, step in what.clocks)),
+        tuple(shard if shard is None else _in_turn(shard) for shard in what.shards),
+        _in_turn(what.skipped),
+    )
+
+
+def _in_turn(keys: Iterable[Key]) -> tuple[Key, ...]:
+    return tuple(sorted(map(_of_other, keys)))
+
+
+def _of_other(key: Key) -> Key:
+    return Key(OTHER[key.worker], key.step, key.by)
 
 
 def _making(state: State, number: int) -> tuple[int, Made] | None:
