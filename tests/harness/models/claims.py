@@ -9,7 +9,7 @@ and only then etcd may end it, with the host's claim.
 published file without its name.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,12 +94,9 @@ class Model(Machine[State]):
 
     def canonical(self, state: State) -> State:
         """The two hosts can stand for each other."""
-        return min(self.alike(state), key=hash)
-
-    def alike(self, state: State) -> Iterable[State]:
         past = tuple(map(self._as_swapped, state.past))
         hosts = tuple(map(self._as_swapped, state.hosts[::-1]))
-        return state, State(past, hosts, state.losses)
+        return min(state, State(past, hosts, state.losses), key=hash)
 
     def check(self, state: State) -> None:
         """Each host that has made the name, and whose session lives, believes that nobody else did."""

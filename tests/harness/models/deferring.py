@@ -80,8 +80,8 @@ class Writer(NamedTuple):
 
 class Reader(NamedTuple):
     """`phase`: "" it does not look, "asks", or "waits" for what etcd had when it was asked. `must`: how
-    many changes were answered when it began. `follows_from`: with which of what is ahead of it, or after it,
-    it learns that it follows; NOTHING: there is no such."""
+    many changes were answered when it began. `follows_from`: with which of what is ahead of it, or right
+    after it, it learns that it follows; NOTHING: it has, or does not follow."""
 
     follows_from: int = NOTHING
     phase: str = ""

@@ -28,10 +28,6 @@ class Machine(Protocol[State]):
         """Return one of those that are the same but for the names of things."""
         return state
 
-    def alike(self, state: State) -> Iterable[State]:
-        """Return all of those."""
-        return (state,)
-
     def wider(self, state: State) -> Iterable[State]:
         """Return others that check the same, and from which all can happen that can from this one."""
         return ()
@@ -120,10 +116,10 @@ def _trace(model: Machine[State], came_from: dict[State, State | None], state: S
     labels = []
     here = model.initial()
     for wanted in path[-2::-1]:
-        alike = set(model.alike(wanted))
+        wanted = model.canonical(model.reduced(wanted))
         for label, after in model.steps(here):
             after = model.reduced(after)
-            if after in alike:
+            if model.canonical(after) == wanted:
                 labels.append(label)
                 here = after
                 break

@@ -10,7 +10,7 @@ The decisions are backend.lock_claims', not copies of them. `Rules` names what t
 one away must lead to a lost update or to two hosts inside at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fcntl import F_RDLCK, F_WRLCK
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
@@ -112,11 +112,9 @@ class Model(Machine[State]):
 
     def canonical(self, state: State) -> State:
         """Hosts of one kind can stand for each other."""
-        return min(self.alike(state), key=hash) if len(self._orders) > 1 else state
-
-    def alike(self, state: State) -> Iterable[State]:
         # The first order is that of the state itself.
-        return [state, *(self._permuted(state, order) for order in self._orders[1:])]
+        others = [self._permuted(state, order) for order in self._orders[1:]]
+        return min(state, *others, key=hash) if others else state
 
     def _permuted(self, state: State, order: tuple[int, ...]) -> State:
         def etcd(one: Etcd) -> Etcd:

@@ -608,9 +608,6 @@ class Model(Machine[State]):
             ):
                 raise Broken(f"content {content} is committed, and member {index} lacks it")
 
-    def alike(self, state: State) -> tuple[State, ...]:
-        return (state, self.swapped(state)) if len(state.writers) == 2 else (state,)
-
     def wider(self, state: State) -> Iterator[State]:
         """Yield the same, but with more events that may still happen."""
         for left in range(state.left + 1, self.bounds.events + 1):

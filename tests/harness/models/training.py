@@ -9,9 +9,8 @@ The decisions are irdmafs.train.plan's, not copies of them. `Rules` names what t
 one away must lead to a push that counts twice, or never, or to a version made from two plans.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from itertools import permutations, product
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +20,6 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
 T = TypeVar("T")
-Named = TypeVar("Named", frozenset["Key"], "Made", "Process")
 
 
 class Key(NamedTuple):
@@ -34,9 +32,6 @@ class Key(NamedTuple):
     @property
     def path(self) -> str:
         return f"{self.worker}@{self.step};by={self.by}"
-
-
-OTHER = {"w0": "w1", "w1": "w0"}
 
 
 class Rules(NamedTuple):
@@ -124,7 +119,6 @@ class Model(Machine[State]):
         self._rules = rules or Rules()
         self._config = TrainConfig(sync=bounds.sync, workers=bounds.workers)
         self._planned = cache(self._as_planned)
-        self._renamed = cache(_renamed)
         self._joining = ["removes", "lists", "reads clocks"]
         if not self._rules.joining_removes_what_is_staged:
             self._joining.remove("removes")
@@ -424,59 +418,11 @@ class Model(Machine[State]):
         )
 
     def canonical(self, state: State) -> State:
-        """Sort the processes that have no part of their own. So have two workers, unless one is replaced."""
-        if self._bounds.workers == 2 and not self._bounds.replaced:
-            return min(map(self._in_order, self._by_workers(state)), key=hash)
-        return self._in_order(state)
-
-    def _in_order(self, state: State) -> State:
+        """Sort the processes that have no part of their own."""
         shards = self._bounds.shards
         groups = [sorted(state.reducers[shard::shards]) for shard in range(shards)]
         reducers = tuple(group[turn] for turn in range(self._bounds.reducers) for group in groups)
         return state._replace(coordinators=tuple(sorted(state.coordinators)), reducers=reducers)
-
-    def _by_workers(self, state: State) -> tuple[State, State]:
-        """Return the state, and the one in which both workers change places."""
-        rename = self._renamed
-        return state, State(
-            rename(state.acknowledged), rename(state.present), rename(state.removed),
-            tuple((number, rename(made)) for number, made in state.versions),
-            tuple((number, rename(made)) for number, made in state.next),
-            tuple(map(rename, state.coordinators)), tuple(map(rename, state.reducers)),
-            state.replaced, rename(state.counted),
-        )  # fmt: skip
-
-    def alike(self, state: State) -> Iterable[State]:
-        shards = self._bounds.shards
-        for one in self._by_workers(state):
-            groups = [permutations(one.reducers[shard::shards]) for shard in range(shards)]
-            for coordinators, *chosen in product(permutations(one.coordinators), *groups):
-                reducers = tuple(
-                    group[turn] for turn in range(self._bounds.reducers) for group in chosen
-                )
-                yield one._replace(coordinators=coordinators, reducers=reducers)
-
-
-def _renamed(what: Named) -> Named:
-    """The same when the workers change places."""
-    if isinstance(what, frozenset):
-        return frozenset(map(_of_other, what))
-    if isinstance(what, Process):
-        return what._replace(read=_in_turn(what.read))
-    return Made(
-        _in_turn(what.pushes),
-        tuple(sorted((OTHER[worker], step) for worker, step in what.clocks)),
-        tuple(shard if shard is None else _in_turn(shard) for shard in what.shards),
-        _in_turn(what.skipped),
-    )
-
-
-def _in_turn(keys: Iterable[Key]) -> tuple[Key, ...]:
-    return tuple(sorted(map(_of_other, keys)))
-
-
-def _of_other(key: Key) -> Key:
-    return Key(OTHER[key.worker], key.step, key.by)
 
 
 def _making(state: State, number: int) -> tuple[int, Made] | None:
