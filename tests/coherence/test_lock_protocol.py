@@ -8,9 +8,9 @@ ONCE = Bounds(rounds=1)
 SHARED = Bounds(writers=1, readers=1, rounds=1)
 TWICE = Bounds(rounds=2)
 CUT_OFF = Bounds(rounds=1, losses=1)
-# Minutes, together.
+# Some seconds, together.
 LARGE = {
-    "hosts that come back for the lock": Bounds(rounds=2),
+    "hosts that come back for the lock": TWICE,
     "a session that ends": CUT_OFF,
     "a session of two that share the lock ends": Bounds(writers=1, readers=1, rounds=1, losses=1),
 }

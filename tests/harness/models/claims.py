@@ -11,11 +11,9 @@ published file without its name.
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from harness.models.explorer import Broken, Machine
-
-T = TypeVar("T", "Etcd", "Host")
 
 NOBODY = -1
 
@@ -79,7 +77,6 @@ class Model(Machine[State]):
         self.bounds = bounds
         self.rules = rules or Rules()
         self._decisions = cache(self._decide)
-        self._as_swapped = cache(_swapped)
 
     def initial(self) -> State:
         return State((Etcd(),), (Host(), Host()), self.bounds.losses)
@@ -87,16 +84,8 @@ class Model(Machine[State]):
     def reduced(self, state: State) -> State:
         """Forget what every host has seen."""
         oldest = min(host.applied for host in state.hosts)
-        if not oldest:
-            return state
         hosts = tuple(host._replace(applied=host.applied - oldest) for host in state.hosts)
         return State(state.past[oldest:], hosts, state.losses)
-
-    def canonical(self, state: State) -> State:
-        """The two hosts can stand for each other."""
-        past = tuple(map(self._as_swapped, state.past))
-        hosts = tuple(map(self._as_swapped, state.hosts[::-1]))
-        return min(state, State(past, hosts, state.losses), key=hash)
 
     def check(self, state: State) -> None:
         """Each host that has made the name, and whose session lives, believes that nobody else did."""
@@ -143,9 +132,8 @@ class Model(Machine[State]):
         for (label, after), at in found.items():
             if after.made == "kept" != host.made and number in etcd.ended:
                 raise Broken(f"host {number} keeps a file when its session is over")
-            hosts = list(state.hosts)
-            hosts[number] = after._replace(applied=at)
-            yield f"host {number} {label}", State(state.past, tuple(hosts), state.losses)
+            hosts = (*state.hosts[:number], after._replace(applied=at), *state.hosts[number + 1 :])
+            yield f"host {number} {label}", State(state.past, hosts, state.losses)
 
     def _decide(
         self, number: int, host: Host, known: Etcd, has_claim: bool
@@ -223,18 +211,3 @@ class Model(Machine[State]):
         hosts = list(state.hosts)
         hosts[number] = hosts[number]._replace(**changes)
         return state._replace(hosts=tuple(hosts))
-
-
-def _swapped(what: T) -> T:
-    """The same when the two hosts change places."""
-    if isinstance(what, Etcd):
-        ended = frozenset(1 - host for host in what.ended)
-        return Etcd(_other(what.claim), _other(what.name), what.seen, ended)
-    flight = what.flight
-    if flight is not None:
-        flight = Flight(flight.kind, _other(flight.claim), _other(flight.name))
-    return what._replace(flight=flight)
-
-
-def _other(host: int) -> int:
-    return host if host == NOBODY else 1 - host

@@ -115,9 +115,8 @@ class Model(Machine[State]):
         self.rules = rules or Rules()
 
     def initial(self) -> State:
-        etcd = Etcd()
         return State(
-            etcd, (etcd.for_writer,), (etcd.for_reader,), Writer(), Reader(), 0, self.bounds
+            Etcd(), ((NOBODY, 0, False),), ((False, 0),), Writer(), Reader(), 0, self.bounds
         )
 
     def reduced(self, state: State) -> State:
@@ -146,8 +145,7 @@ class Model(Machine[State]):
         else:
             for at, known in enumerate(state.to_writer):
                 if known not in state.to_writer[:at]:
-                    ahead = state._replace(to_writer=state.to_writer[at:])
-                    yield from self._writer_steps(ahead)
+                    yield from self._writer_steps(state._replace(to_writer=state.to_writer[at:]))
         for at in range(len(state.to_reader)):
             yield from self._reader_steps(self._reader_knows(state, at))
         if left.losses and writer.valid:
@@ -166,9 +164,7 @@ class Model(Machine[State]):
     def _writer_steps(self, state: State) -> Iterator[tuple[str, State]]:
         rules, writer, left = self.rules, state.writer, state.left
         claim, number, followed = state.to_writer[0]
-        mine = claim, number
-        if not rules.defers_what_it_knows_exclusive:
-            mine = state.etcd.claim, state.etcd.number
+        mine = (claim, number) if rules.defers_what_it_knows_exclusive else state.etcd[:2]
         defers = mine[0] == EXCLUSIVE and not writer.shares
         if writer.deferred and writer.under != mine[1]:
             defers = False
@@ -232,8 +228,6 @@ class Model(Machine[State]):
     def _reader_knows(self, state: State, at: int) -> State:
         """Return the state after the reader has taken in so much of what is ahead of it."""
         reader, waits_for = state.reader, state.writer.waits_for
-        if not at:
-            return state
         if waits_for != NOTHING:
             state = self._writer(state, waits_for=max(0, waits_for - at))
         until, follows_from = max(0, reader.until - at), max(NOTHING, reader.follows_from - at)

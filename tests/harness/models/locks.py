@@ -129,14 +129,11 @@ class Model(Machine[State]):
 
     def reduced(self, state: State) -> State:
         """Forget what every host has seen and what none looks at, and number revisions from there."""
-        hosts = state.hosts
-        oldest = min(host.seen for host in hosts)
-        past = [
-            one if one is state.past[-1] else one._replace(guard_of=-1, leases=())
-            for one in state.past[oldest:]
-        ]
+        oldest = min(host.seen for host in state.hosts)
+        past = [one._replace(guard_of=-1, leases=()) for one in state.past[oldest:-1]]
+        past.append(state.etcd)
         revisions = {0, *(etcd.revision for etcd in past), *(etcd.guard for etcd in past)}
-        for host in hosts:
+        for host in state.hosts:
             if host.flight is not None:
                 revisions.add(host.flight.guard)
                 if host.flight.answer is not None:
@@ -144,7 +141,7 @@ class Model(Machine[State]):
         numbers = {revision: at for at, revision in enumerate(sorted(revisions))}
         return State(
             tuple(Etcd(numbers[etcd[0]], numbers[etcd[1]], *etcd[2:]) for etcd in past),
-            tuple(self._renumbered(host, numbers, oldest) for host in hosts),
+            tuple(self._renumbered(host, numbers, oldest) for host in state.hosts),
             state.losses,
             state.acknowledged,
         )
@@ -310,18 +307,18 @@ class Model(Machine[State]):
     def _host_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
         """A host takes in as many revisions as it needs for a step, with it: to be behind in between leaves
         it all that it may do."""
-        found: dict[tuple[Any, ...], None] = {}
+        found: set[tuple[Any, ...]] = set()
         seen = state.hosts[number].seen
         for at, etcd in enumerate(state.past[seen:], seen):
             known = etcd.guard, etcd.entries, etcd.value
             if known in found:
                 continue
-            found[known] = None
+            found.add(known)
             ahead = state if at == seen else self._with(state, number, seen=at)
             for label, after in self._decisions(ahead, number):
                 what = label, after.hosts[number][1:]
                 if what not in found:
-                    found[what] = None
+                    found.add(what)
                     taken = f" takes in {at - seen} and" if at > seen else ""
                     yield f"host {number}{taken} {label}", after
 
@@ -369,7 +366,7 @@ class Model(Machine[State]):
         mine = host.mine
         if kind in ("put", "remove") and self.rules.shrinks_before_it_says_so:
             mine = entry
-        yield (f"sends {kind} {entry}", self._with(state, number, flight=flight, mine=mine))
+        yield f"sends {kind} {entry}", self._with(state, number, flight=flight, mine=mine)
 
     def _heard(self, state: State, number: int) -> State:
         host = state.hosts[number]

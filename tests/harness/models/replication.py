@@ -113,16 +113,13 @@ class Model(Machine[State]):
     def initial(self) -> State:
         bounds = self.bounds
         config = self.number(GroupConfig(1, bounds.targets[0]))
-        contents = bounds.writers * bounds.contents
+        # A writer that begins later is one whose messages are late.
+        first = range(0, bounds.writers * bounds.contents, bounds.contents)
         return State(
-            log=(Etcd(config, NOTHING, (1 << contents) - 1, NOTHING),),
+            log=(Etcd(config, NOTHING, (1 << bounds.writers * bounds.contents) - 1, NOTHING),),
             nodes=(Node(UP, 0, 0, 0),) * bounds.nodes,
-            # A writer that begins later is one whose messages are late.
-            writers=tuple(
-                Writer(SENDING, writer * bounds.contents, config, 0)
-                for writer in range(bounds.writers)
-            ),
-            puts=frozenset((writer * bounds.contents, config) for writer in range(bounds.writers)),
+            writers=tuple(Writer(SENDING, content, config, 0) for content in first),
+            puts=frozenset((content, config) for content in first),
             promotions=frozenset(),
             owed=0,
             lost=0,

@@ -98,7 +98,7 @@ class Worker(NamedTuple):
 class State(NamedTuple):
     """`acknowledged`: pushes whose rename returned; `present`: files in push/; `removed`: those that were
     removed while they had to count. `versions` and `next`: the directories, by number, and in next by
-    number and attempt. `counted`: the pushes of versions that no process looks at any more."""
+    number and attempt."""
 
     acknowledged: frozenset[Key]
     present: frozenset[Key]
@@ -108,7 +108,6 @@ class State(NamedTuple):
     coordinators: tuple[Process, ...]
     reducers: tuple[Process, ...]
     replaced: tuple[Worker, ...] = ()
-    counted: frozenset[Key] = frozenset()
 
 
 class Model(Machine[State]):
@@ -226,17 +225,14 @@ class Model(Machine[State]):
                 else:
                     yield "lists pushes", state, me._replace(phase="plans", read=planned.pushes)
         elif me.phase == "plans":
-            yield from self._plan(state, me)
+            planned = self._planned(versions[me.newest].clocks, frozenset(me.read))
+            assert planned is not None
+            assert planned.pushes == me.read
+            yield from self._write(state, (me.newest + 1, 0), planned)
         elif me.phase == "commits":
             yield from self._commit(state, me)
         elif me.phase == "tries again":
             yield from self._try_again(state, me)
-
-    def _plan(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
-        made = self._planned(dict(state.versions)[me.newest].clocks, frozenset(me.read))
-        assert made is not None
-        assert made.pushes == me.read
-        yield from self._write(state, (me.newest + 1, 0), made)
 
     def _as_planned(
         self, clocks: tuple[tuple[str, int], ...], present: frozenset[Key]
@@ -366,7 +362,7 @@ class Model(Machine[State]):
     # -- promises ----------------------------------------------------------------------------------
 
     def check(self, state: State) -> None:
-        counted = [*state.counted]
+        counted: list[Key] = []
         for number, made in state.versions:
             if any(shard != made.pushes for shard in made.shards):
                 raise Broken(f"version {number} is made from more than one plan")
@@ -386,35 +382,25 @@ class Model(Machine[State]):
             raise Broken("a push that is there is not pending, and does not count")
 
     def reduced(self, state: State) -> State:
-        """Return the state without what no process looks at: of older versions only keep their pushes.
+        """Return the state without what no process looks at.
 
         No version is made twice. So a process that knows an older version can make nothing that counts, and
         is as good as idle when it has tidied; nor do directories for such a version matter. To tidy when
         no push is left that counted is to do nothing, unless a push may come again."""
+        if self._rules != Rules():
+            return state
         newest, made = state.versions[-1]
-        coordinators, reducers, following = state.coordinators, state.reducers, state.next
-        if self._rules == Rules():
-            has_tidied = not self._bounds.again and state.present.isdisjoint(
-                (*made.pushes, *made.skipped)
-            )
-            tidied = Process("looks", newest)
-            coordinators = tuple(
-                one if one.newest == newest or one.phase in ("idle", "tidies") else Process()
-                for one in coordinators
-            )
-            if has_tidied:
-                done = Process("tidies", newest)
-                coordinators = tuple(tidied if one == done else one for one in coordinators)
-            reducers = tuple(one if one.newest == newest else Process() for one in reducers)
-            following = tuple(item for item in following if item[0][0] > newest)
-        busy = [one.newest for one in (*coordinators, *reducers) if one.phase != "idle"]
-        old = [made for number, made in state.versions if number < min(busy, default=newest)]
+        has_tidied = not self._bounds.again and state.present.isdisjoint(made.pushes + made.skipped)
+
+        def seen(one: Process) -> Process:
+            if has_tidied and one == Process("tidies", newest):
+                return Process("looks", newest)
+            return one if one.newest == newest or one.phase == "tidies" else Process()
+
         return state._replace(
-            versions=state.versions[len(old) :],
-            counted=state.counted.union(*(made.pushes for made in old)),
-            coordinators=coordinators,
-            reducers=reducers,
-            next=following,
+            coordinators=tuple(map(seen, state.coordinators)),
+            reducers=tuple(map(seen, state.reducers)),
+            next=tuple(item for item in state.next if item[0][0] > newest),
         )
 
     def canonical(self, state: State) -> State:
