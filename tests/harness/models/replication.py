@@ -588,13 +588,8 @@ class Model(Machine[State]):
                     raise Broken(f"node {index} keeps what nobody will ever need: {node}")
 
     def canonical(self, state: State) -> State:
-        """One state for all that are alike: reduced, and with the writers in one order."""
-        if len(state.writers) == 2:
-            first, second = state.writers
-            own = first.content, second.content - self.bounds.contents
-            if (first.phase, own[0], *first[2:]) < (second.phase, own[1], *second[2:]):
-                return self.swapped(state)
-        return state
+        """The two writers can stand for each other."""
+        return min(state, self.swapped(state), key=hash) if len(state.writers) == 2 else state
 
     def _check_commit(self, state: State, head: Etcd, content: int) -> None:
         for index, node in enumerate(state.nodes):
