@@ -7,8 +7,9 @@ command line long enough for that of any command: a child writes its own in its 
 are found by it. The server ends when the other end of the socket is closed. It has one thread, so that a
 fork copies all of it.
 
-A child is what `python -m irdmafs` would be: a session of its own in "/", with the output, the environment
-and the network namespace of the request, no other descriptors, and signals as Python sets them.
+A child is what `python -m irdmafs`, or a program that changes it, would be: a session of its own in "/",
+with the output, the environment and the network namespace of the request, no other descriptors, and signals
+as Python sets them.
 """
 
 from __future__ import annotations
@@ -126,8 +127,12 @@ def _become(request: Request, output: int, errors: int) -> None:
     _show_command_line(request["command"])
     sys.orig_argv = list(request["command"])
     # sys.argv[0] is set by who runs the module.
-    _, _, _, *sys.argv[1:] = request["command"]
+    sys.argv[1:] = request["command"][3 if _is_package(request) else 2 :]
     gc.enable()
+
+
+def _is_package(request: Request) -> bool:
+    return request["command"][1] == "-m"
 
 
 def _enter(namespace: str) -> None:
@@ -160,8 +165,12 @@ def main() -> None:
     gc.freeze()
     request = _Server(socket.socket(fileno=int(sys.argv[1]))).run()
     # Here the child has nothing of the server on its stack or in a local name.
-    if request is not None:
+    if request is None:
+        return
+    if _is_package(request):
         runpy.run_module(PACKAGE, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(request["command"][1], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from .tiers import Tier, allow
 
 REAL = "IRDMAFS_REAL_COMMANDS"
 PREFIX = (sys.executable, "-m", PACKAGE)
+# The command irdmafs with changes, each a program.
+PROGRAMS = Path(__file__).with_name("programs")
 _SERVER = Path(__file__).with_name("fork_server.py")
 # For the longest command line.
 _ROOM_BYTES = 4096
@@ -117,7 +119,7 @@ class ForkServer:
         output: int,
         errors: int,
     ) -> Forked:
-        """Fork a child that runs PREFIX and further words. Raises OSError."""
+        """Fork a child that runs PREFIX, or a program of ours, and further words. Raises OSError."""
         request = Request(command=list(command), environment=dict(environment), namespace=namespace)
         message = json.dumps(request).encode()
         assert len(message) <= REQUEST_MAX_BYTES
@@ -176,6 +178,12 @@ def _server() -> ForkServer:
         return _state.server
 
 
+def _can_be_forked(command: Sequence[str]) -> bool:
+    python, program, *_ = (*command, "", "")
+    is_ours = python == sys.executable and Path(program).parent == PROGRAMS
+    return is_ours or tuple(command[: len(PREFIX)]) == PREFIX
+
+
 def _namespace(launcher: Sequence[str]) -> str | None:
     """Return the network namespace that a launcher enters, "" for none; None if it does anything else."""
     match list(launcher):
@@ -199,7 +207,7 @@ def start(
     allow(Tier.PROMISES, " ".join(command))
     variables = os.environ | dict(environment or {})
     namespace = _namespace(launcher)
-    if _state.forks and namespace is not None and tuple(command[: len(PREFIX)]) == PREFIX:
+    if _state.forks and namespace is not None and _can_be_forked(command):
         server = _server()
         if server.suits(command, variables):
             fds = (fd if isinstance(fd, int) else fd.fileno() for fd in (output, errors))
