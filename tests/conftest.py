@@ -21,13 +21,14 @@ import trio
 from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
-from harness.clusters import Cluster, ClusterMount, Plan
+from harness.clusters import ChangedCluster, Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
-from harness.guest_tests import GuestTests, starts_guests
+from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
+from harness.programs import rdma_part
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
@@ -78,9 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "part_of(test): left out where that test of its module runs, which does all of it",
     )
-    config.addinivalue_line(
-        "markers", "guest_tests(arguments): asks for that run of tests in a guest"
-    )
+    config.addinivalue_line("markers", "guest_tests: asks for the run of tests in a guest")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A run in a shell's background; what it starts would ignore Ctrl-C as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -328,18 +327,20 @@ def own_mount(new_mount: Callable[..., Mount]) -> Mount:
 class SharedCluster:
     """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan, make: Callable[[Plan], Cluster] = Cluster) -> None:
+        self._plan = plan
+        self._make = make
         self._made: Cluster | None = None
 
     def get(self) -> Cluster:
         if self._made is not None:
-            while len(self._made.mounts) > self._made.plan.mounts:
+            while len(self._made.mounts) > self._plan.mounts:
                 self._made.mounts.pop().close()
             if not all(part.alive for part in self._made.parts()):
                 self.close()
         if self._made is None:
             with running(Tier.ALL):
-                self._made = Cluster(Plan()).__enter__()
+                self._made = self._make(self._plan).__enter__()
         return self._made
 
     def close(self) -> None:
@@ -350,9 +351,25 @@ class SharedCluster:
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[SharedCluster]:
-    shared = SharedCluster()
+    shared = SharedCluster(Plan())
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="session")
+def shared_rdma_cluster() -> Iterator[SharedCluster]:
+    listen = {"listen": rdma.need_address()}
+    # A host that is busy must not look like one that is gone.
+    plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=20)
+    shared = SharedCluster(plan, lambda plan: ChangedCluster(plan, rdma_part.__file__))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def rdma_cluster(shared_rdma_cluster: SharedCluster) -> Cluster:
+    """Two store nodes and two mounts that move extents by RDMA. Tests leave them as they are."""
+    return shared_rdma_cluster.get()
 
 
 @pytest.fixture(scope="module")
@@ -449,13 +466,12 @@ def _end_idle_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
-    """The tests that run in a guest beside all others (guest_tests.py): begun here, if any is asked for."""
-    with GuestTests() as runs:
-        if starts_guests() and built_kernel() is not None and not rdma.ports():
-            for item in request.session.items:
-                for marker in item.iter_markers("guest_tests"):
-                    runs.start(*marker.args)
-        yield runs
+    """The run of tests in a guest beside all others (guest_tests.py): begun here, if it is asked for."""
+    with GuestTests() as run:
+        asked = any(item.get_closest_marker("guest_tests") for item in request.session.items)
+        if asked and starts_guest() and built_kernel() is not None and not rdma.ports():
+            run.start()
+        yield run
 
 
 @pytest.fixture(autouse=True)

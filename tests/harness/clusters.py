@@ -17,6 +17,7 @@ from harness.training import train
 
 __all__ = [
     "MIB",
+    "ChangedCluster",
     "Cluster",
     "ClusterMount",
     "ClusterOfChangedMounts",
@@ -84,15 +85,25 @@ class Cluster(harness.cluster.Cluster):
         super().__exit__(kind, error, traceback)
 
 
-class ClusterOfChangedMounts(Cluster):
-    """Its mounts are run by another program, which is the command `irdmafs` with changes."""
+class ChangedCluster(Cluster):
+    """Its nodes and mounts are run by another program, which is the command `irdmafs` with changes."""
 
     def __init__(self, plan: Plan, program: str) -> None:
         super().__init__(plan)
         self._program = program
+
+    def _make_node(self, host: Host) -> StoreNode:
+        return run_instead(super()._make_node(host), self._program)
 
     def _make_mount(
         self, host: Host | None, *arguments: str, certificate: str = ""
     ) -> ClusterMount:
         mount = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(mount, self._program)
+
+
+class ClusterOfChangedMounts(ChangedCluster):
+    """Only its mounts are."""
+
+    def _make_node(self, host: Host) -> StoreNode:
+        return Cluster._make_node(self, host)

@@ -1,24 +1,22 @@
 """The tests marked verbs, run in a guest beside all other tests.
 
 A guest has one core and takes minutes, most of which the other tests spend waiting: a test session that
-includes them starts the guests first, one after the other, and asks for their results at its end.
+includes them starts the guest first, and asks for the result at its end.
 """
 
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# The worker (spread.py) that starts the guests, and runs the tests that ask for their results.
+# The worker (spread.py) that starts the guest, and runs the test that asks for its result.
 WORKER = "gw0"
 GUEST = Path(__file__).resolve().parents[2] / "scripts/rdma_guest"
 
 
-def starts_guests() -> bool:
-    """Return whether this process starts guests: the only one that runs tests, or one worker of several."""
+def starts_guest() -> bool:
+    """Return whether this process starts the guest: the only one with tests, or one worker of several."""
     return os.environ.get("PYTEST_XDIST_WORKER", WORKER) == WORKER
 
 
@@ -30,42 +28,32 @@ class Result(NamedTuple):
 
 
 class GuestTests:
-    """Runs of pytest in guests, in the order in which they were asked for. A context manager."""
+    """The run of pytest in a guest. A context manager, whose end is the end of the run."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "guest tests")
-        self._results: dict[tuple[str, ...], Future[Result]] = {}
         self._running: subprocess.Popen[bytes] | None = None
-        self._ended = False
 
     def __enter__(self) -> "GuestTests":
+        self._output = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = True
-        if (running := self._running) is not None:
-            running.terminate()
-        self._executor.shutdown(cancel_futures=True)
+        if self._running is not None:
+            self._running.terminate()
+            self._running.wait()
+        self._output.close()
 
-    def start(self, arguments: Sequence[str]) -> None:
-        """Begin a run with these arguments of pytest, once."""
-        key = tuple(arguments)
-        if key not in self._results:
-            self._results[key] = self._executor.submit(self._run, key)
-
-    def result(self, arguments: Sequence[str]) -> Result:
-        """Return the result of a run when it is there."""
-        self.start(arguments)
-        return self._results[tuple(arguments)].result()
-
-    def _run(self, arguments: Sequence[str]) -> Result:
-        command = [os.fspath(GUEST), "test", "--color=no", "-q", *arguments]
-        with tempfile.TemporaryFile() as output:
+    def start(self) -> subprocess.Popen[bytes]:
+        """Begin the run, once. Return its process."""
+        if self._running is None:
+            command = [os.fspath(GUEST), "test", "--color=no", "-q"]
             self._running = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
             )
-            if self._ended:
-                self._running.terminate()
-            status = self._running.wait()
-            output.seek(0)
-            return Result(status, output.read().decode(errors="replace"))
+        return self._running
+
+    def result(self) -> Result:
+        """Return the result when it is there."""
+        status = self.start().wait()
+        self._output.seek(0)
+        return Result(status, self._output.read().decode(errors="replace"))

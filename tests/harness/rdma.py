@@ -1,9 +1,12 @@
 """RDMA for tests: which port to use, and the two ends of a reliable connection on it."""
 
 import ctypes
+import fcntl
 import importlib.util
 import mmap
 import os
+import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +23,7 @@ DEVICES = Path("/sys/class/infiniband")
 IN_GUEST = "IRDMAFS_GUEST" in os.environ
 REMEDY = "scripts/rdma_guest test runs this in a guest that has one"
 
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 REQUEST_BYTES = 1 << 20
 REQUESTS_MAX = 8
 # 4.096 us * 2 ** 18: a peer whose processor others share may need a second.
@@ -82,6 +86,16 @@ def need_address() -> str:
         return find_way().address
     except Unavailable as error:
         pytest.skip(f"{error}; {REMEDY}")
+
+
+def set_links(*names: str, up: bool) -> None:
+    """Set network links up or down, as ip(8) does, which takes longer to start than a transfer."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for name in names:
+            asked = struct.pack("16sh22x", name.encode(), 0)
+            flags: int = struct.unpack("16sh22x", fcntl.ioctl(control, SIOCGIFFLAGS, asked))[1]
+            wanted = flags | IFF_UP if up else flags & ~IFF_UP
+            fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", name.encode(), wanted))
 
 
 def constant(name: str) -> Any:

@@ -44,7 +44,7 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
 
-pytestmark = [pytest.mark.verbs, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.verbs
 
 TIMEOUT_S = 20.0
 LENGTH = 256 * KiB

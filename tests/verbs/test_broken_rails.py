@@ -15,6 +15,7 @@ import pytest
 import trio
 from harness import rdma as rdma_ports
 from harness.programs.breakable import break_pair
+from harness.rdma import set_links
 from harness.transport_nodes import Node, NodeProcess, serving
 from harness.transport_place import MiB, Place, mounted, until
 
@@ -40,10 +41,6 @@ _LINKS = ("roce0", "roce1")
 FIRST_ADDRESS = "10.9.0.1"
 
 
-def set_link(name: str, state: str) -> None:
-    subprocess.run(["ip", "link", "set", name, state], check=True)
-
-
 @pytest.fixture
 def links() -> Iterator[tuple[str, ...]]:
     """The links below the devices rxe0 and rxe1, which may be set down."""
@@ -51,8 +48,7 @@ def links() -> Iterator[tuple[str, ...]]:
         pytest.skip(f"sets links down; {rdma_ports.REMEDY}")
     rdma_ports.need_ports(2)
     yield _LINKS
-    for name in _LINKS:
-        set_link(name, "up")
+    set_links(*_LINKS, up=True)
 
 
 class TwoNodes(Place):
@@ -151,10 +147,10 @@ def goes_through(device: str) -> Callable[[QueuePair], bool]:
 async def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
     async with in_place(memory) as place:
         await place.lanes()
-        await place.there_and_back(1, 24 * MiB + 7)
+        await place.there_and_back(1, 16 * MiB + 7)
         moved = place.peers.counters.rails
         # A write goes whole over one of them, a read over both.
-        assert sum(moved.values()) == 3 * (24 * MiB + 7)
+        assert sum(moved.values()) == 3 * (16 * MiB + 7)
         assert len({name for name, count in moved.items() if count > 4 * MiB}) == 2
         moved.clear()
         async with trio.open_nursery() as nursery:
@@ -203,7 +199,7 @@ async def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         found = await place.lanes()
         device = f"rxe{links.index(down)}"
         lost = when_posted(
-            monkeypatch, 3, lambda pair: set_link(down, "down"), goes_through(device)
+            monkeypatch, 3, lambda pair: set_links(down, up=False), goes_through(device)
         )
         async with trio.open_nursery() as nursery:
             for number in range(4):
@@ -214,10 +210,10 @@ async def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         assert sum(each.fallbacks for each in counters) == 0
         assert sum(each.reroutes for each in counters) > 0
         assert len(found.usable) == 1
-        set_link(down, "up")
+        set_links(down, up=True)
         await until(lambda: len(found.usable) == 2)
         place.peers.counters.rails.clear()
-        await place.there_and_back(100, 24 * MiB)
+        await place.there_and_back(100, 8 * MiB)
         assert any(device in name for name in place.peers.counters.rails)
         # Only the mount speaks to the first node.
         said = [text for text in caplog.messages if text.startswith("store node 1: ")]
@@ -235,7 +231,7 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
 ) -> None:
     async with in_place(memory, Choice(device="rxe0")) as place:
         found = await place.lanes(count=1)
-        lost = when_posted(monkeypatch, 3, lambda pair: set_link("roce0", "down"))
+        lost = when_posted(monkeypatch, 3, lambda pair: set_links("roce0", up=False))
         async with trio.open_nursery() as nursery:
             for number in range(4):
                 nursery.start_soon(place.there_and_back, number, 5 * MiB)
@@ -244,7 +240,7 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
         counters = place.peers.counters
         assert counters.fallbacks > 0
         assert not found.is_usable
-        set_link("roce0", "up")
+        set_links("roce0", up=True)
         await until(lambda: len(found.usable) == 1)
         before = counters.moved_bytes["verbs"]
         await place.there_and_back(100, 5 * MiB)
@@ -296,10 +292,10 @@ async def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "_LOOK_S", 0.1)
-    set_link("roce1", "down")
+    set_links("roce1", up=False)
     async with in_place(memory) as place:
         await place.lanes(count=1)
-        set_link("roce1", "up")
+        set_links("roce1", up=True)
         await place.lanes(count=2)
 
 
@@ -310,8 +306,8 @@ async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
         (adapter,) = (each for each in place.rdma.adapters if each.name == "rxe0")
         # Its port is not there when the kernel tells of something next.
         adapter.port = 200
-        set_link("roce0", "down")
-        set_link("roce0", "up")
+        set_links("roce0", up=False)
+        set_links("roce0", up=True)
         await until(lambda: bool(adapter.failure))
         await until(lambda: not adapter.pairs)
         await place.there_and_back(1, 5 * MiB)

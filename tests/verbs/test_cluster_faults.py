@@ -7,7 +7,6 @@ IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many.
 import contextlib
 import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +15,8 @@ from pathlib import Path
 
 import pytest
 from harness import rdma
-from harness.clusters import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
+from harness.clusters import MIB, ChangedCluster, Cluster, Daemon, Plan
 from harness.mountpoint import eventually
-from harness.parts import run_instead
 from harness.programs import breakable
 from harness.seeds import chosen_seed
 from harness.storms.history import Workers, check
@@ -28,15 +26,12 @@ pytestmark = pytest.mark.verbs
 FAULTS = int(os.environ.get("IRDMAFS_FAULTS") or 5)
 LINKS = ("roce0", "roce1")
 LARGEST_BYTES = 4 * MIB
-BIG_BYTES = 32 * MIB
+# Of programs between two operations: a guest's one processor is for what is broken and mended, too.
+PAUSE_S = 0.1
+BIG_BYTES = 16 * MIB
 # For what must come about at some time. A node that was killed is whole again after 5 s on a machine of
 # its own, and after half a minute in a guest on a busy one.
 PHASE_S = 180.0
-
-
-def set_links(state: str, *names: str) -> None:
-    for name in names:
-        subprocess.run(["ip", "link", "set", name, state], check=True)
 
 
 class Faults:
@@ -68,9 +63,9 @@ class Faults:
         time.sleep(self._random.uniform(0.2, 1.0))
 
     def _down(self, *names: str) -> None:
-        set_links("down", *names)
+        rdma.set_links(*names, up=False)
         self._pass_time()
-        set_links("up", *names)
+        rdma.set_links(*names, up=True)
 
     def _break(self, part: Daemon) -> None:
         # The signal ends a process that has just begun.
@@ -83,19 +78,6 @@ class Faults:
         self._pass_time()
         node.start()
         self._cluster.wait_healthy(PHASE_S)
-
-
-class BreakableCluster(Cluster):
-    """Its processes break queue pairs when they are told to."""
-
-    def _make_node(self, host: Host) -> StoreNode:
-        return run_instead(super()._make_node(host), breakable.__file__)
-
-    def _make_mount(
-        self, host: Host | None, *arguments: str, certificate: str = ""
-    ) -> ClusterMount:
-        mount = super()._make_mount(host, *arguments, certificate=certificate)
-        return run_instead(mount, breakable.__file__)
 
 
 def told(cluster: Cluster, what: str) -> int:
@@ -127,9 +109,9 @@ def fall_back_and_return(cluster: Cluster) -> None:
             writing = programs.submit(big.write_bytes, data)
             while not (writing.done() or is_coming_in(cluster, len(data))):
                 time.sleep(0.001)
-            set_links("down", *LINKS)
+            rdma.set_links(*LINKS, up=False)
             writing.result(PHASE_S)
-            set_links("up", *LINKS)
+            rdma.set_links(*LINKS, up=True)
             assert cluster.mounts[1].path.joinpath(big.name).read_bytes() == data
             big.unlink()
     wait_for_more(cluster, "rdma_bytes")
@@ -154,20 +136,22 @@ def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
     print(f"IRDMAFS_FAULTS={FAULTS}")
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, mounts=2, namespaces=False, lease_ttl_s=10)
-    with BreakableCluster(plan) as cluster:
+    with ChangedCluster(plan, breakable.__file__) as cluster:
         folders = {}
         (cluster.mounts[0].path / "work").mkdir()
         for mount in cluster.mounts:
             folders[mount.host.name] = mount.path / "work"
         logs: Path = cluster.directory / "history"
-        with Workers(folders, logs, seed=seed, largest_bytes=LARGEST_BYTES) as workers:
+        with Workers(
+            folders, logs, seed=seed, largest_bytes=LARGEST_BYTES, pause_s=PAUSE_S
+        ) as workers:
             try:
                 wait_for_more(cluster, "rdma_bytes")
                 faults = Faults(cluster, seed)
                 faults.run(FAULTS)
                 fall_back_and_return(cluster)
             finally:
-                set_links("up", *LINKS)
+                rdma.set_links(*LINKS, up=True)
             cluster.wait_healthy(PHASE_S)
             workers.stop()
             workers.final_reads()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 from harness.clusters import Cluster as WholeCluster
-from harness.clusters import Plan
+from harness.clusters import counters
 from harness.rdma import need_address, registered
 from harness.transport_nodes import Node, NodeProcess, serving
 from harness.transport_place import (
@@ -26,10 +26,11 @@ from harness.transport_place import (
     write_and_read,
 )
 
-from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
 from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
+from irdmafs.backend.transport.verbs import path as path_module
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.messages import Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
@@ -90,10 +91,11 @@ async def in_cluster(
 # -- what is moved arrives -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 32 * MiB, 33 * MiB + 5])
+@pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 8 * MiB, 9 * MiB + 5])
 async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
-    memory: Path, address: str, length: int
+    memory: Path, address: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(path_module, "_PIECE_BYTES_MAX", 4 * MiB)
     async with in_cluster(memory, address, choice=Choice(threshold_bytes=1)) as cluster:
         await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
@@ -383,51 +385,6 @@ def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[Qu
     return broken
 
 
-@pytest.mark.parametrize("operation", ["read", "write"])
-async def test_a_node_that_is_killed_meanwhile_is_noticed(
-    memory: Path, address: str, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    length = 64 * MiB
-    with (
-        NodeProcess(
-            f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
-        ) as node,
-        Rdma(Choice(device=device_of(address))) as rdma,
-    ):
-        async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-            source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-            os.write(source, random_bytes(length))
-            device = peers.device(1)
-            await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
-            assert peers.counters.moved_bytes["verbs"] == length
-            killed_while_posting(monkeypatch, node)
-            with pytest.raises(Unreachable):
-                if operation == "read":
-                    await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
-                else:
-                    await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length))
-            os.close(source)
-            (adapter,) = rdma.adapters
-            users = sum(region.users for region in adapter.regions._regions)
-            assert users == bool(adapter.staging.slots)  # staging uses its own for ever
-    assert not (memory / "1" / "2.0").exists()
-
-
-def killed_while_posting(monkeypatch: pytest.MonkeyPatch, node: NodeProcess) -> None:
-    post = QueuePair._post
-    posted = 0
-
-    def killing(self: QueuePair, requests: list[Any]) -> Any:
-        nonlocal posted
-        result = post(self, requests)
-        posted += 1
-        if posted == 1:
-            node.kill()
-        return result
-
-    monkeypatch.setattr(QueuePair, "_post", killing)
-
-
 async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: str) -> None:
     async with in_cluster(memory, address, 1) as cluster:
         service = cluster.service(1)
@@ -449,49 +406,40 @@ async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, addre
 # -- a whole cluster -----------------------------------------------------------------------------
 
 
-def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(address: str) -> None:
+def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(
+    rdma_cluster: WholeCluster,
+) -> None:
     data = random_bytes(5 * MiB)
-    plan = Plan(
-        nodes=2, mounts=1, namespaces=False, node_config={"listen": address},
-        # A host that is busy must not look like one that is gone.
-        lease_ttl_s=20,
-    )  # fmt: skip
-    with WholeCluster(plan) as cluster:
-        (first,) = cluster.mounts
-        second = cluster.add_mount("--rdma", "off")
-        third = cluster.add_mount("--rdma", "require")
-        (first.path / "weights").write_bytes(data)
-        for mount in (second, third):
-            assert (mount.path / "weights").read_bytes() == data
-        known = [mount.status()["cluster"] for mount in (first, second, third)]
-        assert [each["rdma_fallbacks"] for each in known] == [0, 0, 0]
-        assert [each["rdma_bytes"] for each in known] == [len(data), 0, len(data)]
+    writer, _ = rdma_cluster.mounts
+    readers = [rdma_cluster.add_mount("--rdma", choice) for choice in ("off", "require")]
+    before = counters(writer)
+    (writer.path / "by RDMA").write_bytes(data)
+    for mount in readers:
+        assert (mount.path / "by RDMA").read_bytes() == data
+    known = [counters(mount) for mount in (writer, *readers)]
+    assert [each["rdma_fallbacks"] for each in known] == [before["rdma_fallbacks"], 0, 0]
+    moved = before["rdma_bytes"] + len(data)
+    assert [each["rdma_bytes"] for each in known] == [moved, 0, len(data)]
 
 
-@pytest.mark.timeout(300)
-def test_what_a_node_has_wrong_is_noticed_and_read_from_another(address: str) -> None:
+def test_what_a_node_has_wrong_is_noticed_and_read_from_another(rdma_cluster: WholeCluster) -> None:
     written = {f"file{i}": random_bytes(300 * KiB) for i in range(10)}
     written["in two pieces"] = random_bytes(33 * MiB)
-    plan = Plan(
-        nodes=2, mounts=1, namespaces=False, node_config={"listen": address}, lease_ttl_s=20
-    )  # fmt: skip
-    with WholeCluster(plan) as cluster:
-        (writer,) = cluster.mounts
-        reader = cluster.add_mount("--rdma", "require")
-        for name, data in written.items():
-            (writer.path / name).write_bytes(data)
-        for path in (cluster.nodes[0].store / "extents").iterdir():
-            with path.open("r+b") as file:
-                file.seek(path.stat().st_size // 2)
-                byte = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte[0] ^ 1]))
-        for name, data in written.items():
-            assert (reader.path / name).read_bytes() == data
-        known = reader.status()["cluster"]
-        size = sum(map(len, written.values()))
-        assert known["checked_bytes"] == size < known["rdma_bytes"]
-        assert known["wrong_fetches"] and not known["rdma_fallbacks"]
+    reader = rdma_cluster.add_mount("--rdma", "require")
+    for name, data in written.items():
+        (rdma_cluster.mounts[0].path / name).write_bytes(data)
+    for path in (rdma_cluster.nodes[0].store / "extents").iterdir():
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+    for name, data in written.items():
+        assert (reader.path / name).read_bytes() == data
+    known = counters(reader)
+    size = sum(map(len, written.values()))
+    assert known["checked_bytes"] == size < known["rdma_bytes"]
+    assert known["wrong_fetches"] and not known["rdma_fallbacks"]
 
 
 # -- one queue pair ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,36 +26,30 @@ def guest_kernel() -> None:
         pytest.skip("the guest's kernel is not built; scripts/rdma_guest build takes some minutes")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [os.fspath(GUEST), *(str(argument) for argument in arguments)]
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", cwd=cwd
     )
 
 
-def test_guest_passes_on_output_and_exit_status(guest_kernel: None, tmp_path: Path) -> None:
-    script = "echo out; pwd; echo err >&2; exit 7"
-    command = [os.fspath(GUEST), "run", "--timeout", "60", "--", "bash", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 7, done.stderr
-    assert done.stdout == f"out\n{tmp_path}\n"
-    assert done.stderr == "err\n"
-
-
-def test_guest_changes_only_the_directory_it_was_given(guest_kernel: None, tmp_path: Path) -> None:
+def test_guest_passes_on_output_and_status_and_changes_only_the_directory_it_was_given(
+    guest_kernel: None, tmp_path: Path
+) -> None:
     given = tmp_path / "given"
     given.mkdir()
-    script = f"echo kept > {given}/file && echo lost > {tmp_path}/file && cat {tmp_path}/file"
-    done = run("run", "--timeout", 60, "--out", given, "--", "bash", "-c", script)
-    assert (done.returncode, done.stdout) == (0, "lost\n"), done.stderr
+    script = f"pwd; echo kept > {given}/file && echo lost > file && cat file; echo err >&2; exit 7"
+    done = run("run", "--timeout", 60, "--out", given, "--", "bash", "-c", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, f"{tmp_path}\nlost\n"), done.stderr
+    assert done.stderr == "err\n"
     assert (given / "file").read_text() == "kept\n"
     assert not (tmp_path / "file").exists()
 
 
 def test_guest_ends_when_its_time_is_over(guest_kernel: None) -> None:
-    done = run("run", "--timeout", 5, "--", "sleep", "1000")
+    done = run("run", "--timeout", 2, "--", "sleep", "1000")
     assert done.returncode == 124
-    assert "ended after 5 s" in done.stderr
+    assert "ended after 2 s" in done.stderr
 
 
 def group_is_gone(leader: int) -> bool:
@@ -66,19 +60,26 @@ def group_is_gone(leader: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None, number: int) -> None:
-    script = "echo up; sleep 1000"
-    command = [os.fspath(GUEST), "run", "--timeout", "100", "--", "bash", "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "up\n"
-        children = ("ps", "-o", "pid=", "--ppid", str(started.pid))
-        leaders = [int(word) for word in subprocess.check_output(children, text=True).split()]
-        assert leaders
-        started.send_signal(number)
-    for leader in leaders:
-        eventually(partial(group_is_gone, leader), f"process group {leader} is gone")
+def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None) -> None:
+    command = [os.fspath(GUEST), "run", "--timeout", "100", "--", "sh", "-c", "echo up; sleep 1000"]
+    with ExitStack() as stack:
+        endings = [
+            (
+                stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)),
+                number,
+            )
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        ]
+        for started, number in endings:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "up\n"
+            children = ("ps", "-o", "pid=", "--ppid", str(started.pid))
+            leaders = [int(word) for word in subprocess.check_output(children, text=True).split()]
+            assert leaders
+            started.send_signal(number)
+            for leader in leaders:
+                gone = partial(group_is_gone, leader)
+                eventually(gone, f"process group {leader} is gone after {number.name}")
 
 
 @pytest.mark.timeout(120)
@@ -90,26 +91,15 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
     assert "[1] the bytes that host 0 has were read" in done.stdout
 
 
-# Those that are over soon; the others take minutes.
-SHORT = ("tests/verbs/test_device.py", "tests/verbs/test_memory_used_again.py")
-OTHERS = tuple(f"--deselect={file}" for file in SHORT)
-
-
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(SHORT, id="short", marks=pytest.mark.guest_tests(SHORT)),
-        pytest.param(OTHERS, id="the others", marks=pytest.mark.guest_tests(OTHERS)),
-    ],
-)
+@pytest.mark.guest_tests
 def test_what_is_promised_of_verbs_holds_in_a_guest(
-    guest_kernel: None, guest_tests: GuestTests, arguments: Sequence[str]
+    guest_kernel: None, guest_tests: GuestTests
 ) -> None:
     """Each failure is shown as pytest shows it in the guest."""
     if rdma.ports():
         pytest.skip("this machine has RDMA: the tests marked verbs ran on it")
-    status, output = guest_tests.result(arguments)
+    status, output = guest_tests.result()
     if status != 0:
         pytest.fail(f"in the guest:\n{output}", pytrace=False)
     assert re.search(r"\b[1-9]\d* passed", output), output

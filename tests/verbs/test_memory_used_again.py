@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.clusters import Cluster, Plan
+from harness.clusters import Cluster, ClusterMount, counters
 from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, mounted
@@ -36,67 +36,66 @@ def address() -> str:
     return need_address()
 
 
-def a_cluster(address: str, nodes: int = 2) -> Plan:
-    return Plan(
-        nodes=nodes, mounts=1, namespaces=False, replicas=nodes, node_config={"listen": address},
-        # A host that is busy must not look like one that is gone.
-        lease_ttl_s=20,
-    )  # fmt: skip
+def moved_by_rdma(mount: ClusterMount) -> int:
+    moved: int = counters(mount)["rdma_bytes"]
+    return moved
 
 
-@pytest.mark.timeout(300)
-def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(address: str) -> None:
+def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(
+    rdma_cluster: Cluster,
+) -> None:
+    # No other test has files of this size, which could be used again.
     data = bytearray(random.Random(1).randbytes(256 << 10))
-    with Cluster(a_cluster(address)) as cluster:
-        (writer,) = cluster.mounts
-        reader = cluster.add_mount()
-        for version in range(16):
-            data[:4] = version.to_bytes(4, "big")
-            (writer.path / "weights").write_bytes(data)
-            assert (reader.path / "weights").read_bytes() == data
-        assert reader.status()["cluster"]["rdma_bytes"] == 16 * len(data)
-        for node in cluster.status()["nodes"]:
-            # The newest, the one that replaces it, and those that are about to be given back.
-            assert node["created_files"] <= 5
-            assert node["created_files"] + node["reused_files"] == 16
-            assert node["rdma_registrations"] <= node["created_files"] * len(ports())
+    writer, reader = rdma_cluster.mounts
+    moved, nodes_before = moved_by_rdma(reader), rdma_cluster.status()["nodes"]
+    for version in range(16):
+        data[:4] = version.to_bytes(4, "big")
+        (writer.path / "registered once").write_bytes(data)
+        assert (reader.path / "registered once").read_bytes() == data
+    assert moved_by_rdma(reader) == moved + 16 * len(data)
+    for node, before in zip(rdma_cluster.status()["nodes"], nodes_before, strict=True):
+        created, reused, registrations = (
+            node[figure] - before[figure]
+            for figure in ("created_files", "reused_files", "rdma_registrations")
+        )
+        # The newest, the one that replaces it, and those that are about to be given back.
+        assert created <= 5
+        assert created + reused == 16
+        assert registrations <= created * len(ports())
 
 
-@pytest.mark.timeout(300)
 def test_a_version_is_sent_once_however_soon_after_the_write_its_file_is_closed(
-    address: str,
+    rdma_cluster: Cluster,
 ) -> None:
     """A kernel with coarse times (before 6.13) cannot tell a write after close from the one before it."""
     data = random.Random(1).randbytes(256 << 10)
-    with Cluster(a_cluster(address, 1)) as cluster:
-        (writer,) = cluster.mounts
-        for version in range(16):
-            fd = os.open(writer.path / "weights", os.O_RDWR | os.O_CREAT)
-            other = os.dup(fd)
-            os.pwrite(fd, version.to_bytes(4, "big") + data[4:], 0)
-            os.close(fd)
-            os.close(other)
-        assert writer.status()["cluster"]["rdma_bytes"] == 16 * len(data)
+    writer, _ = rdma_cluster.mounts
+    moved = moved_by_rdma(writer)
+    for version in range(16):
+        fd = os.open(writer.path / "sent once", os.O_RDWR | os.O_CREAT)
+        other = os.dup(fd)
+        os.pwrite(fd, version.to_bytes(4, "big") + data[4:], 0)
+        os.close(fd)
+        os.close(other)
+    assert moved_by_rdma(writer) == moved + 16 * len(data)
 
 
-@pytest.mark.timeout(300)
 def test_a_file_that_was_truncated_after_its_version_was_sent_is_sent_as_it_is_now(
-    address: str,
+    rdma_cluster: Cluster,
 ) -> None:
     first, second = (random.Random(seed).randbytes(2 * MiB) for seed in (1, 2))
-    with Cluster(a_cluster(address, 1)) as cluster:
-        (writer,) = cluster.mounts
-        reader = cluster.add_mount()
-        fd = os.open(writer.path / "weights", os.O_RDWR | os.O_CREAT)
-        other = os.dup(fd)
-        os.write(fd, first)
-        os.close(fd)
-        assert (reader.path / "weights").read_bytes() == first
-        os.ftruncate(other, 0)
-        os.pwrite(other, second, 0)
-        os.close(other)
-        assert (reader.path / "weights").read_bytes() == second
-        assert writer.status()["cluster"]["rdma_bytes"] == len(first) + len(second)
+    writer, reader = rdma_cluster.mounts
+    moved = moved_by_rdma(writer)
+    fd = os.open(writer.path / "truncated", os.O_RDWR | os.O_CREAT)
+    other = os.dup(fd)
+    os.write(fd, first)
+    os.close(fd)
+    assert (reader.path / "truncated").read_bytes() == first
+    os.ftruncate(other, 0)
+    os.pwrite(other, second, 0)
+    os.close(other)
+    assert (reader.path / "truncated").read_bytes() == second
+    assert moved_by_rdma(writer) == moved + len(first) + len(second)
 
 
 class FilesService(Yes):

@@ -3,36 +3,24 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.mountpoint import irdmafs
-from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, add_device, need_ports
+from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, add_device, need_ports, set_links
 
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.rdma import Choice
+from irdmafs.cli.cluster import rdma_wanted
 from irdmafs.doctor import rdma as rdma_checks
 from irdmafs.doctor.check import Check
 
 
-def doctor(
-    *arguments: str | Path, prefix: Sequence[str] = (), expected: int = 0, **environment: str
-) -> dict[str, Any]:
+def doctor(*arguments: str | Path, prefix: Sequence[str] = (), expected: int = 0) -> dict[str, Any]:
     """The checks by name."""
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "irdmafs", "doctor", "--json", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-        cwd="/",
-        env=os.environ | environment,
-    )
+    done = irdmafs("doctor", "--json", *arguments, launcher=tuple(prefix))
     assert done.returncode == expected, done.stderr
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
@@ -114,8 +102,8 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checks(choice: Choice = Choice()) -> dict[str, Check]:  # noqa: B008
-    return {check.name: check for check in rdma_checks.check_rdma(choice)}
+def checks(choice: Choice = Choice(), peer: str | None = None) -> dict[str, Check]:  # noqa: B008
+    return {check.name: check for check in rdma_checks.check_rdma(choice, peer)}
 
 
 def test_each_device_port_and_gid_has_a_line(sysfs: Path) -> None:
@@ -189,27 +177,21 @@ def test_64_kib_of_locked_memory_are_too_little(port: Port) -> None:
     assert "ulimit -l unlimited" in remedy
 
 
-@contextmanager
-def down(netdev: str) -> Iterator[None]:
-    subprocess.run(["ip", "link", "set", netdev, "down"], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["ip", "link", "set", netdev, "up"], check=True)
-
-
 @pytest.mark.verbs
 def test_a_link_that_is_down_is_to_be_set_up(port: Port) -> None:
     only_in_guest()
     device = need_ports(2)[1].device
     netdev = (DEVICES / device / "parent").read_text().strip()
-    with down(netdev):
+    set_links(netdev, up=False)
+    try:
         found = checks(Choice(device=device))
         for name in ("RDMA", device, f"{device} port 1"):
             assert found[name].verdict == "warn"
             assert f"ip link set {netdev} up" in found[name].remedy
         # Another device is still there for who does not insist.
         assert checks()["RDMA"].verdict == "ok"
+    finally:
+        set_links(netdev, up=True)
 
 
 @pytest.mark.verbs
@@ -227,7 +209,7 @@ def test_a_gid_that_leads_nowhere_is_answered_with_the_one_that_does(
 @pytest.mark.verbs
 def test_missing_pyverbs_is_to_be_installed(port: Port, tmp_path: Path) -> None:
     (tmp_path / "pyverbs.py").write_text("raise ImportError('No module named pyverbs')\n")
-    found, remedy = bad(doctor(PYTHONPATH=str(tmp_path))["RDMA"])
+    found, remedy = bad(doctor(prefix=("env", f"PYTHONPATH={tmp_path}"))["RDMA"])
     assert "pyverbs cannot be imported" in found
     assert "apt install python3-pyverbs" in remedy
 
@@ -253,9 +235,9 @@ def test_a_cluster_that_is_not_on_the_devices_network_is_told_apart(
 ) -> None:
     config = tmp_path / "cluster.toml"
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
-    found, remedy = bad(doctor("--cluster", config)["RDMA"])
-    assert "127.0.0.1" in found
-    assert "--listen ADDRESS" in remedy
+    check = checks(*rdma_wanted(str(config), {}))["RDMA"]
+    assert (check.verdict, "127.0.0.1" in check.found) == ("warn", True)
+    assert "--listen ADDRESS" in check.remedy
     (address,) = (
         gid.address
         for device in devices.find()
@@ -264,6 +246,6 @@ def test_a_cluster_that_is_not_on_the_devices_network_is_told_apart(
         if (device.name, gid.number) == (port.device, port.gid_index)
     )
     config.write_text(f'[cluster]\netcd = ["{address}:1"]\nrdma = "require"\n')
-    check = doctor("--cluster", config)["RDMA"]
-    assert check["verdict"] == "ok"
-    assert f"{port.device} port {port.number}, GID {port.gid_index}" in check["found"]
+    check = checks(*rdma_wanted(str(config), {}))["RDMA"]
+    assert check.verdict == "ok"
+    assert f"{port.device} port {port.number}, GID {port.gid_index}" in check.found

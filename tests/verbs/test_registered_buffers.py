@@ -7,40 +7,27 @@ import json
 import mmap
 import os
 import random
-import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from harness.clusters import MIB, Cluster, ClusterMount, Plan, counters
+from harness.clusters import MIB, Cluster, ClusterMount, counters
 from harness.mountpoint import eventually
 from harness.patterns import PAGE_BYTES, pattern, version_of
-from harness.rdma import IN_GUEST, REMEDY, need_address, need_ports, ports
+from harness.rdma import IN_GUEST, REMEDY, need_ports, ports, set_links
 
 from irdmafs import client
 
-pytestmark = [pytest.mark.verbs, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.verbs
 
 SIZE = 3 * MIB + 12345
 VERSIONS = 6
 LINKS = ["roce0", "roce1"]
 F_SEAL_SHRINK = 0x2
 UDMABUF_CREATE = 0x40187542
-SIOCSIFFLAGS, IFF_UP, IFF_MULTICAST = 0x8914, 0x1, 0x1000
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    plan = Plan(
-        nodes=2, mounts=2, namespaces=False, node_config={"listen": need_address()},
-        # A host that is busy must not look like one that is gone.
-        lease_ttl_s=20,
-    )  # fmt: skip
-    with Cluster(plan) as made:
-        yield made
 
 
 @contextmanager
@@ -88,8 +75,8 @@ def wait_for_rdma(writer: ClusterMount, reader: ClusterMount) -> None:
     eventually(is_used, "RDMA is used", 60)
 
 
-def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster) -> None:
-    writer, reader = cluster.mounts[:2]
+def test_versions_are_read_into_memory_that_was_registered_once(rdma_cluster: Cluster) -> None:
+    writer, reader = rdma_cluster.mounts
     wait_for_rdma(writer, reader)
     with client.Buffer(4 * MIB) as buffer:
         before = counters(reader)
@@ -113,34 +100,26 @@ def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster
     )
 
 
-def set_links(names: Sequence[str], *, up: bool) -> None:
-    """As ip(8) does, which takes longer to start than a fill."""
-    flags = IFF_MULTICAST | (IFF_UP if up else 0)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for name in names:
-            fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", name.encode(), flags))
-
-
-def test_a_buffer_is_filled_whole_while_links_fail(cluster: Cluster) -> None:
-    """Links go down as soon as something of a version has come by RDMA: one, the other, both; twice."""
+def test_a_buffer_is_filled_whole_while_links_fail(rdma_cluster: Cluster) -> None:
+    """Links go down as soon as something of a version has come by RDMA: one, the other, both."""
     if not IN_GUEST:
         pytest.skip(f"sets links down; {REMEDY}")
     need_ports(len(LINKS))
-    writer, reader = cluster.mounts[:2]
+    writer, reader = rdma_cluster.mounts
     before = counters(reader)
-    with client.Buffer(17 * MIB) as buffer, ThreadPoolExecutor(1) as programs:
-        for version, failing in enumerate(([LINKS[0]], [LINKS[1]], LINKS) * 2, 1):
+    with client.Buffer(9 * MIB) as buffer, ThreadPoolExecutor(1) as programs:
+        for version, failing in enumerate(([LINKS[0]], [LINKS[1]], LINKS), 1):
             wait_for_rdma(writer, reader)
-            (writer.path / "failing").write_bytes(pattern(version, 16 * MIB + version))
+            (writer.path / "failing").write_bytes(pattern(version, 8 * MIB + version))
             buffer.memory[:] = 0
             filling = programs.submit(buffer.fill, reader.path / "failing")
-            while not (filling.done() or buffer.memory[: 16 * MIB : PAGE_BYTES].any()):
+            while not (filling.done() or buffer.memory[: 8 * MIB : PAGE_BYTES].any()):
                 time.sleep(0.001)
-            set_links(failing, up=False)
+            set_links(*failing, up=False)
             try:
                 filling.result()
             finally:
-                set_links(LINKS, up=True)
+                set_links(*LINKS, up=True)
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert version_of(buffer.memory[: buffer.filled].tobytes()) == version
     after = counters(reader)
@@ -149,10 +128,12 @@ def test_a_buffer_is_filled_whole_while_links_fail(cluster: Cluster) -> None:
     wait_for_rdma(writer, reader)
 
 
-def test_a_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(cluster: Cluster) -> None:
+def test_a_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(
+    rdma_cluster: Cluster,
+) -> None:
     """soft-RoCE knows no dma-buf."""
-    writer, reader = cluster.mounts[:2]
-    careless = cluster.add_mount("--no-verify")
+    writer, reader = rdma_cluster.mounts
+    careless = rdma_cluster.add_mount("--no-verify")
     (writer.path / "for a device").write_bytes(random.Random(0).randbytes(SIZE))
     with dma_buf(SIZE + -SIZE % mmap.PAGESIZE) as lent:
         assert "to be checked" in why_not(reader, "for a device", lent)

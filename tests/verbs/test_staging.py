@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from harness.clusters import Cluster, Plan, train
+from harness.clusters import Cluster, train
 from harness.rdma import need_address, ports, registered
 from harness.transport_nodes import serving
 from harness.transport_place import KiB, MiB, mounted, random_bytes
@@ -323,16 +323,12 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         assert await worker.read(1, MiB) == data
 
 
-def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python() -> None:
+def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python(
+    rdma_cluster: Cluster,
+) -> None:
     size_bytes = 6 * MiB
-    plan = Plan(
-        nodes=1, mounts=0, namespaces=False, replicas=1, node_config={"listen": need_address()},
-        # A host that is busy must not look like one that is gone.
-        lease_ttl_s=20,
-    )  # fmt: skip
-    with Cluster(plan) as cluster:
-        mounts = [cluster.add_mount("--rdma", "require") for _ in range(2)]
-        first, *others = train(mounts[0], mounts[1], 12, size_bytes)
+    mounts = [rdma_cluster.add_mount("--rdma", "require") for _ in range(2)]
+    first, *others = train(mounts[0], mounts[1], 4, size_bytes)
     assert first.saved.registrations == first.loaded.registrations == 1
     # Once for each device, when it is used for the first time.
     for end in ("saved", "loaded"):

@@ -1,10 +1,12 @@
-"""The `irdmafs` command with queue pairs that break, as if by hardware, when it is sent SIGUSR2."""
+"""The `irdmafs` command with queue pairs that break, as if by hardware, when it is sent SIGUSR2, and are
+soon tried again."""
 
 import signal
 import weakref
 from pathlib import Path
 from typing import Any
 
+from irdmafs.backend.transport.verbs import lanes
 from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.cli.command import main
 
@@ -42,5 +44,6 @@ def make_breakable() -> None:
 
 
 if __name__ == "__main__":
+    lanes.RETRY_S = 0.5
     make_breakable()
     main(prog_name="irdmafs")
