@@ -308,24 +308,27 @@ class TestUncertainTransaction:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             first = engine.revision
             acknowledged: list[tuple[int, bytes, bytes | None]] = []
+            progress = trio.lowlevel.ParkingLot()
             writing = 6
 
             async def write(name: bytes) -> None:
                 """Creates and deletes a key by turns: a stale repetition would find it fitting."""
                 nonlocal writing
                 revision = 0
-                for number in range(30):
+                for number in range(60):
                     value = None if number % 2 else b"%d" % number
                     operation = Delete(name) if value is None else Put(name, value)
                     compares: list[Compare] = [(name, revision)]
                     revision = await engine.transact(compares, [operation])
                     acknowledged.append((revision, name, value))
+                    progress.unpark_all()
                     if value is None:
                         revision = 0
                 writing -= 1
 
             async def disturb() -> None:
                 while writing:
+                    await progress.park()  # on a busy machine nothing would ever be acknowledged
                     await trio.sleep(chance.uniform(0, 0.03))
                     if chance.random() < 0.5:
                         proxy.holding = True
