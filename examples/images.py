@@ -30,6 +30,7 @@ from irdmafs.train.torch import ParameterServerOptimizer
 BATCH = 32
 # Steps of the first worker between two measurements.
 MEASURED_EVERY = 5
+Samples = tuple[_network.Array, _network.Array]
 
 
 class Point(NamedTuple):
@@ -52,20 +53,16 @@ def make_network() -> Any:
     )  # fmt: skip
 
 
-def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return images (N x 1 x 8 x 8) and labels as tensors: to train with, and to test with."""
-    train, test = _network.digits(np.random.default_rng(1))
-    return tuple(  # type: ignore[return-value]
-        (torch.from_numpy(images).reshape(-1, 1, 8, 8), torch.from_numpy(labels))
-        for images, labels in (train, test)
-    )
+def tensors(samples: Samples) -> tuple[Any, Any]:
+    """Return images (N x 1 x 8 x 8) and labels."""
+    images, labels = map(torch.from_numpy, samples)
+    return images.reshape(-1, 1, 8, 8), labels
 
 
-def learn(directory: Path, number: int, workers: int, steps: int) -> list[Point]:
-    """Train with so many batches; the first worker returns what it measured."""
+def learn(directory: Path, number: int, own: Samples, tested: Samples, steps: int) -> list[Point]:
+    """Train with so many batches of samples; the first worker returns what it measured."""
     torch.set_num_threads(1)
-    (images, labels), test = digits()
-    images, labels = images[number::workers], labels[number::workers]
+    (images, labels), test = tensors(own), tensors(tested)
     network = make_network()
     size_bytes = sum(tensor.nbytes for tensor in network.parameters())
     chosen = torch.Generator().manual_seed(number)
@@ -109,7 +106,8 @@ def main(
     directory: Path | None, workers: int, steps: int, lr: float, syncs: tuple[str, ...],
     out: Path,
 ) -> None:  # fmt: skip
-    _, test = digits()
+    (images, labels), test = _network.digits(np.random.default_rng(1))
+    parts = [(images[number::workers], labels[number::workers]) for number in range(workers)]
     first = {name: tensor.detach().numpy() for name, tensor in make_network().named_parameters()}
     measured = {}
     with _common.place(directory) as place:
@@ -117,14 +115,14 @@ def main(
             config = TrainConfig(rule="adam", lr=lr, sync=sync, workers=workers)
             with _common.training(place / sync.replace(":", "-"), first, config) as trained:
                 points, *_ = _common.in_processes(
-                    partial(learn, trained), workers, [workers] * workers, [steps] * workers
+                    partial(learn, trained), workers, parts, [test] * workers, [steps] * workers
                 )
             newest = _common.read(trained)
             network = make_network()
             network.load_state_dict(
                 {name: torch.from_numpy(array) for name, array in newest.items()}
             )
-            loss, accuracy = score(network, *test)
+            loss, accuracy = score(network, *tensors(test))
             spent_s, moved = points[-1][:2]
             click.echo(
                 f"{sync:6} {spent_s:6.1f} s, {moved / 1e6:6.1f} MB, loss {loss:.4f}, "
