@@ -27,13 +27,16 @@ DIVIDED = frozenset(
 )
 # The tests that wait for guests. They come last, and to the worker that started the guests.
 GUESTS = "tests/verbs/test_guest.py::test_what_is_promised_of_verbs_holds_in_a_guest"
+# Tests that have processes import torch: one unit of all kinds of mounts, so that it is imported once.
+_TORCH = "tests/posix/test_programs.py::test_torch_"
 _SESSION = re.compile(r"\[(kernel|pyfuse3|cluster|plain)[-\]]")
 
 
 def unit(nodeid: str) -> str:
     """Return the unit that a test belongs to."""
-    if nodeid.startswith(GUESTS):
-        return GUESTS
+    for together in (GUESTS, _TORCH):
+        if nodeid.startswith(together):
+            return together
     module = nodeid.partition("::")[0]
     if module in DIVIDED:
         return nodeid

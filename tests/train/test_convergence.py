@@ -111,10 +111,7 @@ def learn_together(run: Path, workers: int) -> tuple[Parameters, list[float]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("rule", "clip_norm", "workers"),
-    [("sgd", 0.0, 4), ("sgd", 0.2, 2), ("adamw", 0.0, 2), ("adamw", 0.2, 4)],
-)
+@pytest.mark.parametrize(("rule", "clip_norm", "workers"), [("sgd", 0.0, 2), ("adamw", 0.2, 4)])
 def test_workers_in_lockstep_learn_what_one_process_learns(
     place: Path, rule: str, clip_norm: float, workers: int
 ) -> None:

@@ -2,9 +2,9 @@
 A check ends with a reason, reducers go on, and nothing outside of the run is touched."""
 
 import errno
-import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import struct
@@ -70,8 +70,8 @@ MALFORMED: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_malformed_push_is_refused_in_a_line(place: Path, kind: str) -> None:
-    run = start(place / "run")
+def test_malformed_push_is_refused_in_a_line(run: Path, place: Path, kind: str) -> None:
+    start(run)
     (place / "push").write_bytes(MALFORMED[kind]())
     error = verdict(run, place / "push")
     assert isinstance(error, Refused)
@@ -121,58 +121,63 @@ PUT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", PUT)
 @pytest.mark.parametrize("file", ["config.toml", "layout.json", "versions/0/version.json"])
 def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
-    run: Path, place: Path, file: str, what: str
+    run: Path, place: Path, file: str
 ) -> None:
     start(run)
     save_file(ones(), place / "push")
     path = run / ".train" / file
-    path.rename(run / "was there")
-    PUT[what](path)
-    if file == "config.toml" and what == "empty":
-        assert verdict(run, place / "push") is None, "all keys have defaults"
-        return
-    with (place / "push").open("rb") as content, pytest.raises((OSError, TrainError)):
-        check(run, content.fileno(), "w.safetensors")
     other = start(run.parent / "other")
     with Worker(other, "w") as worker, Reducer(other) as reducer:
-        push_and_reduce(reducer, worker, ones())
-        assert newest(other) == 1
-    (path.rmdir if path.is_dir() else path.unlink)()
-    (run / "was there").rename(path)
-    assert verdict(run, place / "push") is None
+        for number, (what, put) in enumerate(PUT.items(), 1):
+            print(what)
+            path.rename(run / "was there")
+            put(path)
+            if file == "config.toml" and what == "empty":
+                assert verdict(run, place / "push") is None, "all keys have defaults"
+            else:
+                with (place / "push").open("rb") as pushed, pytest.raises((OSError, TrainError)):
+                    check(run, pushed.fileno(), "w.safetensors")
+            push_and_reduce(reducer, worker, ones())
+            assert newest(other) == number
+            (path.rmdir if path.is_dir() else path.unlink)()
+            (run / "was there").rename(path)
+            assert verdict(run, place / "push") is None
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("beside", "what"),
-    list(
-        itertools.product(
-            ("push", "push/b@1", "workers", "refused", "next", "versions"),
-            ("fifo", "loop", "device", "huge", "garbage", "socket"),
-        )
-    ),
-)
+    ("folder", "name"),
+    [
+        ("push", "{0}.safetensors"), ("push/{0}@1", "0"), ("workers", "{1}.x"),
+        ("refused", "{1}.x"), ("next", "{1}.x"), ("versions", "{1}.x"),
+    ],
+)  # fmt: skip
 def test_reducer_goes_on_whatever_is_put_beside_its_files(
-    run: Path, beside: str, what: str
+    run: Path, folder: str, name: str
 ) -> None:
     start(run, sync="async")
+    train = TrainDirectory(run)
+    assert [*train.layout().shard_names] == ["0"]
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        folder = run / ".train" / beside
-        folder.mkdir(exist_ok=True)
-        name = {"push": "x.safetensors", "push/b@1": TrainDirectory(run).layout().shard_names[0]}
-        try:
-            PUT[what](folder / name.get(beside, "1.x"))
-        except OSError:
-            assert beside.startswith("push"), "the mount refuses it"
-        for version in (1, 2):
-            push_and_reduce(reducer, worker, ones())
-            assert newest(run) == version
-        if beside.startswith("push") and what in ("fifo", "socket"):
-            status = TrainDirectory(run).status
-            reduce_until(reducer, lambda: "special file" in status.read_text(), "it is told")
+        for what in ("fifo", "loop", "device", "huge", "garbage", "socket"):
+            print(what)
+            version = newest(run) + 1
+            path = run / ".train" / folder.format(what)
+            path.mkdir(exist_ok=True)
+            try:
+                PUT[what](path / name.format(what, version))
+            except OSError:
+                assert folder.startswith("push"), "the mount refuses it"
+            for _ in range(2):
+                push_and_reduce(reducer, worker, ones())
+            assert newest(run) == version + 1
+        if folder.startswith("push"):
+            told = re.compile(r"(fifo|socket)\b.*special file")
+            reduce_until(
+                reducer, lambda: len({*told.findall(train.status.read_text())}) == 2, "it is told"
+            )
 
 
 def test_link_to_a_file_of_somebody_else_is_no_push(run: Path, place: Path) -> None:
