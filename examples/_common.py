@@ -28,8 +28,6 @@ Array = NDArray[Any]
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 # A worker that waits for one that has failed gives up after so long.
 TIMEOUT_S = 120.0
-# Modules that workers use if this process uses their package. An optimizer of torch imports the last one.
-_IMPORTED_BEFORE = ("irdmafs.train", "torch._dynamo")
 
 directory_argument = click.argument(
     "directory", required=False, type=click.Path(path_type=Path, file_okay=False)
@@ -118,11 +116,10 @@ def in_processes(work: Callable[..., Any], count: int, *arguments: Sequence[Any]
     # They share the cores: none of them needs threads for its small matrices.
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
-    # They are forked by a process that has imported what takes long, and does nothing else.
+    # They are forked by a process that has imported what takes long, also for torch's optimizers.
     context = get_context("forkserver")
-    context.set_forkserver_preload(
-        [name for name in _IMPORTED_BEFORE if name.partition(".")[0] in sys.modules]
-    )
+    slow = ["irdmafs.train", "torch._dynamo"] if "torch" in sys.modules else ["irdmafs.train"]
+    context.set_forkserver_preload(slow)
     with ProcessPoolExecutor(count, mp_context=context) as processes:
         calls = [
             processes.submit(work, number, *(one[number] for one in arguments))

@@ -48,10 +48,11 @@ def django_texts() -> tuple[Texts, Texts]:
     if spec is None or not spec.submodule_search_locations:
         raise click.ClickException("the texts are Django's: pip install irdmafs[examples]")
     root = Path(spec.submodule_search_locations[0])
+    catalogs = sorted(root.glob("**/locale/*/LC_MESSAGES/django.mo"))
     found: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
     for label, language in enumerate(LANGUAGES):
         texts: dict[str, str] = {}
-        for path in sorted(root.glob(f"**/locale/{language}/LC_MESSAGES/django.mo")):
+        for path in [one for one in catalogs if one.parts[-3] == language]:
             with path.open("rb") as file:
                 catalog = vars(gettext.GNUTranslations(file))["_catalog"]
             texts.update({key: text for key, text in catalog.items() if isinstance(key, str)})
