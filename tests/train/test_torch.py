@@ -267,15 +267,16 @@ def test_a_shard_is_written_while_backward_goes_on(place: Path) -> None:
         assert not hidden.exists()
 
 
+@pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("change", ["accumulate", "clip", "replace", "drop", "skip"])
 def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step(
-    place: Path, change: str
+    place: Path, change: str, shards: int
 ) -> None:
     found = []
     for overlap in (False, True):
         model = make_model()
         folder = begin_training(
-            place / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), 4
+            place / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
         )
         with optimizer_of(folder, model, overlap=overlap) as optimizer:
             loss_of(model, *batch(0, 0)).backward()
