@@ -15,6 +15,8 @@ import numpy as np
 from harness.network import CommandFailed, Unavailable, run
 from harness.parts import mount_tmpfs
 
+from irdmafs.mount.mounting import mounts
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _KTHREADD = 2
 
@@ -112,8 +114,7 @@ def temporary_directory(parent: Path | None = None) -> Iterator[Path]:
         yield path
     finally:
         below = f"{path.resolve()}/"
-        points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        if not any(f"{point}/".startswith(below) for point in points):
+        if not any(f"{mount.mountpoint}/".startswith(below) for mount in mounts()):
             shutil.rmtree(path, ignore_errors=True)
 
 

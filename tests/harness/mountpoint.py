@@ -16,12 +16,11 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
-from harness.scratch import scratch_directory
-from irdmafs.mount import mounting
+from harness.scratch import mount_points, scratch_directory
+from irdmafs.mount.mounting import can_mount, mounts
 
 needs_fuse = pytest.mark.skipif(
-    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
-    reason="needs /dev/fuse and CAP_SYS_ADMIN",
+    not (can_mount() and os.path.exists("/dev/fuse")), reason="needs /dev/fuse and CAP_SYS_ADMIN"
 )
 COMMAND_TIMEOUT_S = 60.0
 PLAIN = "plain"
@@ -154,8 +153,7 @@ class Mount:
 
     def is_mounted(self) -> bool:
         """Whether the mount table has it; asks nothing of the filesystem itself."""
-        mounts = Path("/proc/self/mounts").read_text()
-        return any(line.split()[1] == str(self.path) for line in mounts.splitlines())
+        return str(self.path) in mount_points()
 
     # -- the daemon ---------------------------------------------------------------------------
 
@@ -228,11 +226,8 @@ class Mount:
                 Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
 
     def _minor(self) -> int | None:
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            words = line.split()
-            if words[4] == str(self.path):
-                return int(words[2].split(":")[1])
-        return None
+        minors = [one.device.split(":")[1] for one in mounts() if one.mountpoint == str(self.path)]
+        return int(minors[0]) if minors else None
 
     def close(self) -> None:
         living.discard(self)

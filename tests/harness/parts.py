@@ -17,6 +17,7 @@ from irdmafs.mount.mounting import ask_mount
 from . import forks
 from .daemons import Daemon, wait_until
 from .network import CommandFailed, Host, run
+from .scratch import mount_points
 
 COMMAND_TIMEOUT_S = 60.0
 STATUS_XATTR = "user.irdmafs.status"
@@ -144,8 +145,7 @@ class ClusterMount(Daemon):
 
     def is_mounted(self) -> bool:
         """Whether the mount table has it; asks nothing of the filesystem itself."""
-        with open("/proc/self/mounts") as mounts:
-            return any(line.split()[1] == str(self.path) for line in mounts)
+        return str(self.path) in mount_points()
 
     def start(self) -> None:
         self.detach()

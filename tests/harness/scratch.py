@@ -10,6 +10,8 @@ import signal
 import tempfile
 from pathlib import Path
 
+from irdmafs.mount.mounting import mounts
+
 from .network import run
 
 PARENT = Path("/dev/shm")
@@ -25,6 +27,11 @@ def scratch_directory() -> Path:
     return directory
 
 
+def mount_points() -> list[str]:
+    """Return the paths where something is mounted; asks nothing of what is mounted there."""
+    return [mount.mountpoint for mount in mounts()]
+
+
 def sweep() -> None:
     """Take away the processes, mounts and directories of runs that were killed."""
     if not PARENT.is_dir():
@@ -34,9 +41,7 @@ def sweep() -> None:
         if match is None or Path(f"/proc/{match[1]}").exists():
             continue
         _kill_users_of(path)
-        with open("/proc/self/mounts") as mounts:
-            points = [line.split()[1] for line in mounts]
-        for point in points:
+        for point in mount_points():
             if Path(point).is_relative_to(path):
                 run("umount", "-l", point, check=False)
         shutil.rmtree(path, ignore_errors=True)

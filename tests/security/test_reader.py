@@ -16,6 +16,8 @@ from harness.mountpoint import can_be_opened, eventually
 from harness.processes import TakeProcess
 from harness.refused_changes import changes_in, errno_of, outcomes
 
+from irdmafs.mount.mounting import mounts
+
 OPEN = "import os, select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll(20_000))"
 
@@ -135,7 +137,6 @@ def test_it_says_that_it_is_a_reader(made: Cluster, reader: ClusterMount) -> Non
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert "read-only" in checks["certificate of reader 'reader'"]["found"]
     assert checks["etcd"]["found"] == "is reached through store nodes, as a reader should"
-    with open("/proc/self/mounts") as mounts:
-        [line] = [line for line in mounts if line.split()[1] == str(reader.path)]
-    assert line.split()[3].startswith("ro")
+    [mount] = [mount for mount in mounts() if mount.mountpoint == str(reader.path)]
+    assert mount.options.startswith("ro")
     assert Path(reader.path).stat()

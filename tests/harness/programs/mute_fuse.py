@@ -20,7 +20,7 @@ import trio
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.mountpoint import eventually, run_checked
-from harness.scratch import scratch_directory
+from harness.scratch import mount_points, scratch_directory
 
 _FILES = {2: b"file", 3: b"page"}
 
@@ -34,7 +34,7 @@ class MuteFuse:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def __enter__(self) -> Self:
-        eventually(lambda: str(self.path) in Path("/proc/self/mounts").read_text(), "it is mounted")
+        eventually(lambda: str(self.path) in mount_points(), "it is mounted")
         return self
 
     def kill(self) -> None:

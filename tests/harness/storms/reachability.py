@@ -28,6 +28,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.scratch import mount_points
 from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
 
 if TYPE_CHECKING:
@@ -103,9 +104,8 @@ class Looks:
 
     def look(self) -> list[list[str]] | None:
         """Return the hosts of the members in sync of each group; None: nothing could be written."""
-        with open("/proc/self/mounts") as mounts:
-            if not any(line.split()[1] == self._mountpoint for line in mounts):
-                return None
+        if self._mountpoint not in mount_points():
+            return None
         for endpoint in self._endpoints:
             try:
                 nodes, groups = self._records(endpoint, b"n"), self._records(endpoint, b"g")
