@@ -33,8 +33,8 @@ from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
-PROGRAMS_AT_ONCE = 20
-STEPS = 1_000
+PROGRAMS_AT_ONCE = 10
+STEPS = 500
 OFD_GETLK = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -62,6 +62,7 @@ def test_mount_does_what_a_tmpfs_does(session: str, mount: Mount, reference: Pat
     _compare(session, mount, reference, isolated=True, seed=1, steps=STEPS)
 
 
+@pytest.mark.kernel_session("isolation is below the sessions")
 def test_mount_without_isolation_does_what_a_tmpfs_does(
     session: str, new_mount: Callable[..., Mount], reference: Path
 ) -> None:

@@ -384,7 +384,7 @@ whole, size, os.listdir(folder)
 
 
 def test_large_directory_lists_every_name_once(folder: Path, process: TakeProcess) -> None:
-    names = [f"layer.{n:05}.weight" for n in range(2000)]
+    names = [f"layer.{n:05}.weight" for n in range(1000)]
     process().do("for name in names: os.mknod(f'{folder}/{name}')", folder=str(folder), names=names)
     for _ in range(2):
         assert sorted(process().do("os.listdir(folder)", folder=str(folder))) == names
@@ -409,36 +409,36 @@ def test_listing_has_the_inodes_of_files_that_are_being_replaced(
 def test_names_that_stay_are_listed_once_while_others_come_and_go(
     folder: Path, process: TakeProcess
 ) -> None:
-    stay = {f"stay{n}" for n in range(400)}
-    go = {f"go{n}" for n in range(400)}
+    stay = {f"stay{n}" for n in range(200)}
+    go = {f"go{n}" for n in range(200)}
     for pair in zip(sorted(stay), sorted(go), strict=True):
         for name in pair:
             os.mknod(folder / name)
     reader, changer = process(), process()
     reader.do("entries = os.scandir(folder); seen = [next(entries).name]", folder=str(folder))
     changer.do("for name in go: os.unlink(f'{folder}/{name}')", folder=str(folder), go=go)
-    changer.do("for n in range(200): os.mknod(f'{folder}/new{n}')", folder=str(folder))
+    changer.do("for n in range(100): os.mknod(f'{folder}/new{n}')", folder=str(folder))
     seen = reader.do("seen += [entry.name for entry in entries]; seen")
     assert len(seen) == len(set(seen)), "a name was listed twice"
     assert stay <= set(seen)
-    assert set(os.listdir(folder)) == stay | {f"new{n}" for n in range(200)}
+    assert set(os.listdir(folder)) == stay | {f"new{n}" for n in range(100)}
 
 
 def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
     folder: Path, session: str
 ) -> None:
-    if session == CLUSTER:
-        pytest.skip("listed by the same code as on one host, and slow to fill")
+    if session != SESSIONS[0]:
+        pytest.skip("listed by the same code in every session, and slow to fill")
     # In the order in which they are listed; who lists them first does so here.
-    order = [f"name{number}" for number in range(6000)]
+    order = [f"name{number}" for number in range(5200)]
     for name in order:
         os.mknod(folder / name)
     with os.scandir(folder) as listing:
         next(listing)
-        for name in order[1000:5900]:
+        for name in order[500:5100]:
             os.unlink(folder / name)
         seen = {entry.name for entry in listing}
-    assert seen.issuperset(order[5900:])
+    assert seen.issuperset(order[5100:])
 
 
 def test_names_are_seen_by_others_at_once(folder: Path, process: TakeProcess) -> None:
@@ -462,10 +462,10 @@ def test_names_are_seen_by_others_at_once(folder: Path, process: TakeProcess) ->
 
 
 def test_deep_trees_work(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    for _ in range(300):
-        os.mkdir("deeper-and-deeper", dir_fd=fd)
-        below = os.open("deeper-and-deeper", os.O_RDONLY, dir_fd=fd)
+    fd, name = os.open(folder, os.O_RDONLY), "deeper-and-deeper" * 5
+    for _ in range(60):  # longer than a path that a call takes
+        os.mkdir(name, dir_fd=fd)
+        below = os.open(name, os.O_RDONLY, dir_fd=fd)
         os.close(fd)
         fd = below
     with open("bottom", "w", opener=lambda name, flags: os.open(name, flags, dir_fd=fd)) as file:
@@ -492,7 +492,7 @@ def test_fifo_carries_bytes_between_processes(
 
 def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: Path) -> None:
     seen = []
-    for number in range(100):
+    for number in range(25):
         fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         seen.append(os.fstat(fd).st_ctime_ns)
         os.write(fd, b"x")
@@ -529,11 +529,11 @@ def test_statvfs_is_sane(folder: Path, process: TakeProcess) -> None:
     assert found.f_blocks >= found.f_bfree >= found.f_bavail > 0
     assert found.f_namemax == 255
     used: list[int] = []
-    while not used or used[-1] < 60 << 20:
+    while not used or used[-1] < 15 << 20:
         # Others may free as much of the machine's memory meanwhile, but not again and again.
-        assert len(used) < 5, f"writing 64 MiB made {used} bytes less free"
+        assert len(used) < 5, f"writing 16 MiB made {used} bytes less free"
         before = os.statvfs(folder)
-        (folder / f"large{len(used)}").write_bytes(bytes(64 << 20))
+        (folder / f"large{len(used)}").write_bytes(bytes(16 << 20))
         after = os.statvfs(folder)
         used.append((before.f_bfree - after.f_bfree) * before.f_frsize)
-    assert os.stat(folder / "large0").st_blocks * 512 >= 64 << 20
+    assert os.stat(folder / "large0").st_blocks * 512 >= 16 << 20

@@ -34,11 +34,19 @@ def write(file: Path, version: int, size: int) -> None:
 
 
 # Overwriting a file leaves its readers alone only with us.
-EVERY_WAY = [pytest.param("truncate", marks=pytest.mark.beyond_posix), "rename", "unlink"]
+OVERWRITING = pytest.mark.beyond_posix
+EVERY_WAY = [pytest.param("truncate", marks=OVERWRITING), "rename", "unlink"]
+EVERY_WAY_AND_SIZE = pytest.mark.parametrize(
+    ("how", "size"),
+    [
+        *(pytest.param("truncate", size, marks=OVERWRITING) for size in SIZES),
+        ("rename", SIZES[1]),
+        ("unlink", SIZES[0]),
+    ],
+)
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
-@pytest.mark.parametrize("size", SIZES)
+@EVERY_WAY_AND_SIZE
 def test_reader_keeps_its_version_when_file_is_republished(
     file: Path, reader: Process, writer: Process, size: int, how: str
 ) -> None:
@@ -55,8 +63,7 @@ def test_reader_keeps_its_version_when_file_is_republished(
     assert reader.do("os.stat(file).st_size") == 20
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
-@pytest.mark.parametrize("size", SIZES)
+@EVERY_WAY_AND_SIZE
 def test_mapping_keeps_its_version_when_file_is_republished(
     file: Path, reader: Process, writer: Process, size: int, how: str
 ) -> None:
@@ -225,8 +232,15 @@ def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
 
 
 @pytest.mark.beyond_posix
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    ("number", "mapped"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+        (signal.SIGTERM, False),
+        (signal.SIGSEGV, True),
+    ],
+)
 def test_killed_writer_publishes_nothing(
     file: Path, reader: Process, number: int, mapped: bool
 ) -> None:
@@ -268,7 +282,7 @@ while not seen or seen[-1] < last:
         raise AssertionError('the name was missing') from error
 seen
 """
-    last = 40
+    last = 12
     hunters = {name: process() for name in readers}
     for name, hunter in hunters.items():
         lines = readers[name].replace("; ", "\n").strip().splitlines()
@@ -289,7 +303,7 @@ def test_every_open_sees_the_last_close_in_a_long_chain_of_hand_overs(
     pair = process(), process()
     pair[0].do("open(file, 'w').write('0')", file=str(file))
     step = "n = int(open(file).read()); f = open(file, 'w'); f.write(str(n + 1)); f.close(); n"
-    for turn in range(200):
+    for turn in range(60):
         assert pair[turn % 2].do(step, file=str(file)) == turn
 
 
@@ -482,8 +496,12 @@ def test_processes_that_are_started_meanwhile_publish_nothing_half_written(
 
 
 def test_forked_child_closes_hundreds_of_files_that_its_parent_goes_on_writing(
-    folder: Path, process: TakeProcess
+    folder: Path, process: TakeProcess, session: str
 ) -> None:
+    if session != SESSIONS[0]:
+        pytest.skip(
+            "whose files are closed is found out by the same code in a cluster, and not in pyfuse3"
+        )
     process().do(
         """
 fds = [os.open(f'{d}/{number}', os.O_WRONLY | os.O_CREAT) for number in range(800)]

@@ -168,7 +168,7 @@ def test_randomly_edited_file_is_what_the_same_edits_make_in_memory(
     editors = [process() for _ in range(3)]
     file.write_bytes(b"")
     fds: dict[Process, bool] = dict.fromkeys(editors, False)
-    for _ in range(400):
+    for _ in range(250):
         editor = rng.choice(editors)
         if not fds[editor]:
             editor.do("fd = os.open(file, os.O_RDWR)", file=str(file))
@@ -225,7 +225,7 @@ def test_stat_of_every_hard_link_is_right_once_close_returned(
     folder: Path, reader: Process, writer: Process, flags: str
 ) -> None:
     look = "[os.stat(name).st_size for name in names]"
-    for number in range(100):
+    for number in range(30):
         one, other = folder / f"{number}", folder / f"{number}.link"
         one.write_bytes(b"x" * 5000)
         os.link(one, other)
