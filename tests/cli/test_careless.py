@@ -130,7 +130,7 @@ def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) ->
 # -- making a cluster ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seen", ["ca.pem", "node.pem", "admin.pem", "cluster.toml"])
+@pytest.mark.parametrize("seen", ["ca.pem", "cluster.toml"])
 def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path, seen: str) -> None:
     made = tmp_path / "made"
     command = (sys.executable, "-m", "irdmafs", "cluster", "init", "--etcd", "127.0.0.1:1")

@@ -206,25 +206,26 @@ def impostor(path: Path, says: str) -> Iterator[None]:
             irdmafs("umount", "--lazy", path)
 
 
-@pytest.mark.parametrize(
-    "says",
-    [
-        '{"store": "STORE", "pid": 1}',
-        '{"warnings": 3, "requests": [], "errors": "x", "cluster": 7, "files": {"a": [[]]}}',
-        '{"session": "\\u001b[2Jowned", "warnings": ["\\u001b]0;x\\u0007"]}',
-        "[" * 50_000,
-    ],
+IMPOSTORS_SAY = (
+    '{"store": "STORE", "pid": 1}',
+    '{"warnings": 3, "requests": [], "errors": "x", "cluster": 7, "files": {"a": [[]]}}',
+    '{"session": "\\u001b[2Jowned", "warnings": ["\\u001b]0;x\\u0007"]}',
+    "[" * 50_000,
 )
-def test_what_another_users_filesystem_says_is_not_believed(
-    mounted: Mount, tmp_path: Path, says: str
-) -> None:
+
+
+def test_what_another_users_filesystem_says_is_not_believed(mounted: Mount, tmp_path: Path) -> None:
     """He can call it irdmafs; root, who unmounts it, discards nothing that it names."""
     store = mounted.store
     mounted.unmount()
-    with impostor(tmp_path, says.replace("STORE", str(store))):
-        for arguments in (("status",), ("status", tmp_path), ("status", "--json")):
-            done = irdmafs(*arguments)
-            assert "Traceback" not in done.stderr and "\x1b" not in done.stdout
+    with contextlib.ExitStack() as impostors:
+        paths = [tmp_path / str(number) for number in range(len(IMPOSTORS_SAY))]
+        for path, says in zip(paths, IMPOSTORS_SAY, strict=True):
+            path.mkdir()
+            impostors.enter_context(impostor(path, says.replace("STORE", str(store))))
+        for arguments in ((), ("--json",), *((path,) for path in paths)):
+            done = irdmafs("status", *arguments)
+            assert "Traceback" not in done.stderr and "\x1b" not in done.stdout, arguments
     assert (store / "names").exists()
 
 

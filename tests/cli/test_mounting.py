@@ -246,23 +246,28 @@ _HOLDERS = {
 
 
 @needs_root
-@pytest.mark.parametrize("how", sorted(_HOLDERS))
-def test_process_that_keeps_a_mount_busy_is_named(mountpoint: str, how: str) -> None:
-    program = f"import mmap, os, sys; path = sys.argv[1]; {_HOLDERS[how]}; print(); input()"
+def test_processes_that_keep_a_mount_busy_are_named(mountpoint: str) -> None:
+    holders: dict[str, subprocess.Popen[bytes]] = {}
     with mounted_tmpfs(mountpoint):
         Path(mountpoint, "file").write_bytes(bytes(mmap.PAGESIZE))
-        with subprocess.Popen(
-            [sys.executable, "-c", program, mountpoint],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd="/",
-        ) as holder:
-            assert holder.stdout is not None
-            holder.stdout.readline()
-            users = [user for user in users_of(mountpoint) if user.pid == holder.pid]
+        for how, holds in _HOLDERS.items():
+            program = f"import mmap, os, sys; path = sys.argv[1]; {holds}; print(); input()"
+            holders[how] = subprocess.Popen(
+                [sys.executable, "-c", program, mountpoint],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd="/",
+            )
+            stdout = holders[how].stdout
+            assert stdout is not None
+            stdout.readline()
+        found = users_of(mountpoint)
+        for holder in holders.values():
             holder.communicate(b"\n")
-    assert [user.how for user in users] == [how]
-    assert users[0].path.startswith(mountpoint)
+    for how, holder in holders.items():
+        users = [user for user in found if user.pid == holder.pid]
+        assert [user.how for user in users] == [how]
+        assert users[0].path.startswith(mountpoint)
 
 
 # -- stores ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def session_of(cluster: Cluster, mount: ClusterMount) -> int:
 
 
 def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
-    plan = Plan(nodes=2, mounts=1, buckets=4, lease_ttl_s=30, mount_config={"timeout": "2s"})
+    plan = Plan(nodes=2, mounts=1, buckets=4, lease_ttl_s=8, mount_config={"timeout": "2s"})
     with Cluster(plan) as cluster:
         (mount,) = cluster.mounts
         (mount.path / "other").write_bytes(DATA)
@@ -63,7 +63,7 @@ def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
 def test_what_is_in_a_file_that_gets_its_first_name_is_not_given_up() -> None:
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, buckets=4)) as cluster:
         here, there = (mount.path for mount in cluster.mounts)
-        for number in range(60):
+        for number in range(24):
             name = str(number)
             fd = os.open(here, os.O_TMPFILE | os.O_RDWR)
             os.write(fd, DATA[number:])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -273,7 +274,7 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
 ) -> None:
     here = pair[0]
     claim_exclusively(hosts[0], here)
-    for number in range(50):
+    for number in range(20):
         (here / "file").write_bytes(b"%d" % number)
         (here / "file").unlink()
         (here / "file").touch()
@@ -285,31 +286,41 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
         assert (folder / "file").read_bytes() == b"last"
 
 
-@pytest.fixture
-def own_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster whose hosts can be cut off; or (False) one that the test itself reaches."""
-    apart = getattr(request, "param", True)
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=apart), links=apart) as cluster:
+@pytest.fixture(scope="module")
+def failing_cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def apart(own_cluster: Cluster) -> tuple[ClusterMount, Path, Path]:
-    """A mount of an own cluster, and a directory as it and another mount see it."""
-    here, there = (mount.path / "directory" for mount in own_cluster.mounts)
+def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose first mount is cut off, stopped or killed. It works again after the test."""
+    yield failing_cluster
+    failing_cluster.heal_all()
+    holder = failing_cluster.mounts[0]
+    holder.restart()
+    holder.log.write_text("")
+
+
+@pytest.fixture
+def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> tuple[ClusterMount, Path, Path]:
+    """The first mount of that cluster, and a directory as it and another mount see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    here, there = (mount.path / name for mount in own_cluster.mounts)
     here.mkdir()
     return own_cluster.mounts[0], here, there
 
 
-def test_a_mount_that_dies_loses_the_last_changes_and_none_before(own_cluster: Cluster) -> None:
-    holder, other = own_cluster.mounts
-    made = seeded().randrange(100, 400)
-    (holder.path / "directory").mkdir()
-    claim_exclusively(holder, holder.path / "directory")
+def test_a_mount_that_dies_loses_the_last_changes_and_none_before(
+    apart: tuple[ClusterMount, Path, Path],
+) -> None:
+    holder, here, there = apart
+    made = seeded().randrange(100, 300)
+    claim_exclusively(holder, here)
     for number in range(made):
-        (holder.path / "directory" / f"{number:04}").touch()
+        (here / f"{number:04}").touch()
     holder.kill9()
-    found = sorted(os.listdir(other.path / "directory"))
+    found = sorted(os.listdir(there))
     assert found == [f"{number:04}" for number in range(len(found))]
 
 
@@ -499,31 +510,29 @@ def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
     assert (there / "new0/file").read_bytes() == b"content"
 
 
-@pytest.mark.parametrize("own_cluster", [False], indirect=True)
-def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
-) -> None:
+def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more() -> None:
     """As they do if it has not answered for a lease's length, though its session lives."""
-    holder, here, there = apart
-    key = claim_key(here.stat().st_ino)
-
-    async def delete_claim() -> None:
-        config = ClusterConfig.load(str(own_cluster.config)).cluster
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        holder, here, there = cluster.mounts[0], *(mount.path for mount in cluster.mounts)
+        key = claim_key(here.stat().st_ino)
+        config = ClusterConfig.load(str(cluster.config)).cluster
         assert config is not None
-        async with config.engine("mount") as engine:
-            await engine.transact((), [Delete(key)])
 
-    claim_exclusively(holder, here)
-    for number in range(50):
-        (here / f"{number:02}").touch()
-    trio.run(delete_claim)
-    assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
-    eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
-    before = deferred(holder)
-    for number in range(50):
-        (here / f"{number:02}").unlink()
-    assert deferred(holder) == before
-    assert not os.listdir(there)
+        async def delete_claim() -> None:
+            async with config.engine("mount") as engine:
+                await engine.transact((), [Delete(key)])
+
+        claim_exclusively(holder, here)
+        for number in range(50):
+            (here / f"{number:02}").touch()
+        trio.run(delete_claim)
+        assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
+        eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
+        before = deferred(holder)
+        for number in range(50):
+            (here / f"{number:02}").unlink()
+        assert deferred(holder) == before
+        assert not os.listdir(there)
 
 
 def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
@@ -545,16 +554,15 @@ def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
     time.sleep(max(0.0, asked + 1.1 * ttl_s - time.monotonic()))
     other.resume()
     looking.join()
-    (holder.path / "next").mkdir()
-    claim_exclusively(holder, holder.path / "next")
+    (here / "next").mkdir()
+    claim_exclusively(holder, here / "next")
     for number in range(20):
-        (holder.path / "next" / f"{number}").touch()
-        assert (other.path / "next" / f"{number}").exists()
+        (here / "next" / f"{number}").touch()
+        assert (there / "next" / f"{number}").exists()
 
 
-def test_nothing_is_deferred_with_dirsync(own_cluster: Cluster) -> None:
-    mount = own_cluster.add_mount("-o", "dirsync")
-    (mount.path / "directory").mkdir()
+def test_nothing_is_deferred_with_dirsync(cluster: Cluster, here: Path) -> None:
+    mount = cluster.add_mount("-o", "dirsync")
     for number in range(20):
-        (mount.path / "directory" / f"{number}").touch()
+        (mount.path / here.name / f"{number}").touch()
     assert not deferred(mount)

@@ -174,7 +174,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         batches, put_records = itertools.count(), 0
 
         @settings(
-            max_examples=20, deadline=None, database=None,
+            max_examples=10, deadline=None, database=None,
             suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         )  # fmt: skip
         @given(st.lists(records(OF_MOUNTS, victims), min_size=20, max_size=_BATCH))

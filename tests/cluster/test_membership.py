@@ -43,7 +43,7 @@ from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 
-STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 120)
+STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 70)
 TTL_S = 2  # short, and yet not lost on a busy machine
 SETTINGS = Settings(1, "test", 2, 16, 0, TTL_S)
 MOUNT_RECORD = MountRecord("worker", "/mnt", 1, "0")
@@ -792,7 +792,7 @@ def test_copying_keeps_to_its_rate() -> None:
     "steps",
     [
         pytest.param(
-            60, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
+            40, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
         ),
         pytest.param(STEPS_MANY, marks=pytest.mark.slow),
     ],

@@ -343,9 +343,9 @@ class ContentsOfACluster(Contents):
             self._look_again(content)
 
 
-Contents.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+Contents.TestCase.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)
 ContentsOfACluster.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
+    max_examples=25, stateful_step_count=25, deadline=None
 )
 TestContents = Contents.TestCase
 TestContentsOfACluster = ContentsOfACluster.TestCase

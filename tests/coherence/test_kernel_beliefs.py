@@ -22,7 +22,7 @@ from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import TakeProcess
 
-ROUNDS = 25
+ROUNDS = 12
 PLAN = Plan(nodes=1, replicas=1, mounts=3)
 
 
@@ -358,7 +358,7 @@ def test_what_programs_see_while_another_host_changes_it_never_goes_back(
             """
 import os, time
 sizes = []
-until = time.monotonic() + 3
+until = time.monotonic() + 1.5
 while time.monotonic() < until:
     sizes.append(os.stat(path).st_size)
 sizes == sorted(sizes), len(set(sizes))
@@ -384,7 +384,7 @@ def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
     workers = [process(), process()]
     for number, (worker, folder) in enumerate(zip(workers, pair, strict=True)):
         worker.do("import os", folder=str(folder), number=number)
-    for i in range(100):
+    for i in range(50):
         for number in range(2):
             (pair[0] / f"{number}-{i}").touch()
     believe(cluster.mounts[0], pair[0] / "0-0")
@@ -392,7 +392,7 @@ def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
     for worker in workers:
         worker.start(
             """
-for i in range(100):
+for i in range(50):
     os.path.exists(f"{folder}/{1 - number}-{i}")
     os.unlink(f"{folder}/{number}-{i}")
 """
@@ -495,7 +495,7 @@ def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
         return found
 
     before = nodes()
-    for round_ in range(3):
+    for round_ in range(2):
         folder = f"folder{round_}"
         (here / folder).mkdir()
         for i in range(50):
@@ -563,12 +563,9 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     keep the connection to the kernel, and with it the mount, from coming to an end."""
     killed = cluster.add_mount("--follow", "/")
     here, there = two[0], killed.path / two[0].name
-    for _ in range(2):
-        with changing(here, "here"), changing(there, "there") as changer:
-            killed.kill9()
-            assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
-        killed.start()
-        killed.wait_ready()
+    with changing(here, "here"), changing(there, "there") as changer:
+        killed.kill9()
+        assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def test_a_program_that_stands_in_a_directory_still_knows_where(

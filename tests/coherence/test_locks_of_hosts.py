@@ -81,6 +81,19 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def failing(cluster: Cluster) -> Iterator[ClusterMount]:
+    """The first host, to be stopped, cut off from the others or killed. It works again after the test."""
+    if not cluster.network.links:
+        pytest.skip("links cannot be cut")
+    mount = cluster.mounts[0]
+    yield mount
+    cluster.heal_all()
+    if not mount.alive:
+        mount.restart()
+    eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)
+
+
+@pytest.fixture
 def on_hosts(pair: list[Path], process: TakeProcess) -> tuple[Process, Process]:
     """A process on each host, with the same file open for reading and writing as `fd`."""
     (pair[0] / "file").write_bytes(b"x" * 100)
@@ -238,20 +251,19 @@ refused
 
 
 def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
-    failing: Cluster,
+    failing: ClusterMount, pair: list[Path]
 ) -> None:
-    one, other = failing.mounts
     with Process() as holder, Process() as tries:
-        _locked(one, holder)
-        _opened(tries, other.path)
+        _locked(holder, pair[0])
+        _opened(tries, pair[1])
         for _ in range(20):
             assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
-        one.pause()
+        failing.pause()
         try:
             tries.start("try_flock(fd, fcntl.LOCK_EX)")
             assert tries.result(30), "its session has ended, and the lock with it"
         finally:
-            one.resume()
+            failing.resume()
 
 
 def test_two_hosts_that_both_convert_their_shared_flock_take_turns(on_hosts: Two) -> None:
@@ -417,44 +429,36 @@ inside, added
 # -- hosts that fail ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def failing() -> Iterator[Cluster]:
-    plan = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=TTL_S)
-    with Cluster(plan, links=True) as made:
-        yield made
-
-
 def _opened(process: Process, directory: Path, name: str = "lock") -> None:
     process.do(PREPARE)
     process.do("fd = os.open(f, os.O_RDWR | os.O_CREAT)", d=str(directory), f=str(directory / name))
 
 
-def _locked(mount: ClusterMount, process: Process) -> None:
-    _opened(process, mount.path)
+def _locked(process: Process, directory: Path) -> None:
+    _opened(process, directory)
     process.do("fcntl.flock(fd, fcntl.LOCK_EX)")
 
 
-def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cluster) -> None:
-    one, other = failing.mounts
-    (other.path / "count").write_text("0")
+def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
+    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+) -> None:
+    (pair[1] / "count").write_text("0")
     with Process() as holder, Process() as waiter:
-        _locked(one, holder)
-        _opened(waiter, other.path)
+        _locked(holder, pair[0])
+        _opened(waiter, pair[1])
         # Paused for less than the lease lives: nothing is lost.
-        one.pause()
+        failing.pause()
         assert not waiter.finished(NEVER_S)
-        one.resume()
+        failing.resume()
         assert not waiter.do("try_flock(fd, fcntl.LOCK_EX)")
-        holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(one.path))
+        holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(pair[0]))
         waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        failing.isolate(one)
+        cluster.isolate(failing)
         assert waiter.result(30) == "mine"
-        waiter.do(
-            "file = open(d + '/count', 'w'); file.write('1'); file.close()", d=str(other.path)
-        )
-        failing.heal_all()
+        waiter.do("file = open(d + '/count', 'w'); file.write('1'); file.close()", d=str(pair[1]))
+        cluster.heal_all()
         assert holder.do("failure(file.close)") == errno.EIO
-        assert (other.path / "count").read_text() == "1", "who lost the lock overwrote it"
+        assert (pair[1] / "count").read_text() == "1", "who lost the lock overwrote it"
         again = "failure(lambda: open(d + '/count', 'w').write('stale'))"
         assert holder.do("f = open(d + '/other', 'w'); f.write('x'); failure(f.close)") == errno.EIO
         assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_UN))") == errno.EIO
@@ -464,22 +468,23 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cl
         holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
         # The same when the daemon is killed.
         waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        one.kill9()
+        failing.kill9()
         assert waiter.result(30) == "mine"
 
 
-def test_process_that_asks_again_for_a_lost_lock_is_told_first(failing: Cluster) -> None:
-    one, other = failing.mounts
+def test_process_that_asks_again_for_a_lost_lock_is_told_first(
+    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+) -> None:
     with Process() as holder, Process() as waiter:
-        _locked(one, holder)
-        _opened(waiter, other.path)
+        _locked(holder, pair[0])
+        _opened(waiter, pair[1])
         waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        failing.isolate(one)
+        cluster.isolate(failing)
         assert waiter.result(30) == "mine"
         waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
-        failing.heal_all()
+        cluster.heal_all()
         write = "file = open(d + '/new', 'w'); file.write('new'); failure(file.close)"
-        assert holder.do(write, d=str(one.path)) == errno.EIO
+        assert holder.do(write, d=str(pair[0])) == errno.EIO
         assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.EIO
         holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
         assert holder.do(write) == 0
@@ -487,47 +492,43 @@ def test_process_that_asks_again_for_a_lost_lock_is_told_first(failing: Cluster)
 
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
-    failing: Cluster, how: str
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], how: str
 ) -> None:
-    one, other = failing.mounts
-    (one.path / "count").write_text("0")
+    (pair[0] / "count").write_text("0")
     with Process() as here, Process() as there:
-        for process, mount in ((here, one), (there, other)):
-            _opened(process, mount.path, "count")
+        for process, directory in zip((here, there), pair, strict=True):
+            _opened(process, directory, "count")
         here.do(ADD_IN_PLACE)
-        one.pause() if how == "stopped" else failing.isolate(one)
+        failing.pause() if how == "stopped" else cluster.isolate(failing)
         there.start(ADD_IN_PLACE)
         assert there.result(30) == 2
-        one.resume() if how == "stopped" else failing.heal_all()
+        failing.resume() if how == "stopped" else cluster.heal_all()
         assert [process.do(ADD_IN_PLACE) for process in (here, here, there, here)] == [3, 4, 5, 6]
-    assert sorted(os.listdir(other.path)) == ["count"]
+    assert sorted(os.listdir(pair[1])) == ["count"]
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 @pytest.mark.parametrize("shown", [False, True], ids=["", "opened meanwhile"])
 def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
-    failing: Cluster, lock: str, *, shown: bool
+    failing: ClusterMount, pair: list[Path], lock: str, *, shown: bool
 ) -> None:
     """As SQLite does, which puts back what was there before when it cannot commit."""
-    one, other = failing.mounts
-    (one.path / "count").write_text("0")
+    (pair[0] / "count").write_text("0")
     add = ADD_IN_PLACE.replace("lockf", lock)
     with Process() as loser, Process() as next_one, Process() as there:
-        for process, mount in ((loser, one), (next_one, one), (there, other)):
-            _opened(process, mount.path, "count")
+        for process, directory in ((loser, pair[0]), (next_one, pair[0]), (there, pair[1])):
+            _opened(process, directory, "count")
         assert next_one.do(add) == 1
         loser.do(f"fcntl.{lock}(fd, fcntl.LOCK_EX); os.pread(fd, 20, 0)")
         if not shown:
             loser.do("os.pwrite(fd, b'2', 0)")
-        one.pause()
+        failing.pause()
         there.start(add)
         assert there.result(30) == 2
         assert [there.do(add) for _ in range(3)] == [3, 4, 5]
-        one.resume()
+        failing.resume()
         if shown:
-            eventually(
-                lambda: (one.path / "count").read_text() == "5", "it shows what others wrote"
-            )
+            eventually(lambda: (pair[0] / "count").read_text() == "5", "it shows what others wrote")
         next_one.start(add)
         assert not next_one.finished(NEVER_S), "whoever lost its lock may still write"
         assert loser.do("failure(lambda: os.fsync(fd))") == (0 if shown else errno.EIO)
@@ -535,44 +536,46 @@ def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
         assert loser.do(f"failure(lambda: fcntl.{lock}(fd, fcntl.LOCK_UN))") == errno.EIO
         assert next_one.result(30) == 6
         assert [process.do(add) for process in (loser, there, next_one)] == [7, 8, 9]
-    (aside,) = (name for name in os.listdir(other.path) if "conflict" in name)
-    assert (other.path / aside).read_text() == "1"
+    (aside,) = (name for name in os.listdir(pair[1]) if "conflict" in name)
+    assert (pair[1] / aside).read_text() == "1"
 
 
-def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(failing: Cluster) -> None:
-    one, other = failing.mounts
-    (one.path / "count").write_text("0" * 20)
+def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(
+    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+) -> None:
+    (pair[0] / "count").write_text("0" * 20)
     with Process() as loser, Process() as there:
-        for process, mount in ((loser, one), (there, other)):
-            _opened(process, mount.path, "count")
+        for process, directory in zip((loser, there), pair, strict=True):
+            _opened(process, directory, "count")
         loser.do("fcntl.lockf(fd, fcntl.LOCK_SH, 1, 0)")
         there.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10)")
         loser.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10))")
         assert not loser.finished(NEVER_S)
-        failing.isolate(one)
+        cluster.isolate(failing)
         there.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'1', 0)")
-        failing.heal_all()
+        cluster.heal_all()
         there.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
         assert loser.result(30) == errno.EIO
 
 
-def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster) -> None:
-    one, other = failing.mounts
-    (one.path / "count").write_text("0")
+def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(
+    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+) -> None:
+    (pair[0] / "count").write_text("0")
     with Process() as here, Process() as there:
-        for process, mount in ((here, one), (there, other)):
-            _opened(process, mount.path, "count")
+        for process, directory in zip((here, there), pair, strict=True):
+            _opened(process, directory, "count")
         here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
-        failing.isolate(one)
+        cluster.isolate(failing)
         here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")
         there.start(ADD_IN_PLACE)
         assert there.result(30) == 1
-        failing.heal_all()
+        cluster.heal_all()
         assert here.result(60) == errno.EIO
         assert there.do(ADD_IN_PLACE) == 2
         assert here.do(ADD_IN_PLACE) == 3
-    (aside,) = (name for name in os.listdir(other.path) if "conflict" in name)
-    assert (other.path / aside).read_text() == "9"
+    (aside,) = (name for name in os.listdir(pair[1]) if "conflict" in name)
+    assert (pair[1] / aside).read_text() == "9"
 
 
 def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_conflict(

@@ -9,7 +9,7 @@ import pytest
 from harness.clusters import Cluster, Plan
 from harness.seeds import chosen_seed
 
-CALLS = 200
+CALLS = 60
 PROGRAMS = 8
 
 PROGRAM = r"""

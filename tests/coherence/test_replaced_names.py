@@ -19,9 +19,9 @@ from harness.clusters import MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 
-REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 60)
+REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 40)
 SIZE = 9000
-LISTINGS = 30
+LISTINGS = 15
 
 
 @contextmanager
@@ -153,20 +153,19 @@ def is_coming_in(cache: Path, size: int) -> bool:
 
 def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster) -> None:
     """By a host that hears of it and is asked for it at the same time."""
-    here, there = (mount.path / "anew" for mount in cluster.mounts)
-    reader = cluster.mounts[1]
-    with ThreadPoolExecutor(1) as programs:
-        for attempt in range(LISTINGS):
-            (here / f"first{attempt}").mkdir(parents=True)
-            assert os.listdir(there) == [f"first{attempt}"]
-            reader.pause()
-            try:
-                (here / f"first{attempt}").rmdir()
-                here.rmdir()
-                (here / f"second{attempt}").mkdir(parents=True)
-                listing = programs.submit(os.listdir, there)
-            finally:
-                reader.resume()
-            assert listing.result() == [f"second{attempt}"]
-            (here / f"second{attempt}").rmdir()
-            here.rmdir()
+    writer, reader = cluster.mounts
+    names = [f"anew{number}" for number in range(LISTINGS)]
+    with ThreadPoolExecutor(LISTINGS) as programs:
+        for name in names:
+            (writer.path / name / "first").mkdir(parents=True)
+            assert os.listdir(reader.path / name) == ["first"]
+        reader.pause()
+        try:
+            for name in names:
+                (writer.path / name / "first").rmdir()
+                (writer.path / name).rmdir()
+                (writer.path / name / "second").mkdir(parents=True)
+            listings = [programs.submit(os.listdir, reader.path / name) for name in names]
+        finally:
+            reader.resume()
+        assert [listing.result() for listing in listings] == [["second"]] * LISTINGS

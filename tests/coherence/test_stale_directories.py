@@ -18,12 +18,10 @@ from harness.processes import is_waiting
 from irdmafs.backend.namespace import Inode
 from irdmafs.coherence.kernel_names import KernelNames
 
-LEASE_S = 20
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, replicas=1, lease_ttl_s=LEASE_S)) as made:
+    with Cluster(Plan(nodes=1, replicas=1)) as made:
         # Nobody waits for a host that has looked something up.
         os.setxattr(made.mounts[0].path, "user.irdmafs.follow", b"off")
         yield made

@@ -20,7 +20,7 @@ from harness.seeds import chosen_seed
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
-MANY_ROUNDS = max(12, ROUNDS)
+MANY_ROUNDS = max(9, ROUNDS)
 
 
 def look(top: Path) -> dict[str, object]:
@@ -168,7 +168,9 @@ def empty(top: Path) -> None:
             (os.unlink if path.is_symlink() else os.rmdir)(path)
 
 
+@pytest.mark.part_of("test_acknowledged_changes_survive_many_deaths")
 @pytest.mark.timeout(max(120, ROUNDS * 5))
+@pytest.mark.kernel_session("what survives is decided below the sessions")
 def test_acknowledged_changes_survive_the_death_of_the_daemon(own_mount: Mount) -> None:
     crash_rounds(own_mount, ROUNDS)
 

@@ -18,7 +18,7 @@ from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
 from harness.seeds import seeded
 
-KILLS = 4
+KILLS = 2
 KEPT = 5
 # A mount stores its changes within this time after it has answered them.
 STORED_S = 1.0

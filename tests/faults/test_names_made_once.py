@@ -16,7 +16,7 @@ from harness.seeds import chosen_seed
 from harness.storms import names
 from harness.storms.faults import Faults
 
-FAULTS = 6
+FAULTS = 3
 RECOVERY_S = 90.0
 
 

@@ -34,8 +34,8 @@ from harness.storms.reachability import LOOK_EVERY_S, Gap, Lookouts, gaps
 OF_FAULTS = ("ENOTCONN", "ECONNABORTED", "ENOSPC")
 # Two hosts made a file at once, or wrote it in place (docs/sharing.md).
 OF_CONFLICTS = ("ESTALE",)
-FAULTS = 5
-FAULTS_MANY = 12
+FAULTS = 4
+FAULTS_MANY = 7
 # How many are asked for.
 ASKED = int(os.environ.get("IRDMAFS_FAULTS") or 0)
 RECOVERY_S = 90.0

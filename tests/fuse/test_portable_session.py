@@ -10,7 +10,7 @@ from harness.mountpoint import Mount
 from harness.processes import Process
 
 SIZE = 8 << 20
-VERSIONS = 100
+VERSIONS = 40
 READERS = 4
 
 pytestmark = [

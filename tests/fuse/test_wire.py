@@ -639,7 +639,7 @@ def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
 
 
 @pytest.mark.long
-@settings(fuzzing, max_examples=230)
+@settings(fuzzing, max_examples=80)
 @given(
     data=st.lists(requests(), min_size=1, max_size=40),
     damages=st.just([]) | st.lists(damaged(), min_size=1, max_size=10),

@@ -16,6 +16,7 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
+from harness.processes import has_ended
 from harness.scratch import mount_points, scratch_directory
 from irdmafs.mount.mounting import can_mount, mounts
 
@@ -175,10 +176,16 @@ class Mount:
 
     def kill9(self) -> None:
         """Kill the daemon the hard way and wait until it is gone. The mountpoint stays, stale."""
-        for pid in self.pids():
+        self._signal(signal.SIGKILL)
+        assert not self.pids()
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the processes of this mount, and wait until they are gone."""
+        pids = self.pids()
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not self.pids(), "the killed daemon is gone")
+                os.kill(pid, number)
+        eventually(lambda: all(map(has_ended, pids)), f"the daemon of {self.path} ends")
 
     def log_tail(self, characters: int = 3000) -> str:
         with contextlib.suppress(OSError):
@@ -233,11 +240,8 @@ class Mount:
         living.discard(self)
         try:
             # In order, but without a command for it, which takes longer than all else here.
-            for pid in self.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
             with contextlib.suppress(AssertionError):
-                eventually(lambda: not self.pids(), f"the daemon of {self.path} ends")
+                self._signal(signal.SIGTERM)
             if self.pids():
                 self.abort()
             while self.is_mounted():

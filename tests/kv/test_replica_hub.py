@@ -423,7 +423,7 @@ def test_two_hosts_together_do_what_the_model_says(etcd: EtcdServer) -> None:
     run_state_machine_as_test(
         lambda: NamespaceOnEtcd(etcd),  # type: ignore[arg-type] # any callable will do
         settings=settings(
-            max_examples=40,
+            max_examples=15,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -119,7 +119,7 @@ def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> Non
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps)
 def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
     async def test() -> None:
@@ -149,7 +149,7 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps)
 def test_the_account_is_what_a_recount_finds_on_every_host(

@@ -438,9 +438,8 @@ async def test_link_counts_are_right_after_links_and_unlinks_at_once(keys: EtcdK
 
 
 @pytest.mark.parametrize("hub", [Replica, Lagging])
-@pytest.mark.parametrize("attempt", range(2))
 async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
-    keys: EtcdKeys, attempt: int, hub: type[Replica]
+    keys: EtcdKeys, hub: type[Replica]
 ) -> None:
     seed = chosen_seed()
 

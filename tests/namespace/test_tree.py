@@ -150,7 +150,7 @@ class NamespaceOnMap(NamespaceAgainstModel):
 
 
 NamespaceOnMap.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestNamespaceOnMap = NamespaceOnMap.TestCase
 

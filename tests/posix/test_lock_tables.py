@@ -125,7 +125,7 @@ class LocksAgainstEveryByte(RuleBasedStateMachine):
 
 TestLocksAgainstEveryByte = LocksAgainstEveryByte.TestCase
 TestLocksAgainstEveryByte.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=25, stateful_step_count=40, deadline=None
 )
 
 

@@ -21,7 +21,7 @@ from irdmafs.mount import mounting
 # In a message, in a stream, in three stripes.
 SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
-FILES = 20
+FILES = 8
 PLAN = Plan(nodes=2, mounts=2)
 
 

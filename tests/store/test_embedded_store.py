@@ -164,7 +164,7 @@ def make_file(kind: str) -> int:
 # From tmpfs to a disk and back the kernel cannot copy by itself: the other way is taken.
 @pytest.mark.parametrize("source_kind", ["tmpfs", "disk"])
 @pytest.mark.parametrize("target_kind", ["tmpfs", "disk"])
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layout=segments)
 def test_a_copy_has_the_same_bytes_and_the_same_holes(
     source_kind: str, target_kind: str, layout: list[tuple[bool, int]]
@@ -604,6 +604,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
 
 StoreAgainstModel.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStoreAgainstModel = StoreAgainstModel.TestCase
