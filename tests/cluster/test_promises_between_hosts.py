@@ -285,7 +285,7 @@ def test_readers_never_see_a_mix_while_another_host_overwrites(
     write(here / "file", pattern(0, MIB))
     writer.start(
         """
-for i in range(1, 101):
+for i in range(1, 51):
     with open(path, "wb") as file:
         file.write(pattern(i, (i % 3 + 1) << 19))
 """,
@@ -297,7 +297,7 @@ for i in range(1, 101):
         assert version >= last
         last = version
     writer.result()
-    assert read_version(there / "file") == 100
+    assert read_version(there / "file") == 50
 
 
 def test_a_new_file_that_stays_empty_has_one_time(here: Path, there: Path) -> None:
@@ -595,7 +595,7 @@ def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(process: T
         size = 24 * MIB
         write(one.path / "file", pattern(0, size))
         current = 0
-        for i in range(1, 5):
+        for i in (1, 4):
             # So slow that close() takes a while.
             cluster.slow_down(one, 1e9)
             writer = process()
@@ -671,14 +671,14 @@ def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
         write(one / "file", pattern(0, MIB))
         # Whoever is the only one in sync is waited for.
         cluster.wait_healthy()
-        for i, node in enumerate(cluster.nodes[:2], 1):
-            node.pause()
-            write(one / "file", pattern(i, MIB))
-            assert read_version(other / "file") == i
-            eventually(lambda: node.node_id not in cluster.live_nodes(), "its lease is over")  # noqa: B023
-            node.resume()
-            assert read_version(other / "file") == i
-            cluster.wait_healthy()
+        node = cluster.nodes[0]
+        node.pause()
+        write(one / "file", pattern(1, MIB))
+        assert read_version(other / "file") == 1
+        eventually(lambda: node.node_id not in cluster.live_nodes(), "its lease is over")
+        node.resume()
+        assert read_version(other / "file") == 1
+        cluster.wait_healthy()
 
 
 def test_an_open_that_the_kernel_tries_only_once_needs_no_lookup(pair: list[Path]) -> None:

@@ -20,7 +20,6 @@ from harness.seeds import chosen_seed
 
 pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
-MANY_ROUNDS = max(9, ROUNDS)
 
 
 def look(top: Path) -> dict[str, object]:
@@ -168,18 +167,10 @@ def empty(top: Path) -> None:
             (os.unlink if path.is_symlink() else os.rmdir)(path)
 
 
-@pytest.mark.part_of("test_acknowledged_changes_survive_many_deaths")
 @pytest.mark.timeout(max(120, ROUNDS * 5))
 @pytest.mark.kernel_session("what survives is decided below the sessions")
 def test_acknowledged_changes_survive_the_death_of_the_daemon(own_mount: Mount) -> None:
     crash_rounds(own_mount, ROUNDS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.kernel_session("one session is enough for the long run")
-def test_acknowledged_changes_survive_many_deaths(own_mount: Mount) -> None:
-    crash_rounds(own_mount, MANY_ROUNDS)
 
 
 # -- mounting again --------------------------------------------------------------------------

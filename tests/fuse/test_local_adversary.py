@@ -83,7 +83,7 @@ def assert_it_answers(mount: Mount) -> None:
         "assert open(path + '/asked', 'rb').read() == b'x'\n"
         "os.getxattr(path, 'user.irdmafs.status')"
     )
-    command = [sys.executable, "-c", program, str(mount.path)]
+    command = [sys.executable, "-S", "-c", program, str(mount.path)]
     with subprocess.Popen(command, cwd="/") as other:
         try:
             assert other.wait(ANSWERS_WITHIN_S) == 0

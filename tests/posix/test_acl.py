@@ -8,12 +8,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from harness.cluster_mount import CLUSTER
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
 
-SESSIONS = ("kernel", CLUSTER)
+SESSIONS = ("kernel",)
 USER, GROUP = 12345, 23456
 
 pytestmark = [
@@ -187,11 +186,9 @@ ENTRIES = b"\2\0\0\0" + b"".join(bytes((tag, 0, 7, 0)) + UNNAMED for tag in (1, 
 
 @pytest.mark.parametrize("options", ["allow_other", "allow_other,noacl"])
 def test_acls_cost_others_a_question_for_the_root_alone(
-    session: str, new_mount: Callable[..., Mount], users: dict[str, Process], options: str
+    new_mount: Callable[..., Mount], users: dict[str, Process], options: str
 ) -> None:
     """The kernel made the inode of the root before it knew that it may keep ACLs."""
-    if session == CLUSTER:
-        pytest.skip("what a kernel may keep of a cluster is told by test_kernel_beliefs")
     mount = new_mount("-o", options)
     mount.path.chmod(0o755)
     for number in range(20):

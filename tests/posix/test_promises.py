@@ -34,22 +34,15 @@ def write(file: Path, version: int, size: int) -> None:
 
 
 # Overwriting a file leaves its readers alone only with us.
-OVERWRITING = pytest.mark.beyond_posix
-EVERY_WAY = [pytest.param("truncate", marks=OVERWRITING), "rename", "unlink"]
-EVERY_WAY_AND_SIZE = pytest.mark.parametrize(
-    ("how", "size"),
-    [
-        *(pytest.param("truncate", size, marks=OVERWRITING) for size in SIZES),
-        ("rename", SIZES[1]),
-        ("unlink", SIZES[0]),
-    ],
-)
+EVERY_WAY = [pytest.param("truncate", marks=pytest.mark.beyond_posix), "rename", "unlink"]
+SIZE_OF = {"truncate": SIZES[1], "rename": SIZES[0], "unlink": SIZES[0]}
 
 
-@EVERY_WAY_AND_SIZE
+@pytest.mark.parametrize("how", EVERY_WAY)
 def test_reader_keeps_its_version_when_file_is_republished(
-    file: Path, reader: Process, writer: Process, size: int, how: str
+    file: Path, reader: Process, writer: Process, how: str
 ) -> None:
+    size = SIZE_OF[how]
     write(file, 1, size)
     reader.do("f = open(file, 'rb'); begin = f.read(5000)", file=str(file))
     writer.do(REPUBLISH[how], file=str(file), version=2, size=20)
@@ -63,10 +56,11 @@ def test_reader_keeps_its_version_when_file_is_republished(
     assert reader.do("os.stat(file).st_size") == 20
 
 
-@EVERY_WAY_AND_SIZE
+@pytest.mark.parametrize("how", EVERY_WAY)
 def test_mapping_keeps_its_version_when_file_is_republished(
-    file: Path, reader: Process, writer: Process, size: int, how: str
+    file: Path, reader: Process, writer: Process, how: str
 ) -> None:
+    size = SIZE_OF[how]
     write(file, 1, size)
     reader.do(
         "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
@@ -232,15 +226,8 @@ def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
 
 
 @pytest.mark.beyond_posix
-@pytest.mark.parametrize(
-    ("number", "mapped"),
-    [
-        (signal.SIGKILL, False),
-        (signal.SIGKILL, True),
-        (signal.SIGTERM, False),
-        (signal.SIGSEGV, True),
-    ],
-)
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_killed_writer_publishes_nothing(
     file: Path, reader: Process, number: int, mapped: bool
 ) -> None:
@@ -499,9 +486,7 @@ def test_forked_child_closes_hundreds_of_files_that_its_parent_goes_on_writing(
     folder: Path, process: TakeProcess, session: str
 ) -> None:
     if session != SESSIONS[0]:
-        pytest.skip(
-            "whose files are closed is found out by the same code in a cluster, and not in pyfuse3"
-        )
+        pytest.skip("found out by the same code in a cluster, and not at all with pyfuse3")
     process().do(
         """
 fds = [os.open(f'{d}/{number}', os.O_WRONLY | os.O_CREAT) for number in range(800)]

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.models.namespace import error_of
 from harness.mountpoint import Mount, eventually
 from harness.processes import NOBODY, Process, TakeProcess
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = ("kernel", CLUSTER)
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -131,7 +130,6 @@ def test_nothing_is_moved_or_linked_into_a_quota_but_copied(folder: Path) -> Non
     assert (outside / "sub" / "file").read_bytes() == b"content"
 
 
-@pytest.mark.kernel_session("pyfuse3 has no tmpfile")
 def test_a_file_without_a_name_is_charged_when_it_gets_one(folder: Path) -> None:
     limit(folder, inodes=1, size="1M")
     for size, result in ((2 * MIB, "EDQUOT"), (KIB, "ok"), (KIB, "EDQUOT")):
@@ -164,7 +162,6 @@ def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
     assert write(folder / "other", 1) == "close ok"
 
 
-@pytest.mark.kernel_session("there a write that comes to the daemon is refused")
 def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path, file: Path) -> None:
     limit(folder, size="1M")
     file.write_bytes(b"x" * 100)
@@ -176,7 +173,6 @@ def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path, file: Path) -
     assert file.read_bytes() == b"x" * 100 + bytes(KIB)
 
 
-@pytest.mark.kernel_session("pyfuse3 has no fallocate")
 def test_room_that_there_is_not_cannot_be_allocated(folder: Path) -> None:
     limit(folder, size="1M")
     fd = os.open(folder / "file", os.O_CREAT | os.O_RDWR)
@@ -233,7 +229,6 @@ def test_a_directory_without_a_quota_has_nothing_to_tell(folder: Path) -> None:
     assert error_of(lambda: os.setxattr(folder / "file", BYTES, b"1M")) == "EINVAL"
 
 
-@pytest.mark.kernel_session("pyfuse3 does not tell where statfs is asked")
 def test_statfs_shows_what_the_quota_leaves(folder: Path) -> None:
     whole = os.statvfs(folder)
     limit(folder, size="10M", inodes=100)

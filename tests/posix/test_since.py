@@ -13,7 +13,7 @@ from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, is_waiting, many_waiting
 
-# How waits end in the pyfuse3 session is told by test_changes.py.
+# How waits end in the pyfuse3 session, and with the daemon, is told by test_changes.py.
 SESSIONS = ("kernel", CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
@@ -252,18 +252,6 @@ def test_who_is_killed_while_it_waits_ends(since: Path) -> None:
         reader.kill()
     make_version(since.parent, 1)
     assert os.readlink(since / "0") == "../versions/1"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_wait_ends_with_its_daemon(
-    new_mount: Callable[..., Mount], number: signal.Signals
-) -> None:
-    with new_mount() as mount, Process() as reader:
-        since = make_since(mount.path)
-        start_reading(reader, since / "1" / "model")
-        os.kill(mount.pid, number)
-        with fails_with(errno.ENOTCONN, errno.ECONNABORTED):
-            reader.result()
 
 
 # -- between hosts -----------------------------------------------------------------------------------

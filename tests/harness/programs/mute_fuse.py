@@ -10,17 +10,16 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Self
 
 import pyfuse3
 import trio
 
-# Run by its path: what `harness` is must be found beside this folder.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from harness.mountpoint import eventually, run_checked
-from harness.scratch import mount_points, scratch_directory
+if (
+    __name__ != "__main__"
+):  # the program needs none of it, and would take longer to start than to run
+    from harness.mountpoint import eventually, run_checked
+    from harness.scratch import mount_points, scratch_directory
 
 _FILES = {2: b"file", 3: b"page"}
 
