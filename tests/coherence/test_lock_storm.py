@@ -22,7 +22,7 @@ from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import eventually
 from harness.storms import lock_counters
 
-INCREMENTS = int(os.environ.get("IRDMAFS_INCREMENTS") or 150)
+INCREMENTS = int(os.environ.get("IRDMAFS_INCREMENTS") or 100)
 BETWEEN_FAULTS = 50  # increments
 PROGRAMS_OF_HOST = 2
 TTL_S = 2

@@ -18,7 +18,7 @@ from harness.storms import programs as storm
 
 PROGRAMS = 3
 SECONDS = float(os.environ.get("IRDMAFS_SECONDS") or 0.5)
-ROUNDS = 2
+ROUNDS = 1
 
 
 @pytest.mark.timeout(120 + 2 * ROUNDS * SECONDS)

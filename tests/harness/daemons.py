@@ -131,11 +131,14 @@ def wait_until(
     condition: Callable[[], bool], failure: str, within_s: float, daemon: Daemon | None = None
 ) -> None:
     """Wait for what sends no event. Raises CommandFailed, at once if the daemon that it takes ends."""
-    deadline = time.monotonic() + within_s
+    began = asked = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline or (daemon is not None and not daemon.alive):
+        answered = time.monotonic()
+        if answered > began + within_s or (daemon is not None and not daemon.alive):
             raise CommandFailed(f"{failure}\n{daemon.log_tail()}" if daemon else failure)
-        time.sleep(0.01)
+        # A condition that takes the processor long is not asked all the time.
+        time.sleep(max(0.01, answered - asked))
+        asked = time.monotonic()
 
 
 def is_listened_on(port: int, address: str = "", pid: int | str = "self") -> bool:

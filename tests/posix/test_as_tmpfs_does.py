@@ -34,7 +34,7 @@ from harness.processes import Process, TakeProcess
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 10
-STEPS = 500
+STEPS = 400
 OFD_GETLK = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
