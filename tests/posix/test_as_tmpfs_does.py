@@ -67,7 +67,7 @@ def test_mount_without_isolation_does_what_a_tmpfs_does(
     session: str, new_mount: Callable[..., Mount], reference: Path
 ) -> None:
     with new_mount("-o", "allow_other,isolation=off") as mount:
-        _compare(session, mount, reference, isolated=False, seed=2, steps=STEPS)
+        _compare(session, mount, reference, isolated=False, seed=2, steps=STEPS // 2)
 
 
 def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, folder: Path) -> None:

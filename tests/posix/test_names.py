@@ -384,7 +384,7 @@ whole, size, os.listdir(folder)
 
 
 def test_large_directory_lists_every_name_once(folder: Path, process: TakeProcess) -> None:
-    names = [f"layer.{n:05}.weight" for n in range(1000)]
+    names = [f"layer.{n:05}.weight" for n in range(600)]
     process().do("for name in names: os.mknod(f'{folder}/{name}')", folder=str(folder), names=names)
     for _ in range(2):
         assert sorted(process().do("os.listdir(folder)", folder=str(folder))) == names

@@ -21,6 +21,7 @@ SESSIONS = (*_SESSIONS, CLUSTER)
 
 NewMount = Callable[..., Mount]
 
+NEW = os.O_CREAT | os.O_EXCL
 WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")
 
 
@@ -197,21 +198,18 @@ with tempfile.NamedTemporaryFile("w+b", dir=sys.argv[1]) as file:
     subprocess.run(["python3", "-c", script, str(folder)], timeout=30, check=True)
 
 
-@pytest.mark.parametrize("how", ["rdwr", "wronly"])
+@pytest.mark.kernel_session("what is published is decided below the sessions")
 def test_a_rename_publishes_what_is_still_open_for_writing(
-    own_mount: Mount, writer: Process, how: str
+    own_mount: Mount, writer: Process
 ) -> None:
-    file = own_mount.path / "model.safetensors"
-    file.write_bytes(pattern(1, 100_000))
-    writer.do(
-        "fd = os.open(file + '.tmp', flags | os.O_CREAT | os.O_EXCL); os.write(fd, pattern(2, 50_000))",
-        file=str(file),
-        flags=os.O_RDWR if how == "rdwr" else os.O_WRONLY,
-    )
-    writer.do("os.rename(file + '.tmp', file)")
+    files = {own_mount.path / name: getattr(os, name) for name in ("O_RDWR", "O_WRONLY")}
+    for file, flags in files.items():
+        file.write_bytes(pattern(1, 100_000))
+        writer.do("fd = os.open(file + '.tmp', flags)", file=str(file), flags=flags | NEW)
+        writer.do("os.write(fd, pattern(2, 50_000)); os.rename(file + '.tmp', file)")
     own_mount.kill9()
     own_mount.remount()
-    assert file.read_bytes() == pattern(2, 50_000)
+    assert [file.read_bytes() for file in files] == [pattern(2, 50_000)] * 2
 
 
 def test_what_was_written_in_place_survives_a_crash_of_the_daemon(
@@ -288,7 +286,7 @@ def test_no_write_fails_or_is_lost_while_readers_come_and_go(
             file=str(file),
         )
     writer.do(
-        "for number in range(120):\n"
+        "for number in range(60):\n"
         "    value = bytes([number % 80])\n"
         "    fd = os.open(file, os.O_RDWR)\n"
         "    assert os.pwrite(fd, value * 8192, 0) == 8192\n"
