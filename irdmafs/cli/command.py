@@ -52,7 +52,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except ConfigError as error:
             raise _Failure(str(error)) from error
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BaseExceptionGroup) as error:
+            if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
+                raise
             ctx.exit(128 + signal.SIGINT)
         except BrokenPipeError:
             # The reader of the output closed it, as `head` does.

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
+import trio
 from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mount_namespaces import in_new_mount_namespace
@@ -141,6 +143,17 @@ def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path, seen: str) -> N
         assert init.stderr.read() == ""
     assert init.returncode in INTERRUPTED
     assert list(made.iterdir()) == []
+
+
+def test_ctrl_c_among_several_tasks_ends_a_command_as_any_other() -> None:
+    async def wait() -> None:
+        async with trio.open_nursery():
+            raise KeyboardInterrupt
+
+    waiting = click.Command("wait", callback=lambda: trio.run(wait))
+    with pytest.raises(SystemExit) as ended:
+        type(main)(commands=[waiting]).main(["wait"])
+    assert ended.value.code == 128 + signal.SIGINT
 
 
 def test_a_node_keeps_to_its_size(tmp_path: Path) -> None:
