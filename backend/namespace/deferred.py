@@ -42,14 +42,14 @@ _OPERATIONS_MAX = 100
 _LOST_OPERATIONS_MAX = 60
 _DIRECTORIES_MAX = 20
 _COMPARES_MAX = 127
-# Changes wait so long for others, or until there are so many: storing them takes time from who made them
+# A change waits so long for others, or until there are so many: storing them takes time from who made them
 # and goes on.
-_GATHER_S = 0.4
+_GATHER_S = 0.8
 _MANY = 500
 # So many changes are deferred at a time, and none while etcd has stored nothing for so long: whoever makes
 # more of them waits.
 _DEFERRED_MAX = 1000
-_OVERDUE_S = 1.0
+_OVERDUE_S = 2.0
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
 _TOLD_MAX = 10
@@ -60,6 +60,7 @@ class _Change(NamedTuple):
     claims when it was deferred; one of them is `removed`, or none (0)."""
 
     number: int
+    made_s: float  # trio.current_time()
     operations: dict[bytes, Put | Delete]
     claims: dict[int, int]
     removed: int
@@ -125,8 +126,9 @@ class Deferred:
     ) -> None:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
+        now_s = trio.current_time()
         if self.is_empty:
-            self._stored_s = trio.current_time()
+            self._stored_s = now_s
         for parent, name, _ in commit.names:
             self._before.setdefault(name_key(parent, name), self._tree.name_revision(parent, name))
         for inode in (*commit.inodes, *commit.gone):
@@ -135,7 +137,7 @@ class Deferred:
         self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in directories}
         removed = next((one.ino for one in commit.gone if one.is_dir), 0)
-        change = _Change(self.count, {one.key: one for one in changes}, claims, removed)
+        change = _Change(self.count, now_s, {one.key: one for one in changes}, claims, removed)
         self._changes.append(change)
         self._waiting.update(change.operations.keys())
         self._first.set()
@@ -177,14 +179,11 @@ class Deferred:
         """Store what is deferred, soon after it was."""
         self._is_running = True
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
-        due = 0  # the newest change that has waited for long enough
         while True:
             await self._first.wait()
-            if not self._changes or self._changes[0].number > due:
-                with trio.move_on_after(_GATHER_S) as gathering:
-                    await self._many.wait()
-                if gathering.cancelled_caught:
-                    due = self.count
+            made_s = self._changes[0].made_s if self._changes else trio.current_time()
+            with trio.move_on_at(made_s + _GATHER_S):
+                await self._many.wait()
             try:
                 async with self._storing:
                     if self._lost_keys:
