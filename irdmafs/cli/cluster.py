@@ -102,7 +102,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
 
     where = f"etcd at {', '.join(config.cluster.etcd)}"
     try:
-        return trio.run(run)
+        # Ctrl-C in the middle of trio's own work (start_soon) would be lost.
+        return trio.run(run, restrict_keyboard_interrupt_to_checkpoints=True)
     except RpcError as error:
         raise MountError(f"{where} refuses: {error.text}") from error
     except OSError as error:

@@ -64,7 +64,7 @@ def _check_etcd(section: ClusterSection, role: Role) -> Check:
             return await engine.admin.weaknesses()
 
     try:
-        weaknesses = trio.run(ask)
+        weaknesses = trio.run(ask, restrict_keyboard_interrupt_to_checkpoints=True)
     except (ConfigError, OSError) as error:
         text = error.strerror if isinstance(error, OSError) else str(error)
         return Check("etcd", "fail", text or str(error), "see docs/security.md, Setting etcd up")

@@ -50,6 +50,8 @@ class Lock:
             return False
 
     def close(self) -> None:
+        if self._fd < 0:
+            return
         fd, self._fd = self._fd, -1
         # By itself the lock ends when the mount has been told of the last close, which may be later.
         with contextlib.suppress(OSError):
