@@ -187,6 +187,8 @@ STATX_OUT: Final = struct.Struct("<QII16x")
 STATX: Final = struct.Struct("<IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII112x")
 POLL_OUT: Final = struct.Struct("<II")
 DIRENT: Final = struct.Struct("<QQII")
+# With a name of so many bytes, up to NAME_MAX, and zeros up to a multiple of 8 bytes.
+DIRENTS: Final = [struct.Struct(f"<QQII{size + -size % 8}s") for size in range(256)]
 NOTIFY_POLL: Final = struct.Struct("<Q")
 NOTIFY_INVAL_INODE: Final = struct.Struct("<Qqq")
 NOTIFY_INVAL_ENTRY: Final = struct.Struct("<QII")
@@ -257,5 +259,5 @@ def prune(nodes: Sequence[int]) -> bytes:
 
 
 def dirent(ino: int, next_offset: int, name: bytes, mode: int) -> bytes:
-    padding = b"\0" * (-(DIRENT.size + len(name)) % 8)
-    return DIRENT.pack(ino, next_offset, len(name), mode >> 12) + name + padding
+    size = len(name)
+    return DIRENTS[size].pack(ino, next_offset, size, mode >> 12, name)
