@@ -56,12 +56,12 @@ class Handle:
     `since`: the content's stamp when it was opened while others wrote it, None if the handle may have
     changed it. `aborted`: nothing written through it is published; `killed`: because its writer died.
     `name`: the directory and name by which it was opened, if they are known; `version`: the version that
-    it was opened on.
+    it was opened on. `told`: who polls it was told that the name leads elsewhere.
     """
 
     __slots__ = (
         "aborted", "content", "entries", "fh", "flags", "is_directory", "killed", "name", "node", "pid",
-        "since", "version", "writing",
+        "since", "told", "version", "writing",
     )  # fmt: skip
 
     def __init__(self, fh: int, node: Node, content: Content | None, flags: int, pid: int) -> None:
@@ -72,7 +72,7 @@ class Handle:
         self.pid = pid
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
         self.since: Stamp | None = None
-        self.aborted = self.killed = False
+        self.aborted = self.killed = self.told = False
         self.name = node.name
         self.version = content.base.version if content is not None else 0
         self.is_directory = content is None

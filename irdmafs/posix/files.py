@@ -183,7 +183,11 @@ class OpenFiles(Part):
             newer = handle.version != version
         if newer or handle.name is None:
             return newer
-        return not self._namespace.leads_to(*handle.name, handle.node.ino)
+        leads_elsewhere = not self._namespace.leads_to(*handle.name, handle.node.ino)
+        if leads_elsewhere and not handle.told:
+            handle.told = True
+            self._waits.forget_names()
+        return leads_elsewhere
 
     def poll(self, fh: int, kernel_handle: int, uid: int) -> None:
         """Have the kernel ask once more for `is_outdated` when that may have changed. Raises OSError EAGAIN

@@ -93,13 +93,16 @@ class Waits:
                     break
             polled = self._polled.pop(node.ino)
         inode = self._inodes.get(node.ino)
-        renamed = inode is None or inode.version == version
-        if renamed and not self._shared and self._kernel.can_forget:
-            # The kernel finishes a change of names after it was answered. Until then it would open the
-            # file that had the name before.
-            self._kernel.forget((), names=True)
+        if inode is None or inode.version == version:
+            self.forget_names()
         for kernel_handle in polled:
             await self._kernel.wake_poll(kernel_handle)
+
+    def forget_names(self) -> None:
+        """Have the kernel look names up before somebody is told that one leads elsewhere. It finishes a
+        change of names after that was answered, and until then would open the file that had the name."""
+        if not self._shared and self._kernel.can_forget:
+            self._kernel.forget((), names=True)
 
     @contextmanager
     def _one_more(self, uid: int) -> Iterator[None]:

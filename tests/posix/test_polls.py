@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.file_changes import append, publish, replace
-from harness.mountpoint import eventually
+from harness.mountpoint import Mount, eventually
 from harness.processes import Process, TakeProcess
 
 # pyfuse3 does not carry it.
@@ -123,6 +123,24 @@ def test_a_file_is_told_of_by_the_name_that_it_got_last(folder: Path, process: T
     assert reader.do(POLL.format(ms=0)) is False
     replace(file)
     assert reader.do(POLL.format(ms=0)) is True
+
+
+def test_the_kernel_looks_a_name_up_again_when_somebody_is_told(
+    folder: Path, mount: Mount, reader: Process, session: str
+) -> None:
+    """It may not have noted the answered change yet."""
+    if session == CLUSTER:
+        pytest.skip("in a cluster the kernel looks names up anyway")
+    file = folder / "file"
+    file.write_bytes(b"0")
+    opened(reader, file)
+    replace(file)
+    for asked, looks_up in (("", False), (POLL.format(ms=0), True), (POLL.format(ms=0), False)):
+        os.stat(file)
+        assert not asked or reader.do(asked) is True
+        with mount.requests() as counted:
+            os.stat(file)
+        assert bool(counted["LOOKUP"]) is looks_up
 
 
 def test_who_is_told_opens_what_it_was_told_of(
