@@ -32,7 +32,7 @@ WIDTH = 64
 HEADS = 4
 LAYERS = 2
 # Places of the test text that the loss is measured at.
-TESTED = 64
+TESTED = 256
 
 
 class Point(NamedTuple):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.verbs
 FAULTS = int(os.environ.get("IRDMAFS_FAULTS") or 5)
 LINKS = ("roce0", "roce1")
 LARGEST_BYTES = 4 * MIB
-# Of programs between two operations: a guest's one processor is for what is broken and mended, too.
+# Programs pause so long between two operations, to leave a guest's only processor time for recovery.
 PAUSE_S = 0.1
 BIG_BYTES = 16 * MIB
 # For what must come about at some time. A node that was killed is whole again after 5 s on a machine of

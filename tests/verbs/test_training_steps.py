@@ -28,7 +28,8 @@ STEPS_MAX = 30
 
 
 def registrations(cluster: Cluster, mounts: Sequence[ClusterMount]) -> list[int]:
-    """Those of each node and of these mounts. To start a command for it takes longer than a step."""
+    """Return how many memory regions each node and each of these mounts has registered. It asks them
+    directly: a command takes longer to start than a training step."""
     config = load(os.fspath(cluster.config))
 
     async def ask(engine: EtcdEngine) -> dict[str, Any]:

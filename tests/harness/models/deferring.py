@@ -54,12 +54,12 @@ class Etcd(NamedTuple):
 
     @property
     def for_writer(self) -> tuple[int, int, bool]:
-        """What a writer that has taken this in looks at: the claim, its number, and `followed`."""
+        """Return all that a writer may look at once it knows this state."""
         return self.claim, self.number, self.followed
 
     @property
     def for_reader(self) -> tuple[bool, int]:
-        """What a reader that has taken this in looks at: whether the directory is hidden, and `stored`."""
+        """Return all that a reader may look at once it knows this state: `claim` hides the directory."""
         return self.claim == EXCLUSIVE, self.stored
 
 

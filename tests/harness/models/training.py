@@ -219,7 +219,7 @@ class Model(Machine[State]):
                 attempt, _ = made
                 yield "reads the plan", state, me._replace(phase="commits", attempt=attempt)
             else:
-                # Of what it lists only the plan matters that it makes of it.
+                # The listing itself is not kept: only the plan made from it matters later.
                 planned = self._planned(versions[me.newest].clocks, state.present)
                 if planned is None:
                     yield "lists pushes and finds too few", state, Process()

@@ -15,9 +15,8 @@ from typing import Any, Self
 import pyfuse3
 import trio
 
-if (
-    __name__ != "__main__"
-):  # the program needs none of it, and would take longer to start than to run
+# The program needs none of it, and would take longer to start than to run.
+if __name__ != "__main__":
     from harness.mountpoint import eventually, run_checked
     from harness.scratch import mount_points, scratch_directory
 
