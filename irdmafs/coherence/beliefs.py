@@ -79,14 +79,16 @@ class Beliefs:
 
     # -- what the kernel is told in answers --------------------------------------------------------
 
-    def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
-        """Note an answer: a name leads to an inode for so many seconds."""
+    def name(self, name: Name, ino: int, seconds: float, *, attributes: bool = False) -> None:
+        """Note an answer: a name leads to an inode for so many seconds; with `attributes`, it has its own
+        for as long, too."""
         said, now = self._now_saying()
-        key = (parent, name)
-        known = said.names.get(key)
+        known = said.names.get(name)
         if known is None or known[0] != ino:
-            said.names_of.setdefault(ino, set()).add(key)
-        said.names[key] = ino, now + seconds
+            said.names_of.setdefault(ino, set()).add(name)
+        said.names[name] = ino, now + seconds
+        if attributes:
+            said.attributes[ino] = now + seconds
 
     def attributes(self, ino: int, seconds: float) -> None:
         """Note an answer: an inode has its attributes for so many seconds."""
@@ -130,7 +132,7 @@ class Beliefs:
             for parent, name in names if left_s > -_REMEMBERED_S else ():
                 with contextlib.suppress(OSError):  # the directory is gone
                     if (inode := self._namespace.lookup(parent, name)) is not None:
-                        self.name(parent, name, inode.ino, left_s)
+                        self.name((parent, name), inode.ino, left_s)
         finally:
             for key in names:
                 self._own.pop(key, None)

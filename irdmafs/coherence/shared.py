@@ -70,14 +70,10 @@ class Shared(Coherence):
             )
         # The kernel checks modes at each step of a path, and at its end before an open.
         valid_s = valid_s or self._freshness.attributes_believable_s()
-        if valid_s and self._kernel.can_forget:
-            self._believe_attributes(answer, inode, valid_s)
-
-    def _believe_attributes(self, answer: Answer, inode: Inode, valid_s: float) -> None:
-        if inode.ino in self.namespace.damaged:
-            return  # it has none: whoever asks for them gets an error
-        answer.attr_timeout = valid_s
-        self._beliefs.attributes(inode.ino, valid_s)
+        # A damaged inode has none: an error answers the request for them.
+        if valid_s and self._kernel.can_forget and inode.ino not in self.namespace.damaged:
+            answer.attr_timeout = valid_s
+            self._beliefs.attributes(inode.ino, valid_s)
 
     def changed(self, answer: Answer, node: Node) -> None:
         """Let the kernel believe nothing: others may have changed the attributes since."""
@@ -90,23 +86,30 @@ class Shared(Coherence):
         valid_s = self._freshness.believable_s(parent, used=not inode.is_dir)
         if inode.is_dir and not valid_s:
             valid_s = self._freshness.path_valid_s(inode.ino)
-        self.believe_entry(answer, (parent, name), node, inode, valid_s)
+        if valid_s and self._kernel.can_forget:
+            self.believe_entry(answer, (parent, name), node, inode, valid_s)
+        else:
+            node.name = (parent, name)
+            self._kernel_names.found(node.name, inode)
+            self.attributes(answer, node, inode)
 
     def believe_entry(
         self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float
     ) -> None:
-        """Have the kernel believe a name for so long, and the attributes of its node."""
+        """Have the kernel, which can forget them, believe a name for so long, and the attributes of its
+        node."""
         node.name = name
         self._kernel_names.found(name, inode)
-        if not valid_s or not self._kernel.can_forget:
+        answer.entry_timeout = valid_s
+        if inode.more or inode.parent != name[0]:
+            self._beliefs.name(name, inode.ino, valid_s)
             self.attributes(answer, node, inode)
             return
-        answer.entry_timeout = valid_s
-        self._beliefs.name(*name, inode.ino, valid_s)
-        if inode.more or inode.parent != name[0]:
-            self.attributes(answer, node, inode)
-        elif not self._cache.looks.changes_unnoticed(node):
-            self._believe_attributes(answer, inode, valid_s)
+        whole = inode.ino not in self.namespace.damaged
+        whole = whole and not self._cache.looks.changes_unnoticed(node)
+        if whole:
+            answer.attr_timeout = valid_s
+        self._beliefs.name(name, inode.ino, valid_s, attributes=whole)
 
     def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         if not self._cache.routes.names_are_stable(inode.ino):
@@ -119,13 +122,15 @@ class Shared(Coherence):
         # Others may have changed it again while they were waited for.
         if self.namespace.leads_to(parent, name, inode.ino):
             answer.entry_timeout = valid_s
-            self._beliefs.name(parent, name, inode.ino, valid_s)
+            self._beliefs.name(node.name, inode.ino, valid_s)
 
     def missing_s(self, parent: Inode) -> float | None:
         return None
 
     def listing(self, directory: int) -> Listing:
         valid_s = self._freshness.believable_s(directory)
+        if not self._kernel.can_forget:
+            valid_s = 0.0
         return _Listing(self, self._beliefs, self._cache, directory, valid_s)
 
     # -- what lookups and opens come to ------------------------------------------------------------

@@ -185,7 +185,11 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         leaving.settle(fh)
 
     async def list_names(fh: int, start_id: int, token: Any) -> None:
-        def add(name: bytes, entry: Attributes, next_id: int) -> bool:
+        def add(name: bytes, ino: int, mode: int, entry: Attributes | None, next_id: int) -> bool:
+            if entry is None:
+                entry = Attributes()
+                entry.ino = entry.st_ino = ino
+                entry.st_mode = mode
             return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
 
         await directories.readdir(fh, start_id, add, one_number=True)

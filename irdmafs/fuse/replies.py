@@ -22,15 +22,13 @@ class DirectoryReply:
         self._room = size
         self.parts: list[bytes] = []
 
-    def add(self, name: bytes, entry: Attributes, next_id: int) -> bool:
-        record = wire.dirent(entry.ino, next_id, name, entry.st_mode)
+    def add(self, name: bytes, ino: int, mode: int, entry: Attributes | None, next_id: int) -> bool:
+        record = wire.dirent(ino, next_id, name, mode)
         size = wire.ENTRY_OUT.size + len(record)
         if size > self._room:
             return False
         self._room -= size
-        # The kernel takes no reference on "." and "..", nor on what comes without a node.
-        referred = entry.st_ino and name not in (b".", b"..")
-        self.parts.append(pack_entry(entry) if referred else _NO_ENTRY)
+        self.parts.append(_NO_ENTRY if entry is None else pack_entry(entry))
         self.parts.append(record)
         return True
 

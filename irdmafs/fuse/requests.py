@@ -416,7 +416,7 @@ class Requests:
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for entry in self._fs.directories.names(fh, offset, size // wire.DIRENTS[1].size):
+        for entry in self._fs.directories.names(fh, offset):
             record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:

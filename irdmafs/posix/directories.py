@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..backend.namespace import fail
 from ..coherence.nodes import Handle
@@ -45,37 +45,32 @@ class Directories(Part):
         self,
         fh: int,
         start_id: int,
-        add: Callable[[bytes, Attributes, int], bool],
+        add: Callable[[bytes, int, int, Attributes | None, int], bool],
         *,
         one_number: bool = False,
     ) -> None:
-        """Give a session names with attributes. `add` takes a name, what it leads to and the id of the name
-        after it; it returns False if there is no room left. `one_number`: the session has one number for a
-        node and its inode."""
+        """Give a session names with attributes. `add` takes a name, the number and mode of its inode, its
+        attributes and the id of the name after it; it returns False if there is no room left. Without
+        attributes the kernel is to take no reference: it has them, and will for a while, or they are those
+        of "." and "..". `one_number`: the session has one number for a node and its inode."""
         handle = self._directory_handle(fh)
-        directory = handle.node.ino
-        entries = self._listing(handle, start_id)
-        listing = self._coherence.listing(directory)
+        entries, inodes = self._listing(handle, start_id), self._inodes
+        listing = self._coherence.listing(handle.node.ino)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
-            inode = self._inodes.get(ino)
-            if inode is None:
+            try:
+                inode = inodes[ino]
+            except KeyError:
                 continue
             if index < 2:
-                dots = Attributes()
-                dots.ino = dots.st_ino = ino
-                dots.st_mode = stat.S_IFDIR
-                if not add(name, dots, index + 1):
+                if not add(name, ino, stat.S_IFDIR, None, index + 1):
                     return
                 continue
             main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
             if node.lookups and listing.is_known(name, node):
-                # Without a node: the kernel has name and attributes, and will for a while.
-                known = Attributes()
-                known.ino, known.st_mode = ino, inode.mode
-                if not add(name, known, index + 1):
+                if not add(name, ino, inode.mode, None, index + 1):
                     return
                 continue
             entry = self._answers.attributes(node, inode)
@@ -83,24 +78,21 @@ class Directories(Part):
                 listing.entry(entry, name, node, inode)
             else:
                 self._coherence.attributes(entry, node, inode)
-            if not add(name, entry, index + 1):
+            if not add(name, ino, entry.st_mode, entry, index + 1):
                 self._nodes.drop_unused(node)
                 return
             node.lookups += 1
 
-    def names(self, fh: int, start_id: int, most: int) -> list[tuple[int, int, bytes, int]]:
-        """Return at most so many names without attributes: number of the inode, id of the name after it,
-        name, mode."""
+    def names(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
+        """Yield names without attributes: number of the inode, id of the name after it, name, mode."""
         entries, inodes = self._listing(self._directory_handle(fh), start_id), self._inodes
-        found = []
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
-            inode = inodes.get(ino)
-            if inode is not None:
-                found.append((ino, index + 1, name, inode.mode))
-                if len(found) == most:
-                    break
-        return found
+            try:
+                inode = inodes[ino]
+            except KeyError:
+                continue
+            yield ino, index + 1, name, inode.mode
 
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)
