@@ -21,7 +21,7 @@ renaming it over the old one, so that readers keep what they have; files that ot
 overwrite in place have no such protection there, as always with mapped files.
 
 **Devices.** to_device() and state_dict(device=...) give torch tensors in the memory of a device, which
-are copies and outlive the version. For CUDA the mapped file is pinned while it is copied. They need torch
+are copies and outlive the version. For CUDA they go through pinned memory. They need torch
 (the extra ``irdmafs[torch]``), which nothing else here imports.
 
 **Buffers.** A Buffer is memory that files are read into one after the other, a device's if you like:

@@ -1,9 +1,10 @@
-"""Tensors in a device's memory, copied straight out of mapped files, and memory of a device that is lent.
+"""Tensors in a device's memory, copied out of mapped files, and memory of a device that is lent.
 
-For CUDA the pages of the mapping are pinned while they are copied, so that the device fetches them itself;
-where they cannot be, the driver copies them through memory of its own. Small tensors that lie side by
-side in a file are copied at once, and are views of one piece of the device's memory. What is mapped is
-one version of the file, which the mapping keeps for as long as the copy takes.
+For CUDA several threads copy the mapped bytes in pieces to pinned memory, from which the device fetches
+them itself. *Measured* with an H200 and 16 processors, 4 GiB of a mount: 40 GB/s; 20 GB/s when the pages of
+the mapping are pinned instead, which takes most of the time; 55 GB/s from memory that was pinned before.
+Small tensors that lie side by side in a file are copied at once, and are views of one piece of the device's
+memory. A mapping shows one version of the file, and keeps it for as long as the copy takes.
 
 CUDA memory is lent as a dma-buf, which the driver makes (CUDA 11.7, and a kernel module that can).
 
@@ -15,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +32,11 @@ from ._errors import FormatError
 
 log = logging.getLogger(__name__)
 
-# cudaHostRegisterReadOnly: files are mapped read-only, and without it pinning such pages is refused.
-_READ_ONLY = 0x08
-# Pinning fewer bytes takes longer than copying them twice.
-_PIN_BYTES_MIN = 4 << 20
+# Larger copies go through pinned memory in such pieces, two for each thread. torch keeps that memory for
+# the next copies, 192 MiB at most.
+_PIECE_BYTES = 8 << 20
+_PIECES_EACH = 2
+_THREADS_MAX = 12
 # Larger tensors have memory of their own: each can be freed by itself.
 _SMALL_BYTES = 1 << 20
 _RUN_BYTES_MAX = 32 << 20
@@ -43,9 +47,6 @@ _ALIGN = 16
 _DMA_BUF = 1
 # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, ..._TO_OWNER
 _FLUSH_CONTEXT, _FLUSH_TO_OWNER = 0, 100
-
-# Pages can be pinned once only: unpin them only when no other thread is copying them.
-_pinning = threading.Lock()
 
 
 class _Item(NamedTuple):
@@ -86,9 +87,7 @@ def to_device(arrays: Mapping[str, Array], device: object) -> dict[str, Any]:
             items.append(_Item(name, array.ctypes.data, array.nbytes, array.shape, turned, dtype))
     runs = list(_runs(items))
     copies = [torch.empty(run.size, dtype=torch.uint8, device=target) for run in runs]
-    with _pinned(torch, target, runs) as is_pinned:
-        for run, copy in zip(runs, copies, strict=True):
-            copy.copy_(_bytes_at(torch, run.address, run.size), non_blocking=is_pinned)
+    _copy(torch, target, [(run.address, copy) for run, copy in zip(runs, copies, strict=True)])
     for run, copy in zip(runs, copies, strict=True):
         for item in run.items:
             start = item.address - run.address
@@ -165,48 +164,68 @@ def _bytes_at(torch: Any, address: int, size: int) -> Any:
     return torch.from_numpy(np.ctypeslib.as_array(memory))
 
 
-@contextlib.contextmanager
-def _pinned(torch: Any, target: Any, runs: list[_Run]) -> Iterator[bool]:
-    """Pin these runs, so that a CUDA device can copy them by itself, and yield whether they are pinned.
-    Copies are complete when the block has ended."""
-    if target.type != "cuda" or not runs:
-        yield False
-        return
-    with torch.cuda.device(target):
-        stream = torch.cuda.current_stream()
-        if sum(run.size for run in runs) < _PIN_BYTES_MIN:
-            yield False
-            stream.synchronize()
-            return
-        first = min(run.address for run in runs)
-        end = max(run.address + run.size for run in runs)
-        first -= first % mmap.PAGESIZE
-        with _pinning:
-            cudart = torch.cuda.cudart()
-            why_not = _register(cudart, first, end - first)
-            if why_not:
-                log.warning("%d bytes are copied without pinning: %s", end - first, why_not)
-                _clear_error(torch, target)
-            copied = torch.cuda.Event()
+# -- copying -------------------------------------------------------------------------------------
+
+# Mapped bytes, by their address, and the tensor of bytes that they are copied to.
+_Copy = tuple[int, Any]
+
+
+def _copy(torch: Any, target: Any, copies: Sequence[_Copy]) -> None:
+    """Copy mapped bytes to a device, and return when they are there."""
+    size = sum(len(tensor) for _, tensor in copies)
+    if target.type == "cuda" and size > _PIECE_BYTES:
+        with torch.cuda.device(target):
+            threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // _PIECE_BYTES))
             try:
-                yield not why_not
-            finally:
-                copied.record(stream)
-                copied.synchronize()
-                if not why_not:
-                    cudart.cudaHostUnregister(first)
+                memory = [_pinned(torch) for _ in range(_PIECES_EACH * threads)]
+            except RuntimeError as error:
+                log.warning("%d bytes are copied without pinned memory: %s", size, error)
+            else:
+                _copy_by_threads(torch, target, copies, memory)
+                return
+    for address, tensor in copies:
+        tensor.copy_(_bytes_at(torch, address, len(tensor)))
 
 
-def _register(cudart: Any, address: int, size: int) -> str:
-    """Pin mapped pages, and return the reason if that fails, otherwise ""."""
-    error = cudart.cudaHostRegister(address, size, _READ_ONLY)
-    return "" if int(error) == 0 else str(cudart.cudaGetErrorString(error))
+def _pinned(torch: Any) -> Any:
+    return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
-def _clear_error(torch: Any, target: Any) -> None:
-    """Clear the last error of the CUDA runtime, which would be raised for the next kernel launch."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=target)
+def _pieces(copies: Iterable[_Copy]) -> Iterator[_Copy]:
+    for address, tensor in copies:
+        for start in range(0, len(tensor), _PIECE_BYTES):
+            yield address + start, tensor[start : start + _PIECE_BYTES]
+
+
+def _copy_by_threads(
+    torch: Any, target: Any, copies: Sequence[_Copy], memory: Sequence[Any]
+) -> None:
+    """Copy through pinned `memory`: a thread fills one piece of it while the device fetches another."""
+    pieces, taking = _pieces(copies), threading.Lock()
+    current = torch.cuda.current_stream(target)
+
+    def work(first: int) -> None:
+        own = [(one, torch.cuda.Event()) for one in memory[first : first + _PIECES_EACH]]
+        stream = torch.cuda.Stream(target)
+        stream.wait_stream(current)  # the tensors' memory may have been in use until then
+        try:
+            with torch.cuda.stream(stream):
+                for pinned, fetched in itertools.cycle(own):
+                    with taking:
+                        piece = next(pieces, None)
+                    if piece is None:
+                        return
+                    address, tensor = piece
+                    fetched.synchronize()
+                    ctypes.memmove(pinned.data_ptr(), address, len(tensor))
+                    tensor.copy_(pinned[: len(tensor)], non_blocking=True)
+                    fetched.record(stream)
+        finally:
+            stream.synchronize()
+
+    firsts = range(0, len(memory), _PIECES_EACH)
+    with ThreadPoolExecutor(len(firsts), "irdmafs-copy") as threads:
+        list(threads.map(work, firsts))
 
 
 # -- memory that is lent -------------------------------------------------------------------------
@@ -280,9 +299,7 @@ def see_writes(tensor: Any) -> None:
 def copy_bytes(source: Array, tensor: Any) -> None:
     """Copy mapped bytes to a tensor of the same size, and return when they are there."""
     torch = _torch()
-    run = _Run(source.ctypes.data, source.nbytes, [])
-    with _pinned(torch, tensor.device, [run]) as is_pinned:
-        tensor.copy_(_bytes_at(torch, run.address, run.size), non_blocking=is_pinned)
+    _copy(torch, tensor.device, [(source.ctypes.data, tensor)])
 
 
 def view(path: str, memory: Any, layout: Layout) -> Any:

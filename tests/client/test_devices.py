@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,87 +142,57 @@ def test_small_neighbours_are_copied_at_once_and_keep_their_alignment() -> None:
             assert (found.address - run.address) % 4 == 0
 
 
-class Cuda:
-    """The part of torch that pinning uses, and a log of it."""
-
-    def __init__(self, refusal: int = 0) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.cuda = self
-        self._refusal = refusal
-
-    def device(self, target: Any) -> Any:
-        return torch.device("cpu")
-
-    def current_stream(self) -> Any:
-        return SimpleNamespace(synchronize=lambda: self.log.append(("synchronized",)))
-
-    def cudart(self) -> "Cuda":
-        return self
-
-    def Event(self) -> Any:
-        return SimpleNamespace(
-            record=lambda stream: None, synchronize=lambda: self.log.append(("copied",))
-        )
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.log.append(("register", address, size, flags))
-        return self._refusal
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.log.append(("unregister", address))
-        return 0
-
-    def cudaGetErrorString(self, error: int) -> str:
-        return "operation not supported"
-
-    def zeros(self, *_: Any, **__: Any) -> None:
-        self.log.append(("cleared",))
-        raise RuntimeError("operation not supported")
+@pytest.mark.parametrize("size", [0, 1, 8 * MIB, 8 * MIB + 1, 33 * MIB])
+def test_pieces_cover_what_is_copied_once(size: int) -> None:
+    copies = [(4096, torch.empty(5)), (1 << 40, torch.empty(size, dtype=torch.uint8))]
+    pieces = list(_device._pieces(copies))
+    assert all(0 < len(piece) <= 8 * MIB for _, piece in pieces)
+    assert sum(len(piece) for _, piece in pieces) == 5 + size
+    for address, piece in pieces[1:]:
+        assert piece.data_ptr() - copies[1][1].data_ptr() == address - (1 << 40)
 
 
-RUNS = [_device._Run(5000, 8 * MIB, []), _device._Run(5000 + 9 * MIB, 16, [])]
-GPU = SimpleNamespace(type="cuda")
-
-
-def test_pages_are_pinned_read_only_and_let_go_when_the_copies_are_over() -> None:
-    cuda = Cuda()
-    with _device._pinned(cuda, GPU, RUNS) as pinned:
-        assert pinned
-    end = 5000 + 9 * MIB + 16
-    assert cuda.log == [("register", 4096, end - 4096, 8), ("copied",), ("unregister", 4096)]
-
-
-def test_pages_are_let_go_after_an_error_too_but_not_before_the_device_has_done() -> None:
-    cuda = Cuda()
-    with pytest.raises(KeyError), _device._pinned(cuda, GPU, RUNS):
-        raise KeyError
-    assert [entry[0] for entry in cuda.log] == ["register", "copied", "unregister"]
-
-
-def test_what_cannot_be_pinned_is_copied_all_the_same_and_the_reason_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cuda = Cuda(refusal=801)
-    with caplog.at_level(logging.WARNING), _device._pinned(cuda, GPU, RUNS) as pinned:
-        assert not pinned
-    assert "copied without pinning: operation not supported" in caplog.text
-    assert [entry[0] for entry in cuda.log] == ["register", "cleared", "copied"]
-
-
-def test_little_is_not_pinned() -> None:
-    cuda = Cuda()
-    with _device._pinned(cuda, GPU, RUNS[1:]) as pinned:
-        assert not pinned
-    assert cuda.log == [("synchronized",)]
-
-
-def test_pinned_copies_of_a_mapped_file_reach_the_device(
+def test_large_copies_of_mapped_files_reach_the_device_also_from_several_threads(
     store: client.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    expected = {f"large{i}": torch.randn(16 * MIB + 7 * i) for i in range(3)}
+    expected |= {f"small{i}": torch.randn(i) for i in range(100)}
+    store.publish_state_dict(expected, "model.safetensors")
+
+    def load(_: int) -> bool:
+        found = store.state_dict("model.safetensors", device="cuda")
+        return all(same(found[name], tensor) for name, tensor in expected.items())
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(load, range(6)))
+    assert "without pinned memory" not in caplog.text
+
+
+def test_large_copies_go_on_without_pinned_memory_and_the_reason_is_logged(
+    store: client.Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(_device, "_pinned", refuse)
     expected = torch.randn(16 * MIB)
-    store.publish_state_dict({"large": expected}, "model.safetensors")
-    for _ in range(3):
-        assert same(store.state_dict("model.safetensors", device="cuda")["large"], expected)
-    assert "without pinning" not in caplog.text
+    store.publish("large", expected)
+    with caplog.at_level(logging.WARNING):
+        assert same(store.to_device("large", "cuda"), expected)
+    assert "copied without pinned memory: out of memory" in caplog.text
+
+
+def test_a_copy_waits_for_what_the_memory_was_used_for(store: client.Store) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    expected = torch.randn(16 * MIB)
+    store.publish("large", expected)
+    for _ in range(5):
+        # Its memory is free at once, and comes back while the device still writes it.
+        torch.empty(16 * MIB, device="cuda").normal_().exp_().mul_(2.0)
+        assert same(store.to_device("large", "cuda"), expected)
