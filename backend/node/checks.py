@@ -10,13 +10,14 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
 from ..cluster.group_configs import Groups
 from ..cluster.membership import Members
 from ..files.digest import digest_at_rest
+from ..store import reading
 from ..transport import Extent
 from .catalog import Catalog, Check
 
@@ -41,8 +42,10 @@ class Verdict(Enum):
     """It cannot be told which of several extents is wrong, and no combination of their copies is right."""
 
 
-class Source(Protocol):
-    """The part of a transport.Device that is needed here."""
+class Source(reading.Source, Protocol):
+    """The part of a transport.Device that is needed to copy extents and to check them."""
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
 
     async def digest(self, extent: Extent) -> bytes: ...
 
@@ -50,16 +53,16 @@ class Source(Protocol):
 
 
 class Checks:
-    """The checks of extents on one store node."""
+    """The checks of extents on one store node. `device` returns the transport to another one."""
 
     def __init__(
         self, catalog: Catalog, members: Members, groups: Groups, device: Callable[[int], Source]
     ) -> None:
         self._files = catalog.files
         self._catalog = catalog
-        self._members = members
+        self.members = members
         self._groups = groups
-        self._device = device
+        self.device = device
         # Digests of extents here that other nodes asked for: those of a run of n stripes ask n times.
         self._told: OrderedDict[Extent, tuple[bytes, float]] = OrderedDict()
         self._forgotten = 0  # how often `forget` was called
@@ -87,12 +90,12 @@ class Checks:
         """Return the digest of a node's copy, as `tell` does. Raises OSError: ENOENT if it has none."""
         if node == self._files.node:
             return await self.tell(extent)
-        return await self._device(node).digest(extent)
+        return await self.device(node).digest(extent)
 
     async def doubt(self, node: int, extent: Extent) -> None:
         """Tell another node that its copy seems to be wrong, so that the node checks it."""
         try:
-            await self._device(node).doubt(extent)
+            await self.device(node).doubt(extent)
         except OSError as error:
             log.info("node %x: %s", node, error)
 
@@ -154,11 +157,11 @@ class Checks:
     def _holders(self, group: int) -> Iterator[int]:
         found = self._groups.get(group)
         if found is not None:
-            yield from (node for node in found[0].in_sync if node in self._members.nodes)
+            yield from (node for node in found[0].in_sync if node in self.members.nodes)
 
     def _all_live(self, check: Check) -> bool:
         """Return whether every node that may have a right copy could be asked."""
         configs = (self._groups.get(group) for group in check.groups)
         return all(
-            found and self._members.nodes.keys() >= set(found[0].in_sync) for found in configs
+            found and self.members.nodes.keys() >= set(found[0].in_sync) for found in configs
         )

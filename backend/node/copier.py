@@ -10,19 +10,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
 import trio
 
-from ..cluster.membership import Members
 from ..files.digest import digest_of_bytes
 from ..model.records import GroupConfig
-from ..store import reading
 from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
-from . import checks
 from .catalog import Catalog
 from .checks import Checks, Verdict
 from .damage import WrongExtents
@@ -37,12 +33,6 @@ BATCH_BYTES = 1 << 20
 # With a limited rate, reads are cut into pieces of this size, to keep the rate even.
 THROTTLED_READ_BYTES = 4 << 20
 RATE_WINDOW_S = 10.0
-
-
-class Source(reading.Source, checks.Source, Protocol):
-    """The part of a transport.Device that is needed here."""
-
-    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
 
 
 class Throttle:
@@ -63,27 +53,18 @@ class Throttle:
 
 
 class Copier:
-    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `wrong` is told
-    of each extent that was kept although it is wrong, as no member in sync has it right."""
+    """Copies at most `bytes_per_s` (0: unlimited). `copied_bytes` counts received bytes. `wrong` has also
+    the extents that were kept although they are wrong, as no member in sync has them right."""
 
-    def __init__(
-        self,
-        members: Members,
-        catalog: Catalog,
-        device: Callable[[int], Source],
-        throttle: Throttle,
-        checks: Checks,
-        wrong: WrongExtents,
-    ) -> None:
+    def __init__(self, catalog: Catalog, checks: Checks, bytes_per_s: float) -> None:
         self.copied_bytes = 0
-        self._wrong = wrong
-        self._checks = checks
+        self.wrong = WrongExtents(catalog)
+        self.checks = checks
         self._node = catalog.files.node
-        self._members = members
+        self._members = checks.members
         self._catalog = catalog
         self._files = catalog.files
-        self._device = device
-        self._throttle = throttle
+        self._throttle = Throttle(bytes_per_s)
         self._reads = trio.Semaphore(READS_AT_ONCE)
         self._recent: deque[tuple[float, int]] = deque()
 
@@ -154,7 +135,7 @@ class Copier:
                 elif verdict is not None:
                     await trio.to_thread.run_sync(self._files.harden, incoming)
                     if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
-                        self._wrong.keep(extent)
+                        self.wrong.keep(extent)
                     return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
@@ -163,7 +144,7 @@ class Copier:
                 await self._read(wrong[-1], extent, incoming.fd, size)
                 await trio.to_thread.run_sync(self._files.harden, incoming)
                 if self._seal(incoming, extent, left):
-                    self._wrong.keep(extent)
+                    self.wrong.keep(extent)
                 return []
         return [extent]
 
@@ -200,7 +181,7 @@ class Copier:
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        await self._checks.doubt(node, extent)
+        await self.checks.doubt(node, extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
         """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""
@@ -220,7 +201,7 @@ class Copier:
         if allocated < size:
             await self._throttle.take(allocated)
         found = await read_hashed(
-            self._device(node),
+            self.checks.device(node),
             extent,
             FileRange(fd, 0, size),
             is_sparse=allocated < size,
@@ -230,7 +211,7 @@ class Copier:
         )
         if allocated < size:
             self._count(allocated)
-        return await self._checks.verdict(extent, await found.finish())
+        return await self.checks.verdict(extent, await found.finish())
 
     async def _bring_small(
         self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
@@ -246,14 +227,14 @@ class Copier:
                 break
             await self._throttle.take(sum(left[extent] for extent in wanted))
             try:
-                found = await self._device(node).get(wanted, SMALL_BYTES)
+                found = await self.checks.device(node).get(wanted, SMALL_BYTES)
             except OSError as error:
                 log.info("%d small extents from node %x: %s", len(wanted), node, error)
                 continue
             others = []
             for extent, data in zip(wanted, found, strict=True):
                 if data is not None and len(data) == left[extent]:
-                    verdict = await self._checks.verdict(extent, digest_of_bytes(data))
+                    verdict = await self.checks.verdict(extent, digest_of_bytes(data))
                     if verdict is not Verdict.WRONG:
                         await self._keep(extent, data, left, verdict)
                         continue
@@ -278,7 +259,7 @@ class Copier:
             self._count(len(data))
             sealed = self._seal(incoming, extent, left)
             if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
-                self._wrong.keep(extent)
+                self.wrong.keep(extent)
 
     def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
         """Make a copy an extent of this node. Return False, without doing so, if it is not needed any more:
@@ -291,7 +272,7 @@ class Copier:
         return True
 
     def _put_down(self, extent: Extent) -> None:
-        self._checks.forget(extent)
+        self.checks.forget(extent)
         self._catalog.sealed(extent)
 
     def _count(self, count: int) -> None:

@@ -46,8 +46,7 @@ from ..unwrap import first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
 from .checks import Checks
-from .copier import Copier, Throttle
-from .damage import WrongExtents
+from .copier import Copier
 from .etcd_space import EtcdWatch
 from .feed import Feed
 from .figures import NodeFigures
@@ -186,7 +185,7 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
             with closing(for_readers):
                 async with trio.open_nursery() as nursery:
                     made = _Node(
-                        config, turn, settings, rdma, files, engine, for_readers, history, nursery
+                        config, turn, settings, files, engine, for_readers, history, nursery
                     )
                     await made.run(ready)
                     nursery.cancel_scope.cancel()
@@ -200,7 +199,6 @@ class _Node:
         config: ClusterConfig,
         turn: _Turn,
         settings: Settings,
-        rdma: Rdma,
         files: Files,
         engine: EtcdEngine,
         for_readers: Client,
@@ -210,9 +208,7 @@ class _Node:
         section, node = config.node, files.node
         self._config = config
         self._turn = turn
-        self._rdma = rdma
         self._files = files
-        self._engine = engine
         self._history = history
         self._nursery = nursery
         self._where = where = config.listen()
@@ -234,10 +230,9 @@ class _Node:
             name=credentials.identity.name if credentials is not None else "",
         )
         engine.try_within(settings.lease_ttl_s)
-        self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
-        self._faults = faults = history.faults
-        self._members = members = Members(session, faults)
-        self._groups = groups = Groups(faults)
+        session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
+        faults = history.faults
+        members, groups = Members(session, faults), Groups(faults)
         certificates = Certificates(
             lambda: credentials.identity.serial if credentials else "", faults
         )
@@ -245,16 +240,13 @@ class _Node:
             files, groups, settings.buckets, partial(members.may_join, node), faults
         )
         kept, feed = Kept(), Feed(engine.prefix)
-        self._replica = replica = Replica(
-            engine,
-            (members, groups, certificates, catalog, kept, feed),
-            faults=faults,
-            history=history,
-        )
+        consumers = (members, groups, certificates, catalog, kept, feed)
+        replica = Replica(engine, consumers, faults=faults, history=history)
         cluster = ClusterState(node, engine, replica, members, groups, session)
+        self._cluster = cluster
 
         # Extents that are kept and copied.
-        movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
+        movers = all_movers(files.rdma, streams=section.streams, encrypt_data=section.encrypt_data)
         caller = Caller(
             f"{node:x}",
             "node",
@@ -269,19 +261,10 @@ class _Node:
         self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
         checks = Checks(catalog, members, groups, peers.device)
-        wrong = WrongExtents(catalog)
-        throttle = Throttle(section.rebalance_rate)
-        copier = Copier(members, catalog, peers.device, throttle, checks, wrong)
+        copier = Copier(catalog, checks, section.rebalance_rate)
         self._resync = resync = Resync(cluster, catalog, copier)
-        self._scrub = scrub = Scrub(
-            cluster,
-            catalog,
-            checks,
-            copier,
-            wrong,
-            bytes_per_s=section.scrub_rate,
-            period_s=section.scrub_period,
-        )
+        rates = {"bytes_per_s": section.scrub_rate, "period_s": section.scrub_period}
+        self._scrub = scrub = Scrub(cluster, catalog, copier, **rates)
         handover = Handover(catalog, checks, scrub.doubt)
         self._agent = agent = Agent(
             cluster, catalog, peers.ping, handover, rereplicate_after_s=section.rereplicate_after
@@ -308,11 +291,11 @@ class _Node:
         """Serve until the turn is told to stop."""
         nursery, where = self._nursery, self._where
         nursery.start_soon(self._renewal.run)
-        await self._replica.start(nursery)
+        await self._cluster.replica.start(nursery)
         self._catalog.begin()
         await self._history.take_over()
         calm_the_collector()
-        self._rdma.check(where.advertised)
+        self._files.rdma.check(where.advertised)
         with closing(self._peers):
             nursery.start_soon(self._peers.run)
             labels = {"node": f"{self._files.node:016x}"}
@@ -344,17 +327,19 @@ class _Node:
 
     def _is_gone(self, peer: Peer) -> bool:
         """Return whether a peer's session is over. One newer than the replica counts as going on."""
-        if not 0 < peer.session <= self._replica.applied:
+        if not 0 < peer.session <= self._cluster.replica.applied:
             return False
         if peer.role == "node":
-            return peer.node not in self._members.nodes
-        return peer.role in ("mount", "reader") and peer.session not in self._members.sessions
+            return peer.node not in self._cluster.members.nodes
+        return (
+            peer.role in ("mount", "reader") and peer.session not in self._cluster.members.sessions
+        )
 
     # -- beginning -------------------------------------------------------------------------------
 
     async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
-        await self._files.identity.register(self._engine, node.weight, node.labels)
+        await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
         record = msgspec.structs.replace(
             self._with_space(),
             address=address,
@@ -362,23 +347,23 @@ class _Node:
             data_port=ports["tcp"],
             transports=sorted(ports),
         )
-        await self._session.update(record)
-        await self._nursery.start(partial(self._session.run, verify=self._resync.look_over))
+        await self._cluster.session.update(record)
+        await self._nursery.start(partial(self._cluster.session.run, verify=self._resync.look_over))
 
     def _with_space(self) -> NodeAddress:
-        record, space = self._session.record, self._files.space()
+        record, space = self._cluster.session.record, self._files.space()
         assert isinstance(record, NodeAddress)
         return msgspec.structs.replace(record, total_bytes=space.total, free_bytes=space.free)
 
     async def _tell_space(self) -> None:
         while True:
             await trio.sleep(_SPACE_PERIOD_S)
-            record, now = self._session.record, self._with_space()
+            record, now = self._cluster.session.record, self._with_space()
             assert isinstance(record, NodeAddress)
             changed = abs(now.free_bytes - record.free_bytes)
             if changed > _SPACE_SHARE * now.total_bytes or now.total_bytes != record.total_bytes:
                 try:
-                    await self._session.update(now)
+                    await self._cluster.session.update(now)
                 except OSError as error:
                     log.info("the room that is left here could not be told: %s", error)
 
@@ -399,7 +384,7 @@ class _Node:
         with trio.move_on_after(_RELEASE_S):
             await self._history.remember()
         with trio.move_on_after(_RELEASE_S):
-            await self._session.release()
+            await self._cluster.session.release()
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -411,18 +396,18 @@ class _Node:
             self._catalog.figures(),
             self._resync.figures(),
             self._scrub.figures(),
-            self._rdma.figures(),
+            self._files.rdma.figures(),
             self._etcd_watch.figures,
-            NodeFigures(self._own_groups(), self._session.left_s()),
+            NodeFigures(self._own_groups(), self._cluster.session.left_s()),
         ]
 
     def _status(self) -> dict[str, Any]:
         return {
             **values_of(*self._figures()),
             "version": __version__,
-            "rdma": self._rdma.why_not or "on",
+            "rdma": self._files.rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
-            "damaged_records": self._faults.report(),
+            "damaged_records": self._history.faults.report(),
             "pools_in_use": sorted(self._catalog.pools_in_use()),
         }
 
@@ -430,7 +415,7 @@ class _Node:
         """Return the number of groups that this node is a member of, by its role in them."""
         node = self._files.node
         states: Counter[str] = Counter()
-        for config, _ in self._groups.all().values():
+        for config, _ in self._cluster.groups.all().values():
             if node in config.joining:
                 states["joining"] += 1
             elif node in config.in_sync:

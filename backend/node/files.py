@@ -64,7 +64,7 @@ class Files:
         self.directory = directory
         self.used_bytes = 0
         self._limit_bytes = limit_bytes
-        self._rdma = rdma or Rdma(Choice("off"))
+        self.rdma = rdma or Rdma(Choice("off"))
         self._created = 0
         self._files: dict[Extent, StoredFile] = {}  # of sealed extents
         place = self.place = StoreDirectory(directory)
@@ -79,8 +79,8 @@ class Files:
             if self.identity.is_new:
                 self._forget_strays()
                 self.identity.save()
-            self.incoming = IncomingFiles(place.incoming, directory, self._rdma)
-            self.spares = Spares(place, self.incoming, self._rdma)
+            self.incoming = IncomingFiles(place.incoming, directory, self.rdma)
+            self.spares = Spares(place, self.incoming, self.rdma)
             self._scan()
         except BaseException:
             place.close()
@@ -347,7 +347,7 @@ class Files:
     async def give_back(self) -> None:
         """Give back the memory of freed extents, and of those that only ended mounts held."""
         await trio.to_thread.run_sync(self.reap)
-        self._rdma.drop_orphans()
+        self.rdma.drop_orphans()
 
     def reap(self) -> None:
         """Give back memory as `give_back` does, except files that are mapped for RDMA. For any thread."""

@@ -25,9 +25,8 @@ import trio
 from ..files.digest import digest_at_rest
 from ..transport import Extent
 from .catalog import Catalog
-from .checks import Checks, Verdict
+from .checks import Verdict
 from .copier import Copier, Throttle
-from .damage import WrongExtents
 from .figures import ScrubFigures
 from .state import ClusterState
 
@@ -63,9 +62,7 @@ class Scrub:
         self,
         cluster: ClusterState,
         catalog: Catalog,
-        checks: Checks,
         copier: Copier,
-        wrong: WrongExtents,
         *,
         bytes_per_s: float,
         period_s: float,
@@ -73,7 +70,7 @@ class Scrub:
         self._cluster = cluster
         self._files = catalog.files
         self._catalog = catalog
-        self.checks = checks
+        self.checks = copier.checks
         self._copier = copier
         self._throttle = Throttle(bytes_per_s)
         self._doubts_throttle = Throttle(_DOUBTS_HASTE * bytes_per_s)
@@ -82,7 +79,7 @@ class Scrub:
         self._saved_at = 0.0
         self._round_bytes = 0
         self._checked_bytes = 0
-        self._wrong = wrong
+        self._wrong = copier.wrong
         self._doubts: OrderedDict[Extent, None] = OrderedDict()
         self._trusted: OrderedDict[Extent, float] = OrderedDict()
         self._doubted = trio.Event()

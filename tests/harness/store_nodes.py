@@ -41,8 +41,7 @@ from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks
-from irdmafs.backend.node.copier import Copier, Throttle
-from irdmafs.backend.node.damage import WrongExtents
+from irdmafs.backend.node.copier import Copier
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.resync import Resync
 from irdmafs.backend.node.scrub import Scrub
@@ -123,8 +122,7 @@ class Node:
             return Link(cluster, self.id, there)
 
         checks = Checks(self.catalog, self.members, self.groups, device)
-        wrong = WrongExtents(self.catalog)
-        copier = Copier(self.members, self.catalog, device, Throttle(), checks, wrong)
+        copier = Copier(self.catalog, checks, 0)
         self.resync = Resync(here, self.catalog, copier)
 
         async def ping(there: int) -> None:
@@ -134,7 +132,7 @@ class Node:
         self.agent = Agent(
             here, self.catalog, ping, rereplicate_after_s=cluster.rereplicate_after_s
         )
-        scrub = Scrub(here, self.catalog, checks, copier, wrong, bytes_per_s=0, period_s=0)
+        scrub = Scrub(here, self.catalog, copier, bytes_per_s=0, period_s=0)
         self.service = NodeService(here, self.catalog, self.agent, self.resync, scrub)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -92,7 +93,8 @@ class Place:
         for node in (files.node, OTHER):
             address = NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
             self.members.nodes[node] = address
-        self.checks = Checks(self.catalog, self.members, self.groups, lambda node: self.other)
+        other: Any = self.other
+        self.checks = Checks(self.catalog, self.members, self.groups, lambda node: other)
         self.config = GroupConfig(1, (files.node, OTHER))
         records = [
             KeyValue(group_key(2 << 16 | bucket), encode(self.config), 1)
