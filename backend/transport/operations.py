@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from . import Extent, FileRange, Target
+from . import Extent, FileRange
 from .codec import Codec, MessageSet
 from .messages import (
     GET_BYTES_MAX,
@@ -112,42 +112,35 @@ async def _put(host: Host, peer: Peer, request: Put) -> Done:
             await host.service.seal(extent, incoming)
             host.counters.received_bytes += len(data)
 
-    async def forward(further: int, rest: Target) -> None:
+    async def forward() -> None:
+        further, rest = target.onward()
         await host.device(further).put(extent, rest, data)
         host.counters.sent_bytes += len(data)
 
     with closing(incoming) if incoming is not None else nullcontext():
-        await _here_and_further(target, store, forward)
+        if target.chain:
+            await _both(store, forward)
+        else:
+            await store()
     return Done()
 
 
 async def _adopt(host: Host, peer: Peer, request: Adopt) -> Done:
     extent, target, service = request.extent, request.target, host.service
     await service.admit(extent, target)
-    if service.size(extent) is not None:
-        # A second try, after a node further down failed.
-        fd = service.open(extent)
-    else:
+    # It is here at a second try, after a node further down failed.
+    if service.size(extent) is None:
         with closing(await service.adopt(extent, request.name)) as incoming:
-            fd = os.dup(incoming.fd)
-            try:
-                await service.seal(extent, incoming)
-            except BaseException:
-                os.close(fd)
-                raise
-
-    async def nothing() -> None:
-        pass
-
-    async def forward(further: int, rest: Target) -> None:
-        size = os.fstat(fd).st_size
-        await host.device(further).write(extent, rest, FileRange(fd, 0, size))
-        host.counters.sent_bytes += size
-
-    try:
-        await _here_and_further(target, nothing, forward)
-    finally:
-        os.close(fd)
+            await service.seal(extent, incoming)
+    if target.chain:
+        further, rest = target.onward()
+        fd = service.open(extent)
+        try:
+            size = os.fstat(fd).st_size
+            await host.device(further).write(extent, rest, FileRange(fd, 0, size))
+            host.counters.sent_bytes += size
+        finally:
+            os.close(fd)
     return Done()
 
 
@@ -174,16 +167,11 @@ def _are_few(request: Get) -> bool:
     return len(request.extents) <= _READ_AT_ONCE
 
 
-async def _here_and_further(
-    target: Target,
-    here: Callable[[], Awaitable[None]],
-    forward: Callable[[int, Target], Awaitable[None]],
+async def _both(
+    here: Callable[[], Awaitable[None]], further: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do something on this node and the rest of the chain at once. Raises the error of this node, or else
-    of one further down."""
-    if not target.chain:
-        await here()
-        return
+    """Do something on this node and on the rest of the chain at once. Raises the error of this node, or
+    else of one further down."""
     errors: dict[bool, OSError] = {}
 
     async def attempt(is_here: bool, work: Callable[[], Awaitable[None]]) -> None:
@@ -192,10 +180,9 @@ async def _here_and_further(
         except OSError as error:
             errors[is_here] = error
 
-    node, further = target.onward()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(attempt, True, here)
-        nursery.start_soon(attempt, False, lambda: forward(node, further))
+        nursery.start_soon(attempt, False, further)
     for is_here in (True, False):
         if is_here in errors:
             raise errors[is_here]
