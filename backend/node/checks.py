@@ -72,7 +72,7 @@ class Checks:
         ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
-            held = self._files.hold(extent)
+            held = self._files.hold(extent, damaged=True)
             forgotten = self._forgotten
             try:
                 size = self._files.size(extent) or 0

@@ -146,26 +146,32 @@ class Files:
 
     def open(self, extent: Extent) -> int:
         """Open a sealed extent for reading, and return the descriptor, which the caller closes. Its bytes
-        stay even if the extent is freed: the file is lent. Raises OSError ENOENT, EMFILE."""
-        # Before it is opened, as this may run in a thread (compare the names in lent/).
-        self._file(extent).is_reusable = False
-        return self._open(extent)
-
-    def hold(self, extent: Extent) -> Held:
-        """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
-        loop."""
+        stay even if the extent is freed: the file is lent. Raises OSError: ENOENT if it is not here, or has
+        another length than it should have; EMFILE."""
         file = self._file(extent)
-        return Held(self._open(extent), file)
+        # Before it is opened, as this may run in a thread (compare the names in lent/).
+        file.is_reusable = False
+        return self._open(extent, file)
+
+    def hold(self, extent: Extent, *, damaged: bool = False) -> Held:
+        """Open an extent as `open` does, for a user that keeps no reference to its pages; where it may be
+        `damaged`, also one of a wrong length. For the event loop."""
+        file = self._file(extent)
+        return Held(self._open(extent, file, damaged), file)
 
     def _file(self, extent: Extent) -> StoredFile:
         """Return the file of a sealed extent. Raises FileNotFoundError."""
         file = self._files.get(extent)
         if file is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
+            raise _missing(extent)
         return file
 
-    def _open(self, extent: Extent) -> int:
-        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
+    def _open(self, extent: Extent, file: StoredFile, damaged: bool = False) -> int:
+        fd = os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
+        if not damaged and os.fstat(fd).st_size != file.length:
+            os.close(fd)
+            raise _missing(extent)
+        return fd
 
     def space(self) -> Space:
         status = os.fstatvfs(self.place.extents)
@@ -207,7 +213,7 @@ class Files:
         extent. Neither of them leaves it to a third one later. Raises OSError ENOENT."""
         file = self._file(source)
         if file.length != length:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(source))
+            raise _missing(source)
         file.is_reusable = False
         return self.incoming.open_shared(self._other_name(source), is_own=file.is_own)
 
@@ -376,3 +382,7 @@ class Files:
     def _taken(self) -> int:
         kept = self.used_bytes + self.spares.bytes + self.quarantine.bytes
         return kept + self.incoming.reserved_bytes
+
+
+def _missing(extent: Extent) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))

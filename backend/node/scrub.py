@@ -197,7 +197,7 @@ class Scrub:
         if self._catalog.check_of(extent) is None:
             return None
         try:
-            held = self._files.hold(extent)
+            held = self._files.hold(extent, damaged=True)
         except OSError:
             return None  # its next reader reports that
         fd = -1

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
 
@@ -28,8 +28,6 @@ from .scrub import Scrub
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # How long this node may take to catch up with a writer before it counts as unreachable.
 _CATCH_UP_S = 5.0
@@ -160,38 +158,31 @@ class NodeService(Service[Incoming]):
     def open(self, extent: Extent) -> int:
         """Return a read-only descriptor, which the caller closes. For any thread. Raises OSError ENOENT,
         also for a damaged extent, so that the caller asks another node; EMFILE."""
-        return self._undamaged(extent, self._files.open, lambda fd: fd, os.close)
+        try:
+            return self._files.open(extent)
+        except OSError as error:
+            raise self._not_opened(extent, error) from None
 
     def hold(self, extent: Extent) -> Held:
         """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
         loop."""
-        return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
+        try:
+            return self._files.hold(extent)
+        except OSError as error:
+            raise self._not_opened(extent, error) from None
 
     async def hold_own(self, extent: Extent) -> Held:
         await self._own_copies.make(extent)
         return self.hold(extent)
 
-    def _undamaged(
-        self,
-        extent: Extent,
-        open: Callable[[Extent], T],
-        descriptor: Callable[[T], int],
-        close: Callable[[T], None],
-    ) -> T:
-        size = self._files.size(extent)
-        try:
-            opened = open(extent)
-        except OSError as error:
-            if error.errno not in _DAMAGE:
-                raise
-        else:
-            if size is None or os.fstat(descriptor(opened)).st_size == size:
-                return opened
-            close(opened)
+    def _not_opened(self, extent: Extent, error: OSError) -> OSError:
+        """Report an extent that turns out to be damaged. Return the error of `open`."""
+        if error.errno not in _DAMAGE:
+            return error
         # An extent that was freed a moment ago is gone from the files, and not damaged.
         if self._files.size(extent) is not None:
             self._resync.report(extent)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------
 
