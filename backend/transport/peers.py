@@ -6,12 +6,13 @@ reached every call to it fails at once, so that the caller can turn to a replica
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import trio
 
 from ..model.records import NodeAddress, Settings
+from ..unwrap import only_error
 from .caller import Caller
 from .device import Device
 from .link import Link
@@ -38,19 +39,15 @@ async def open_peers(
     **options: Any,
 ) -> AsyncIterator["Peers"]:
     """Call store nodes for the duration of the block. The parameters are those of Caller and Peers."""
-    failed: BaseException | None = None
-    with ExitStack() as stack:
+    try:
         async with trio.open_nursery() as nursery:
             caller = Caller(name, role, resolve, codec_for(movers), nursery, **options)
-            peers = stack.enter_context(closing(Peers(caller, movers)))
-            nursery.start_soon(peers.run)
-            try:
+            with closing(Peers(caller, movers)) as peers:
+                nursery.start_soon(peers.run)
                 yield peers
-            except BaseException as error:
-                failed = error  # raised outside of the nursery, which would wrap it in a group
-            nursery.cancel_scope.cancel()
-    if failed is not None:
-        raise failed
+                nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise only_error(group) from None
 
 
 class Peers:
