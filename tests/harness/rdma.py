@@ -252,11 +252,9 @@ class End:
 
 
 @asynccontextmanager
-async def registered(
-    regions: Regions, fd: int, offset: int, length: int, writable: bool
-) -> AsyncIterator[Region]:
-    """A region over a range of a file, in use as long as the block."""
-    region = await regions.acquire(fd, offset, length, writable)
+async def registered(regions: Regions, fd: int) -> AsyncIterator[Region]:
+    """A region over a file, in use as long as the block."""
+    region = await regions.acquire(fd, os.fstat(fd).st_size)
     try:
         yield region
     finally:

@@ -41,6 +41,7 @@ from irdmafs.backend.transport.verbs.mover import VerbsServing
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.responder import Arrival
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
 
@@ -76,7 +77,7 @@ class Party:
 
     async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
         """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
-        async with registered(self.path.adapter.regions, self.file, 0, LENGTH, True) as mine:
+        async with registered(self.path.adapter.regions, self.file) as mine:
             piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key, number)
             if way == "read":
                 await self.path.pair.read([piece])
@@ -106,7 +107,7 @@ class Scene(Place):
         self.reserved = await self.victim.reserve()
         responders = self.nodes[1].serving(VerbsServing).responders
         # The node's end of the victim's control connection, and of its queue pair.
-        [self.responder] = [each for each in responders if each._arrivals]
+        [self.responder] = [each for each in responders if each._operations]
         [self.node_end] = [pair.end() for pair in self.responder._pairs.values()]
 
     async def end(self) -> None:
@@ -115,7 +116,9 @@ class Scene(Place):
         assert not self.have(COMING, bytes(LENGTH))
         await self.victim.move("read", self.exposed)
         assert self.victim.bytes() == self.secret
-        assert self.responder._arrivals[self.reserved.handle].growth.done == 0
+        arrival = self.responder._operations[self.reserved.handle]
+        assert isinstance(arrival, Arrival)
+        assert arrival.growth.done == 0
         await self.victim.move("write", self.reserved, self.reserved.handle)
         await until(lambda: self.have(COMING, self.secret) == [1])
 

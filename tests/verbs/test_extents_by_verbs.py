@@ -175,9 +175,10 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(
             growth = Growth(MiB, MiB)
             await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), whole, growth=growth)
             assert peers.counters.fallbacks == 0
-        region = cluster.regions.find(source, 0, MiB, writable=True)
-        assert region is not None
-        cluster.regions.release(region)
+        registrations = cluster.regions.counters.registrations
+        async with registered(cluster.regions, source) as region:
+            assert region.writable
+        assert cluster.regions.counters.registrations == registrations
         os.close(readable)
         os.close(source)
 
@@ -486,8 +487,8 @@ async def test_a_key_is_of_no_use_but_for_what_it_was_given(
     async with with_ends(address) as ends:
         adapter, owner = ends.adapter, ends.there
         async with (
-            registered(adapter.regions, two_files[0], 0, MiB, True) as mine,
-            registered(adapter.regions, two_files[1], 0, MiB, True) as yours,
+            registered(adapter.regions, two_files[0]) as mine,
+            registered(adapter.regions, two_files[1]) as yours,
         ):
             if misuse == "another's":
                 owner = adapter.queue_pair(ends.there.gid, True)
@@ -522,8 +523,8 @@ async def test_a_transfer_that_is_cancelled_touches_memory_no_more(
     async with with_ends(address) as ends:
         adapter = ends.adapter
         async with (
-            registered(adapter.regions, two_files[0], 0, MiB, True) as mine,
-            registered(adapter.regions, two_files[1], 0, MiB, True) as yours,
+            registered(adapter.regions, two_files[0]) as mine,
+            registered(adapter.regions, two_files[1]) as yours,
         ):
             window = await ends.there.grant(yours, 0, MiB, writable=True)
             piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
@@ -541,7 +542,7 @@ async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
 ) -> None:
     async with with_ends(address) as ends:
         adapter = ends.adapter
-        async with registered(adapter.regions, two_files[0], 0, MiB, True) as mine:
+        async with registered(adapter.regions, two_files[0]) as mine:
             piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):

@@ -253,7 +253,7 @@ async def path_to_first_again(nodes: Nodes) -> None:
 
 async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
     regions = path.adapter.regions
-    async with registered(regions, nodes.target, 0, MiB, True) as mine:
+    async with registered(regions, nodes.target) as mine:
         await path.pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
     return os.pread(nodes.target, MiB, 0)
 

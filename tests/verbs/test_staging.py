@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 from harness.clusters import Cluster, train
-from harness.rdma import need_address, ports, registered
+from harness.rdma import need_address, ports
 from harness.transport_nodes import serving
 from harness.transport_place import KiB, MiB, mounted, random_bytes
 
@@ -183,21 +183,6 @@ async def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
                 assert caught.value.errno == errno.EOPNOTSUPP
         assert os.pread(fd, MiB, 0) == bytes(MiB)
         assert not worker.peers.counters.fallbacks
-        os.close(fd)
-
-
-async def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> None:
-    data = random_bytes(MiB)
-    async with with_worker(memory, Choice(limit_bytes=4 * MiB)) as worker:
-        await worker.write(1, data)
-        staged_bytes = worker.adapter.staging.staged_bytes
-        fd = worker.file(bytes(MiB))
-        async with registered(worker.adapter.regions, fd, 0, MiB, writable=True):
-            await worker.device.read(Extent(1, 0), 0, FileRange(fd, 0, MiB))
-            await worker.device.write(Extent(2, 0), NOWHERE, FileRange(fd, 0, MiB))
-        assert os.pread(fd, MiB, 0) == data
-        assert worker.adapter.staging.staged_bytes == staged_bytes
-        assert await worker.read(2, MiB) == data
         os.close(fd)
 
 

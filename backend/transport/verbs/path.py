@@ -34,7 +34,6 @@ from .messages import (
 )
 from .queue import Broken, Piece, QueuePair
 from .regions import Region
-from .staging import Remote
 
 _PIECE_BYTES_MAX = 16 << 20
 # A node hands one piece on while it receives the next. Each piece costs both ends a completion.
@@ -69,12 +68,11 @@ class Path:
     ) -> None:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
-        async with self._using(into, writable=True) as regions:
+        async with self._using(into) as regions:
             exposed = await self._ask(Expose(extent, start, length, self.number))
             try:
                 if not regions:
-                    remote = Remote(exposed.address, exposed.key)
-                    await self.adapter.staging.read(self.pair, remote, into, landed)
+                    await self.adapter.staging.read(self.pair, exposed, into, landed)
                 else:
                     await self.pair.read(_pieces_into(regions, into, exposed))
                     landed(0, length, None)
@@ -85,9 +83,7 @@ class Path:
         """Do as Device.write. Raises OSError, NotThisWay."""
         extent, target, source, passed, growth = sending
         length = source.length
-        # A file that is handed on is also received here, next time maybe by another adapter: register it
-        # whole.
-        async with self._using(source, writable=False, is_whole=growth is not None) as regions:
+        async with self._using(source) as regions:
             region = regions[0] if regions else None
             if region is None:
                 piece = self.adapter.staging.piece_bytes(length)
@@ -101,14 +97,12 @@ class Path:
                     Reserve(extent, target, length, told, sealed.number, self.number)
                 )
                 try:
+                    each = bool(target.chain)
                     if exposed.wanted and region is not None:
-                        each = bool(target.chain)
                         await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
-                        remote = Remote(exposed.address, exposed.key)
-                        await self.adapter.staging.write(
-                            self.pair, remote, source, exposed.handle, bool(target.chain), passed
-                        )
+                        staging = self.adapter.staging
+                        await staging.write(self.pair, exposed, source, each, passed)
                     with _told_apart():
                         answer = await sealed.answer()
                 except BaseException:
@@ -151,13 +145,11 @@ class Path:
             done = there
 
     @asynccontextmanager
-    async def _using(
-        self, file: FileRange, writable: bool, is_whole: bool = False
-    ) -> AsyncIterator[list[Region]]:
+    async def _using(self, file: FileRange) -> AsyncIterator[list[Region]]:
         """Give the regions that cover the range: one, or several for lent memory; none means that the bytes
         must go through `staging`. Raises NotThisWay if the range cannot be registered: TCP can still send
         it."""
-        regions = await self._acquire(file, writable, is_whole)
+        regions = await self._acquire(file)
         if not regions:
             await self.adapter.staging.make()
         try:
@@ -166,20 +158,15 @@ class Path:
             for region in regions:
                 self.adapter.regions.release(region)
 
-    async def _acquire(self, file: FileRange, writable: bool, is_whole: bool) -> list[Region]:
+    async def _acquire(self, file: FileRange) -> list[Region]:
         """Return the regions as `_using` does. Raises NotThisWay."""
         regions = self.adapter.regions
         try:
             if file.memory is not Memory.FILE:
-                return await regions.acquire_lent(file.fd, file.offset, file.length, file.memory)
-            region = regions.find(file.fd, file.offset, file.length, writable)
-            if region is None and self.stages:
-                return []
-            if region is None and is_whole:
-                region = await regions.acquire_file(file.fd, file.length)
-            elif region is None:
-                region = await regions.acquire(file.fd, file.offset, file.length, writable)
-            return [region]
+                return await regions.acquire_lent(*file)
+            return (
+                [] if self.stages else [await regions.acquire(file.fd, file.offset + file.length)]
+            )
         except OSError as error:
             if file.memory is Memory.LENT:
                 return []

@@ -61,27 +61,22 @@ class Region:
         pd: Any,
         mapped: "_Mapped | _DmaBuf",
         file: tuple[int, int],
-        offset: int,
-        length: int,
-        writable: bool,
         is_lent: bool,
     ) -> None:
         self.file = file
-        self.offset = offset
-        self.length = length
-        self.writable = writable
+        self.offset, self.length, self.writable = mapped.offset, mapped.length, mapped.writable
         self.users = 0
         self.is_stale = False
         self._is_lent = is_lent
         self._library = library
         self._mapped = mapped
         access = 0
-        if writable:
+        if self.writable:
             access = library.enum("ACCESS_LOCAL_WRITE")
-        if writable and not is_lent:
+        if self.writable and not is_lent:
             access |= library.enum("ACCESS_MW_BIND")
         with library.errors:
-            self.registration = mapped.register(library, pd, length, access)
+            self.registration = mapped.register(library, pd, access)
         self.key: int = self.registration.lkey
 
     @property
@@ -123,21 +118,26 @@ class Regions:
         self._of_file: dict[tuple[int, int], list[Region]] = {}
         self.counters = RegionCounters()
 
-    async def acquire(self, fd: int, offset: int, length: int, writable: bool) -> Region:
-        """Return a region over this range of a file, which must have its full length; the caller has to
-        `release` it. Raises OSError: ENOMEM if too much is registered or locked, or the kernel's error."""
+    async def acquire(self, fd: int, length: int) -> Region:
+        """Return a region over a whole file, which has at least `length` bytes; the caller has to `release`
+        it. It is writable, as windows need it, if the file can be opened for writing, even if `fd` is not;
+        so later operations of either kind can use it. Raises OSError: ENOMEM if too much is registered or
+        locked, or the kernel's error."""
         status = os.fstat(fd)
-        file = status.st_dev, status.st_ino
-        region = self._find(file, offset, length, writable)
+        file, size = (status.st_dev, status.st_ino), status.st_size
+        region = self._find(file, 0, length, True)
         if region is not None:
             return region
-        if offset + length > status.st_size:
+        if length > size:
             raise OSError(errno.EINVAL, "the file is shorter than what is to be registered")
-        start = offset - offset % mmap.PAGESIZE
-        end = offset + length
-        end += -end % mmap.PAGESIZE
-        mapped = _Mapped(fd, start, end - start, writable)
-        return await self._register(mapped, file, start, end - start, writable)
+        try:
+            own, writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), True
+        except OSError:
+            region = self._find(file, 0, length, False)
+            if region is not None:
+                return region
+            own, writable = os.dup(fd), False
+        return await self._register(_Mapped(own, 0, size + -size % mmap.PAGESIZE, writable), file)
 
     async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
         """Return regions that follow each other and cover a range of memory that a program lends. Their
@@ -153,10 +153,13 @@ class Regions:
                 count = min(block, size - start)
                 region = self._find(file, start, count, True)
                 if region is None:
+                    own = os.dup(fd)
                     mapped = (
-                        _DmaBuf(fd) if memory is Memory.DEVICE else _Mapped(fd, start, count, True)
+                        _DmaBuf(own, count)
+                        if memory is Memory.DEVICE
+                        else _Mapped(own, start, count, True)
                     )
-                    region = await self._register(mapped, file, start, count, True, is_lent=True)
+                    region = await self._register(mapped, file, is_lent=True)
                 acquired.append(region)
         except BaseException:
             for region in acquired:
@@ -165,26 +168,21 @@ class Regions:
         return acquired
 
     async def _register(
-        self,
-        mapped: "_Mapped | _DmaBuf",
-        file: tuple[int, int],
-        start: int,
-        length: int,
-        writable: bool,
-        is_lent: bool = False,
+        self, mapped: "_Mapped | _DmaBuf", file: tuple[int, int], is_lent: bool = False
     ) -> Region:
+        length = mapped.length
         try:
             self._make_room(length)
             if length > _AT_ONCE_BYTES:
                 # Pages that were touched before are pinned faster. Pinning runs in the event loop, as
                 # pyverbs holds Python's global interpreter lock.
                 await trio.to_thread.run_sync(mapped.populate)
-                region = self._find(file, start, length, writable)
+                region = self._find(file, mapped.offset, length, mapped.writable)
                 if region is not None:
                     mapped.close()
                     return region
                 self._make_room(length)
-            region = Region(self._library, self._pd, mapped, file, start, length, writable, is_lent)
+            region = Region(self._library, self._pd, mapped, file, is_lent)
         except BaseException:
             mapped.close()
             raise
@@ -194,26 +192,6 @@ class Regions:
         self._of_file.setdefault(file, []).append(region)
         region.users = 1
         return region
-
-    async def acquire_file(self, fd: int, size: int) -> Region:
-        """Return a region over a whole file. It is writable, as windows need it, if the file can be opened
-        for writing, even if `fd` is not; so later operations of either kind can use it. Raises OSError."""
-        region = self.find(fd, 0, size, True)
-        if region is not None:
-            return region
-        try:
-            best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return await self.acquire(fd, 0, size, False)
-        try:
-            return await self.acquire(best, 0, size, True)
-        finally:
-            os.close(best)
-
-    def find(self, fd: int, offset: int, length: int, writable: bool) -> Region | None:
-        """Return a region as `acquire` does, or None if none is registered yet."""
-        status = os.fstat(fd)
-        return self._find((status.st_dev, status.st_ino), offset, length, writable)
 
     def _find(
         self, file: tuple[int, int], offset: int, length: int, writable: bool
@@ -293,51 +271,49 @@ class Regions:
 
 
 class _Mapped:
-    """A mapped range of a file, and a descriptor of the file. Python's own mmap objects cannot be used:
-    they tell their address only if they are writable."""
+    """A mapped range of a file, and the descriptor `fd` of the file, which it closes. Python's own mmap
+    objects cannot be used: they tell their address only if they are writable."""
 
     def __init__(self, fd: int, offset: int, length: int, writable: bool) -> None:
-        self._length = length
-        self._writable = writable
+        self.fd = fd
+        self.offset, self.length, self.writable = offset, length, writable
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self.fd = os.dup(fd)
-        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, self.fd, offset)
+        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
         if address is None or address == _MAP_FAILED:
             code = ctypes.get_errno()
-            os.close(self.fd)
+            os.close(fd)
             raise OSError(code, os.strerror(code))
         self.address = int(address)
-        self._is_closed = False
 
     def populate(self) -> None:
         """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
-        advice = _MADV_POPULATE_WRITE if self._writable else _MADV_POPULATE_READ
-        _libc.madvise(self.address, self._length, advice)
+        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
+        _libc.madvise(self.address, self.length, advice)
 
-    def register(self, library: Library, pd: Any, length: int, access: int) -> Any:
-        return library.MR(pd, length, access, address=self.address)
+    def register(self, library: Library, pd: Any, access: int) -> Any:
+        return library.MR(pd, self.length, access, address=self.address)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            _libc.munmap(self.address, self._length)
-            os.close(self.fd)
+        _libc.munmap(self.address, self.length)
+        os.close(self.fd)
 
 
 class _DmaBuf:
     """A device's memory, with the interface of `_Mapped`. Only the network card can address it; addresses
     are offsets from 0."""
 
-    address = 0
+    address = offset = 0
+    writable = True
 
-    def __init__(self, fd: int) -> None:
-        self.fd = os.dup(fd)
+    def __init__(self, fd: int, length: int) -> None:
+        self.fd = fd
+        self.length = length
 
     def populate(self) -> None:
         pass
 
-    def register(self, library: Library, pd: Any, length: int, access: int) -> Any:
-        return library.DmaBufMR(pd, length, access, dmabuf=self.fd, offset=0)
+    def register(self, library: Library, pd: Any, access: int) -> Any:
+        return library.DmaBufMR(pd, self.length, access, dmabuf=self.fd, offset=0)
 
     def close(self) -> None:
         os.close(self.fd)

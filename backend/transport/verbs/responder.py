@@ -45,45 +45,50 @@ GIVEN_S = 600.0
 SESSION_OVER = "the peer's session is over"
 
 
-class _Given:
-    """A peer's right to a range of a file: a window on a registered region."""
+class _Operation:
+    """A read of the file `held`, or a write into it, by a queue pair: the peer's right to a range of it is
+    a window on a registered region (None: it has no right, as the node has the extent already)."""
 
-    def __init__(self, held: Held, region: Region, window: Window) -> None:
+    def __init__(self, pair: QueuePair, held: Held, right: tuple[Region, Window] | None) -> None:
+        self.pair = pair
         self.held = held
-        self.window = window
-        self.pair = window.pair
-        self._region: Region | None = region
+        self._right = right
         self.until = trio.current_time() + GIVEN_S
+
+    def exposed(self, handle: int) -> Exposed:
+        if self._right is None:
+            return Exposed(handle, 0, 0, wanted=False)
+        window = self._right[1]
+        return Exposed(handle, window.address, window.key)
 
     def take_back(self) -> None:
         """End the right: the peer cannot touch the memory any more."""
-        if self._region is not None:
-            self.window.close()
-            self.pair.port.regions.release(self._region, keep=self.held.is_own)
-            self._region = None
+        if self._right is not None:
+            region, window = self._right
+            self._right = None
+            window.close()
+            self.pair.port.regions.release(region, keep=self.held.is_own)
 
 
-class _Arrival:
-    """An extent that a peer writes by a queue pair. `incoming` is the file that it comes into, and `given`
-    the peer's right to it. Both are None if the extent is here already: then `held` is only handed on."""
+class Arrival(_Operation):
+    """An extent that a peer writes. `incoming` is the file that it comes into, None if the extent is here
+    already: then `held` is only handed on."""
 
     def __init__(
         self,
         pair: QueuePair,
-        asked: Reserve,
         held: Held,
-        incoming: Incoming | None = None,
-        given: _Given | None = None,
+        right: tuple[Region, Window] | None,
+        asked: Reserve,
+        incoming: Incoming | None,
     ) -> None:
-        self.pair = pair
+        super().__init__(pair, held, right)
         self.extent = asked.extent
         self.target = asked.target
         self.piece = asked.piece
         done = 0 if incoming is not None else asked.length
         self.growth = Growth(asked.length, done, held.lend)
-        self.held = held
         self.incoming = incoming
-        self.given = given
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
@@ -114,8 +119,7 @@ class Responder(Connection):
         self._ended = ended
         self._handles = itertools.count(1)
         self._pairs: dict[int, QueuePair] = {}
-        self._given: dict[int, _Given] = {}
-        self._arrivals: dict[int, _Arrival] = {}
+        self._operations: dict[int, _Operation] = {}
 
     async def answer(self, request: Request) -> Answer | Lasting:
         match request:
@@ -148,15 +152,14 @@ class Responder(Connection):
             # Close it before its files: a message that has partly arrived still writes to their memory.
             pair.fail(why)
             pair.close()
-        held: dict[int, _Given | _Arrival] = {**self._given, **self._arrivals}
-        for handle, each in held.items():
-            if each.pair in gone:
+        for handle, operation in list(self._operations.items()):
+            if operation.pair in gone:
                 self._drop(handle, why)
 
     def give_up(self, content: int) -> None:
         """Drop what has arrived of this content: nobody needs it any more."""
-        for handle, arrival in list(self._arrivals.items()):
-            if arrival.extent.content == content:
+        for handle, operation in list(self._operations.items()):
+            if isinstance(operation, Arrival) and operation.extent.content == content:
                 self._drop(handle, "the content was given up")
 
     # -- queue pairs -----------------------------------------------------------------------------
@@ -205,15 +208,13 @@ class Responder(Connection):
             size = self._service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            given = await self._give(pair, held, size, asked.start, asked.length, False)
+            right = await self._give(pair, held, size, asked.start, asked.length, False)
         except BaseException:
             held.close()
             raise
-        handle = next(self._handles)
-        self._given[handle] = given
         self._counters.requests["read"] += 1
         self._counters.sent_bytes += asked.length
-        return Exposed(handle, given.window.address, given.window.key)
+        return self._begun(_Operation(pair, held, right))
 
     async def _reserve(self, asked: Reserve) -> Exposed:
         """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
@@ -221,38 +222,37 @@ class Responder(Connection):
         pair, length = self._pair(asked.pair), asked.length
         incoming = await self._begin(pair, asked)
         if incoming is None:
-            arrival = _Arrival(pair, asked, self._service.hold(asked.extent))
+            arrival = Arrival(pair, self._service.hold(asked.extent), None, asked, None)
         else:
             try:
-                given = await self._give(pair, incoming, length, 0, length, True)
+                right = await self._give(pair, incoming, length, 0, length, True)
             except BaseException:
                 incoming.close()
                 raise
-            arrival = _Arrival(pair, asked, incoming, incoming, given)
-        handle = next(self._handles)
-        self._arrivals[handle] = arrival
+            arrival = Arrival(pair, incoming, right, asked, incoming)
         self._counters.requests["write"] += 1
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
-        if arrival.given is None:
-            return Exposed(handle, 0, 0, wanted=False)
-        window = arrival.given.window
-        return Exposed(handle, window.address, window.key)
+        return self._begun(arrival)
+
+    def _begun(self, operation: _Operation) -> Exposed:
+        handle = next(self._handles)
+        self._operations[handle] = operation
+        return operation.exposed(handle)
 
     async def _seal(self, handle: int) -> Answer:
         """Answer when all pieces have arrived and the extent is sealed here and down the chain. Raises
         OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
         the queue pair."""
-        arrival = self._arrivals.get(handle)
-        if arrival is None:
-            raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
-        await arrival.growth.complete()
-        if self._arrivals.pop(handle, None) is None:
+        arrival = self._operations.get(handle)
+        if isinstance(arrival, Arrival):
+            await arrival.growth.complete()
+        if not isinstance(arrival, Arrival) or self._operations.pop(handle, None) is None:
             raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
         try:
-            if arrival.incoming is not None and arrival.given is not None:
-                # A sealed extent never changes: end the right to write first.
-                arrival.given.take_back()
+            # A sealed extent never changes: end the right to write first.
+            arrival.take_back()
+            if arrival.incoming is not None:
                 await self._service.seal(arrival.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
@@ -275,32 +275,31 @@ class Responder(Connection):
         return await begin(self._service, asked.extent, asked.target, asked.length)
 
     def _arrived(self, handle: int) -> None:
-        arrival = self._arrivals.get(handle)
-        if arrival is not None:
+        arrival = self._operations.get(handle)
+        if isinstance(arrival, Arrival):
             before = arrival.growth.done
             arrival.growth.advance(arrival.piece)
             self._counters.received_bytes += arrival.growth.done - before
 
     def _drop(self, handle: int, why: str) -> None:
-        given = self._given.pop(handle, None)
-        if given is not None:
-            given.take_back()
-            given.held.close()
-        arrival = self._arrivals.pop(handle, None)
-        if arrival is not None:
-            arrival.growth.give_up(OSError(NOT_BY_VERBS, why))
-            arrival.onward.cancel()
-            if arrival.given is not None:
-                arrival.given.take_back()
-            self._leave(arrival)
+        operation = self._operations.pop(handle, None)
+        if operation is None:
+            return
+        operation.take_back()
+        if isinstance(operation, Arrival):
+            operation.growth.give_up(OSError(NOT_BY_VERBS, why))
+            operation.onward.cancel()
+            self._leave(operation)
+        else:
+            operation.held.close()
 
-    def _leave(self, arrival: _Arrival) -> None:
+    def _leave(self, arrival: Arrival) -> None:
         if arrival.handed_on.is_set():
             arrival.held.close()
         else:
             self._nursery.start_soon(_close_after, arrival)
 
-    async def _hand_on(self, arrival: _Arrival) -> None:
+    async def _hand_on(self, arrival: Arrival) -> None:
         node, target = arrival.target.onward()
         held, length = arrival.held, arrival.growth.length
         try:
@@ -318,11 +317,11 @@ class Responder(Connection):
 
     async def _give(
         self, pair: QueuePair, held: Held, size: int, start: int, length: int, writes: bool
-    ) -> _Given:
+    ) -> tuple[Region, Window]:
         """Grant a right. Registers the whole file, which later ranges of it can use. Raises OSError."""
         regions = pair.port.regions
         try:
-            region = await regions.acquire_file(held.fd, size)
+            region = await regions.acquire(held.fd, size)
         except OSError as error:
             text = f"{size} bytes cannot be registered: {error.strerror}"
             log.info("%s", text)
@@ -331,17 +330,16 @@ class Responder(Connection):
             if pair.failure:
                 raise Broken(pair.failure)
             window = await pair.grant(region, start, length, writes)
+            if pair.failure:
+                window.close()
+                raise Broken(pair.failure)
         except BaseException as error:
             regions.release(region, keep=held.is_own)
             if isinstance(error, (Broken, OSError)):
                 code = NO_QUEUE_PAIR if isinstance(error, Broken) else NOT_BY_VERBS
                 raise OSError(code, str(error)) from None
             raise
-        given = _Given(held, region, window)
-        if pair.failure:
-            given.take_back()
-            raise OSError(NO_QUEUE_PAIR, pair.failure)
-        return given
+        return region, window
 
     def _pair(self, number: int) -> QueuePair:
         """Return queue pair `number`. Raises OSError if it is gone, or too many operations are under
@@ -349,7 +347,7 @@ class Responder(Connection):
         pair = self._pairs.get(number)
         if pair is None:
             raise OSError(NO_QUEUE_PAIR, "there is no queue pair")
-        if len(self._given) + len(self._arrivals) >= HANDLES_MAX:
+        if len(self._operations) >= HANDLES_MAX:
             raise OSError(NOT_BY_VERBS, f"{HANDLES_MAX} operations are under way")
         return pair
 
@@ -361,16 +359,14 @@ class Responder(Connection):
             if self._host.is_gone(self.peer):
                 pair.fail(SESSION_OVER)
             now = trio.current_time()
-            rights = list(self._given.items())
-            rights += [(each, one.given) for each, one in self._arrivals.items() if one.given]
-            for handle, given in rights:
-                if given.until < now:
+            for handle, operation in list(self._operations.items()):
+                if operation.until < now:
                     self._drop(handle, "it took too long")
         if self._pairs.get(number) is pair:
             self.detach(pair.failure, number)
 
 
-async def _close_after(arrival: _Arrival) -> None:
+async def _close_after(arrival: Arrival) -> None:
     with trio.CancelScope(shield=True):
         await arrival.handed_on.wait()
     arrival.held.close()

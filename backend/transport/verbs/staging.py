@@ -26,6 +26,7 @@ from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
 from ..mover import NotThisWay
 from ..prompt import acquire
+from .messages import Exposed
 from .queue import Piece, QueuePair
 from .regions import Region, Regions
 
@@ -45,13 +46,6 @@ _ALL_AT_ONCE_BYTES = 1 << 20
 _THREADS_MAX = 8
 # How long after a failed registration it is tried again.
 _PAUSE_S = 30.0
-
-
-class Remote(NamedTuple):
-    """Memory of the peer that bytes are read from or written to."""
-
-    address: int
-    key: int
 
 
 class _Slot(NamedTuple):
@@ -89,18 +83,15 @@ class Staging:
         limit_bytes = self._regions.limit_bytes
         # The other half is left for queue pairs and for files that are registered themselves.
         size = min(BYTES_MAX, limit_bytes // 2)
-        why = f"no more than {limit_bytes} bytes may be registered"
-        while size >= _BYTES_MIN:
-            try:
-                self._memory = await self._register(size)
-                break
-            except OSError as error:
-                why = f"{size} bytes cannot be registered: {error.strerror}"
-                size //= 2
-        else:
-            self._why, self._after = why, time.monotonic() + _PAUSE_S
-            raise NotThisWay(why)
-        region, mapped = self._memory
+        try:
+            if size < _BYTES_MIN:
+                text = f"no more than {limit_bytes} bytes may be registered"
+                raise OSError(errno.ENOMEM, text)
+            region, mapped = self._memory = await self._register(size)
+        except OSError as error:
+            self._why = f"{size} bytes cannot be registered: {error.strerror}"
+            self._after = time.monotonic() + _PAUSE_S
+            raise NotThisWay(self._why) from None
         step = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
         self._slot_bytes = step = step - step % mmap.PAGESIZE
         with memoryview(mapped) as view:
@@ -116,7 +107,7 @@ class Staging:
         fd = os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-            region = await self._regions.acquire(fd, 0, size, True)
+            region = await self._regions.acquire(fd, size)
             try:
                 return region, mmap.mmap(fd, size)
             except BaseException:
@@ -146,10 +137,9 @@ class Staging:
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(
-        self, pair: QueuePair, remote: Remote, into: FileRange, landed: Landed = nothing_landed
+        self, pair: QueuePair, exposed: Exposed, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
-        """Read from the peer's memory into a range of a file. `make` comes first. Raises OSError,
-        Broken."""
+        """Read what the peer exposes into a range of a file. `make` comes first. Raises OSError, Broken."""
         fd, offset, length, memory = into
         store = _write_file if memory is Memory.FILE else _write_mapped
         piece = self.piece_bytes(length)
@@ -157,7 +147,8 @@ class Staging:
 
         async def take(slot: _Slot, at: int) -> None:
             count = min(piece, length - at)
-            await pair.read([Piece(slot.address, count, slot.key, remote.address + at, remote.key)])
+            there = exposed.address + at
+            await pair.read([Piece(slot.address, count, slot.key, there, exposed.key)])
             land = partial(_copy_and_show, store, landed, at)
             await self._copy(land, fd, slot.view[:count], offset + at, at_once)
 
@@ -166,15 +157,14 @@ class Staging:
     async def write(
         self,
         pair: QueuePair,
-        remote: Remote,
+        exposed: Exposed,
         source: FileRange,
-        number: int,
-        each: bool = True,
+        each: bool,
         passed: Landed = nothing_landed,
     ) -> None:
-        """Write a range of a file into the peer's memory, in order. `number` is sent as immediate data of
-        each piece of `piece_bytes`, or of the last one only if not `each`. `make` comes first. Raises
-        OSError, Broken."""
+        """Write a range of a file into the memory that the peer exposes, in order. Its handle is sent as
+        immediate data of each piece of `piece_bytes`, or of the last one only if not `each`. `make` comes
+        first. Raises OSError, Broken."""
         fd, offset, length, _ = source
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
@@ -187,9 +177,10 @@ class Staging:
             await self._copy(take, fd, slot.view[:count], offset + at, at_once)
             if at and not posted[at - piece].is_set():
                 await posted[at - piece].wait()
-            said = number if each or at + count == length else None
+            said = exposed.handle if each or at + count == length else None
+            there = exposed.address + at
             batch = await pair.begin_write(
-                Piece(slot.address, count, slot.key, remote.address + at, remote.key, said)
+                Piece(slot.address, count, slot.key, there, exposed.key, said)
             )
             posted[at].set()
             await pair.finish([batch])
