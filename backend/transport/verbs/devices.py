@@ -8,6 +8,7 @@ import ipaddress
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -152,7 +153,7 @@ def explain(
         devices = [device for device in devices if device.name in names]
     elif not devices:
         return Obstacle("this host has no RDMA device")
-    usable = [device for device in devices if not device.obstacle]
+    usable = usable_of(devices, None)
     if usable:
         gids = [(device, gid) for device in usable for port in device.ports for gid in port.gids]
         if gid_index is None or any(gid.number == gid_index for _, gid in gids):
@@ -214,20 +215,14 @@ def choose(
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    wanted = wanted_names(device)
-    usable = [each for each in devices if not each.obstacle and (not wanted or each.name in wanted)]
-    found: list[tuple[tuple[bool, bool], Route]] = []
-    for each in usable:
-        for port in each.ports:
-            if port.state != "ACTIVE":
-                continue
-            for gid in port.gids:
-                if _leads_to(each, port, gid, address, gid_index):
-                    order = (each.is_soft, gid.kind == "RoCE v1")
-                    found.append((order, Route(each.name, port.number, gid, port.lid)))
+    found = [
+        ((each.is_soft, gid.kind == "RoCE v1"), Route(each.name, port.number, gid, port.lid))
+        for each, port, gid in entries(devices, device, gid_index)
+        if _leads_to(each, port, gid, address)
+    ]
     if not found:
         looked = "" if gid_index is None else f" at index {gid_index}"
-        names = ", ".join(each.name for each in usable) or "no usable device"
+        names = ", ".join(each.name for each in usable_of(devices, device)) or "no usable device"
         raise OSError(errno.ENODEV, f"no GID{looked} for this host's address {local} on {names}")
     return min(found, key=lambda pair: pair[0])[1]
 
@@ -240,19 +235,29 @@ def local_address(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def usable_of(devices: list[Device], wanted: str | None) -> list[Device]:
+    """Return the devices without an obstacle, of those that are `wanted`."""
+    names = wanted_names(wanted)
+    return [each for each in devices if not each.obstacle and (not names or each.name in names)]
+
+
+def entries(
+    devices: list[Device], wanted: str | None, gid_index: int | None
+) -> Iterator[tuple[Device, Port, Gid]]:
+    """Yield the GIDs of active ports of usable devices: those with the index, if there is one, or else all
+    of Ethernet and the first of InfiniBand."""
+    for device in usable_of(devices, wanted):
+        for port in device.ports:
+            index = 0 if gid_index is None and port.link_layer != "Ethernet" else gid_index
+            if port.state == "ACTIVE":
+                yield from ((device, port, gid) for gid in port.gids if index in (None, gid.number))
+
+
 def _leads_to(
-    device: Device,
-    port: Port,
-    gid: Gid,
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
-    gid_index: int | None,
+    device: Device, port: Port, gid: Gid, address: ipaddress.IPv4Address | ipaddress.IPv6Address
 ) -> bool:
-    if gid_index is not None and gid.number != gid_index:
-        return False
     if port.link_layer == "Ethernet":
         return gid.address == address
-    if gid_index is None and gid.number != 0:
-        return False
     interface = networks.interface_of(address)
     return interface is not None and _is_interface_of(interface, device.name, port.number)
 

@@ -10,7 +10,7 @@ import ipaddress
 from typing import NamedTuple
 
 from . import networks
-from .devices import Device, Gid, Port, Route, choose, is_near, wanted_names
+from .devices import Device, Gid, Port, Route, choose, entries, is_near
 from .messages import RAILS_MAX, Rail
 
 _MAPPED_BITS = 96
@@ -40,19 +40,10 @@ def find_rails(
         why = error
     else:
         rails.append(_rail(by_name[way.device], way, bits_of, on_way=True))
-    names = wanted_names(device)
-    for each in found:
-        if each.obstacle or (names and each.name not in names):
-            continue
-        for port in each.ports:
-            if port.state != "ACTIVE":
-                continue
-            for gid in port.gids:
-                route = Route(each.name, port.number, gid, port.lid)
-                if _can_be_paired(port, gid, bits_of, gid_index) and not any(
-                    rail.route == route for rail in rails
-                ):
-                    rails.append(_rail(each, route, bits_of, on_way=False))
+    for each, port, gid in entries(found, device, gid_index):
+        route = Route(each.name, port.number, gid, port.lid)
+        if _can_be_paired(port, gid, bits_of) and all(rail.route != route for rail in rails):
+            rails.append(_rail(each, route, bits_of, on_way=False))
     if not rails and why is not None:
         raise why
     return rails[:RAILS_MAX]
@@ -97,13 +88,9 @@ def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:
     return not on_way, not mine.is_near, -rate, mine.rail.gid, other.gid
 
 
-def _can_be_paired(
-    port: Port, gid: Gid, bits_of: dict[networks.Address, int], gid_index: int | None
-) -> bool:
-    if gid_index is not None and gid.number != gid_index:
-        return False
+def _can_be_paired(port: Port, gid: Gid, bits_of: dict[networks.Address, int]) -> bool:
     if port.link_layer != "Ethernet":
-        return gid_index is not None or gid.number == 0
+        return True
     # An address of another network namespace does not belong to this process.
     return (
         gid.kind == "RoCE v2"
