@@ -66,8 +66,6 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._first = trio.Event()
         self._broke = trio.Event()
-        # Pairs of rails that worked before or failed to connect, to be tried again soon.
-        self._lost: set[str] = set()
         self._scope = trio.CancelScope()
         control.closers.append(self._end)
 
@@ -134,7 +132,8 @@ class Lanes:
 
     async def _pause(self, changed: trio.Event) -> None:
         """Wait until it is time to try lost queue pairs again, or to look for new rails."""
-        if not self._lost and all(lane.is_usable for lane in self._lanes):
+        # Pairs of rails that worked before, or failed to connect, are tried again soon.
+        if _DOWN not in self._told.values() and all(lane.is_usable for lane in self._lanes):
             with trio.move_on_after(_LOOK_S) as looking:
                 await _either(changed, self._broke)
             if changed.is_set() or looking.cancelled_caught:
@@ -157,9 +156,8 @@ class Lanes:
         if not pairs:
             self._cannot("no RDMA device here is on a network with one of the node's")
             return
-        if len(self._told) + len(self._lost) > _NAMES_MAX:
+        if len(self._told) > _NAMES_MAX:
             self._told.clear()
-            self._lost.clear()
         before = {lane.key: lane for lane in self._lanes}
         lanes = [Lane(*ends, index) for ends in pairs for index in range(each)]
         lanes = [before.pop(lane.key, lane) for lane in lanes]
@@ -187,9 +185,9 @@ class Lanes:
             path.pair.fail("the control connection ended")
             return
         self.control.caller.nursery.start_soon(self._watch, lane, path)
-        back = " is back" if lane.name in self._lost else ""
-        self._lost.discard(lane.name)
-        if self._told.get(lane.name) != _UP:
+        told = self._told.get(lane.name)
+        back = " is back" if told == _DOWN else ""
+        if told != _UP:
             log.info("store node %x: by RDMA over %s%s", self.control.node, lane.name, back)
         self._told[lane.name] = _UP
         self._told.pop("", None)
@@ -216,8 +214,6 @@ class Lanes:
         name = lane.name if lane is not None else ""
         if name in self.usable:
             return
-        if lane is not None:
-            self._lost.add(name)
         told = _DOWN if lane is not None else why
         if self._told.get(name) == told:
             return
