@@ -10,15 +10,14 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import Protocol
 
 from ..cluster.group_configs import Groups
 from ..cluster.membership import Members
 from ..files.digest import digest_at_rest
-from ..store import reading
 from ..transport import Extent
+from ..transport.device import Device
 from .catalog import Catalog, Check
 
 log = logging.getLogger(__name__)
@@ -42,21 +41,11 @@ class Verdict(Enum):
     """It cannot be told which of several extents is wrong, and no combination of their copies is right."""
 
 
-class Source(reading.Source, Protocol):
-    """The part of a transport.Device that is needed to copy extents and to check them."""
-
-    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
-
-    async def digest(self, extent: Extent) -> bytes: ...
-
-    async def doubt(self, extent: Extent) -> None: ...
-
-
 class Checks:
     """The checks of extents on one store node. `device` returns the transport to another one."""
 
     def __init__(
-        self, catalog: Catalog, members: Members, groups: Groups, device: Callable[[int], Source]
+        self, catalog: Catalog, members: Members, groups: Groups, device: Callable[[int], Device]
     ) -> None:
         self._files = catalog.files
         self._catalog = catalog

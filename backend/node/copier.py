@@ -289,18 +289,13 @@ class Copier:
 def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:
     """Yield the extents to copy, the smallest first: small ones together, large ones each by itself."""
     batch: list[Extent] = []
-    batch_bytes = 0
+    room_bytes = BATCH_BYTES
     for extent, size in sorted(left.items(), key=lambda item: item[1]):
-        if size > SMALL_BYTES:
-            if batch:
-                yield batch
-                batch = []
-            yield [extent]
-            continue
-        if batch and (len(batch) == BATCH_EXTENTS or batch_bytes + size > BATCH_BYTES):
+        is_full = len(batch) == BATCH_EXTENTS or size > room_bytes
+        if batch and (is_full or size > SMALL_BYTES):
             yield batch
-            batch, batch_bytes = [], 0
+            batch, room_bytes = [], BATCH_BYTES
         batch.append(extent)
-        batch_bytes += size
+        room_bytes -= size
     if batch:
         yield batch

@@ -85,33 +85,24 @@ class Listener:
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
         local = sock.getsockname()[0]
         with (
-            closing(PromptStream(socket.socket(fileno=sock.detach()))) as stream,
+            closing(PromptStream(socket.socket(fileno=sock.detach()))) as plain,
             ExitStack() as after,
         ):
-            frames, peer = await self._met(stream, address, after)
-            await self._control(frames, peer, local)
-
-    async def _met(
-        self, plain: PromptStream, address: str, after: ExitStack
-    ) -> tuple[Frames, Peer]:
-        """Return who is there. Raises BadMessage and the like."""
-        with self.host.door.stranger():
-            await self._check_tls(plain)
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
-            if self.host.credentials is not None:
-                stream, identity = await self._tls(plain, after)
-            frames = Frames(stream, HELLO_BYTES_MAX)
-            return frames, await self._meet(frames, address, identity)
-
-    async def _control(self, frames: Frames, peer: Peer, local: str) -> None:
-        frames.limit = FRAME_BYTES_MAX
-        with self.host.door.member(), self._while_certified(peer):
-            log.debug("%s is connected", peer)
-            try:
-                await Control(frames, self._codec, self.host, peer, local).run()
-            except BadMessage as error:
-                raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
+            with self.host.door.stranger():
+                await self._check_tls(plain)
+                if self.host.credentials is not None:
+                    stream, identity = await self._tls(plain, after)
+                frames = Frames(stream, HELLO_BYTES_MAX)
+                peer = await self._meet(frames, address, identity)
+            frames.limit = FRAME_BYTES_MAX
+            with self.host.door.member(), self._while_certified(peer):
+                log.debug("%s is connected", peer)
+                try:
+                    await Control(frames, self._codec, self.host, peer, local).run()
+                except BadMessage as error:
+                    raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
 
     @contextmanager
     def _while_certified(self, peer: Peer) -> Iterator[None]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -118,7 +119,7 @@ class Node:
         self.replica = Replica(engine, (self.members, self.groups, self.catalog))
         here = ClusterState(self.id, engine, self.replica, self.members, self.groups, self.session)
 
-        def device(there: int) -> Link:
+        def device(there: int) -> Any:
             return Link(cluster, self.id, there)
 
         checks = Checks(self.catalog, self.members, self.groups, device)
