@@ -9,11 +9,12 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import NamedTuple, Self
 
 import trio
 
+from ..files.extents import copy_all
 from ..files.sparse import allocated_bytes
 from ..files.storedir import OWN_FILE, StoreInUse
 from ..transport import Extent
@@ -23,7 +24,7 @@ from .figures import FileFigures
 from .identity import Identity
 from .incoming import Held, Incoming, IncomingFiles, StoredFile
 from .quarantine import KEPT_IN_MEMORY_S, KEPT_ON_DISK_S, Quarantine, extent_name, parsed_name
-from .reuse import Spares
+from .reuse import SPARE_BYTES_MIN, Spares
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
@@ -67,6 +68,7 @@ class Files:
         self.rdma = rdma or Rdma(Choice("off"))
         self._created = 0
         self._files: dict[Extent, StoredFile] = {}  # of sealed extents
+        self._copying: dict[Extent, trio.Event] = {}
         place = self.place = StoreDirectory(directory)
         try:
             self.power_safe = place.power_safe
@@ -258,10 +260,39 @@ class Files:
         os.link(extent_name(extent), name, src_dir_fd=place.extents, dst_dir_fd=place.incoming)
         return name
 
-    def is_foreign(self, extent: Extent) -> bool:
-        """Return whether an extent lies in a file that an application made, without holes."""
+    async def make_own(self, extent: Extent) -> None:
+        """Put a copy in the place of an extent that lies in the file of an application, without holes; once
+        only, however many ask for it. Where there is no room for it nothing changes.
+
+        Such a file is another one for each version, and the program may still have it open for writing, so
+        it cannot stay registered for RDMA: each read of it would register it anew (0.5 ms per MiB with
+        soft-RoCE). The copy is in a file that is used again, and is registered already (0.35 ms per MiB).
+        """
+        while (copied := self._copying.get(extent)) is not None:
+            await copied.wait()
+        if not self._is_foreign(extent):
+            return
+        done = self._copying[extent] = trio.Event()
+        try:
+            with closing(self.hold(extent)) as source:
+                length = source.file.length
+                with closing(await self.make(length, length)) as incoming:
+                    await trio.to_thread.run_sync(copy_all, source.fd, incoming.fd)
+                    await trio.to_thread.run_sync(self.harden, incoming)
+                    if self._is_foreign(extent):
+                        self.replace(incoming, extent)
+            await trio.to_thread.run_sync(self.settle)
+        except OSError as error:
+            log.info("extent %s stays in its file: %s", extent_name(extent), error)
+        finally:
+            del self._copying[extent]
+            done.set()
+
+    def _is_foreign(self, extent: Extent) -> bool:
         file = self._files.get(extent)
-        return file is not None and not file.is_own and file.taken == file.length
+        if file is None or file.is_own or file.length < SPARE_BYTES_MIN:
+            return False
+        return file.taken == file.length
 
     def mark_named(self, extent: Extent) -> None:
         """Remember, across restarts, that an inode named this extent: if none does any more, it is

@@ -22,7 +22,6 @@ from ..transport.service import Service
 from .agent import Agent
 from .catalog import Catalog
 from .files import Held, Incoming
-from .own_copies import OwnCopies
 from .resync import Resync
 from .scrub import Scrub
 from .state import ClusterState
@@ -53,9 +52,8 @@ class NodeService(Service[Incoming]):
     ) -> None:
         self.node = cluster.node
         self._cluster = cluster
-        self._files = files = catalog.files
+        self._files = catalog.files
         self._catalog = catalog
-        self._own_copies = OwnCopies(files)
         self._agent = agent
         self._figures = figures
         self._resync = resync
@@ -172,7 +170,7 @@ class NodeService(Service[Incoming]):
             raise self._not_opened(extent, error) from None
 
     async def hold_own(self, extent: Extent) -> Held:
-        await self._own_copies.make(extent)
+        await self._files.make_own(extent)
         return self.hold(extent)
 
     def _not_opened(self, extent: Extent, error: OSError) -> OSError:

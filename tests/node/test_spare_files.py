@@ -17,7 +17,6 @@ from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import reuse
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.incoming import Incoming
-from irdmafs.backend.node.own_copies import OwnCopies
 from irdmafs.backend.node.reuse import SPARE_BYTES_MIN
 from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
@@ -270,11 +269,10 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
     files.mark_named(extent)
     path = memory / f"store/extents/{CONTENT:x}.0"
     reader = os.open(path, os.O_RDONLY)
-    copies = OwnCopies(files)
 
     async with trio.open_nursery() as nursery:
         for _ in range(3):
-            nursery.start_soon(copies.make, extent)
+            nursery.start_soon(files.make_own, extent)
     assert path.stat().st_ino == spare != os.fstat(reader).st_ino
     assert path.read_bytes() == os.read(reader, LENGTH) == b"x" * LENGTH
     assert files.was_named(extent)
