@@ -37,7 +37,7 @@ from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
-from irdmafs.backend.transport.tcp import data, tickets, wire
+from irdmafs.backend.transport.tcp import data, serving, wire
 from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
@@ -454,11 +454,11 @@ async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         await receive_frame(victim)
         office = cluster.nodes[1].serving(TcpServing).office
         [number] = office.pending
-        for _ in range(tickets.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
+        for _ in range(serving.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
             await greedy.send_all(frame(tcp.Tickets(tcp.TICKETS_MAX)))
             await receive_frame(greedy)
         assert number in office.pending
-        assert len(office.pending) == tickets.TICKETS_OF_ONE_MAX + 1
+        assert len(office.pending) == serving.TICKETS_OF_ONE_MAX + 1
         for stream in (victim, greedy):
             await stream.aclose()
 

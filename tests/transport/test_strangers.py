@@ -36,7 +36,7 @@ from irdmafs.backend.transport.frames import HELLO_BYTES_MAX
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import messages as tcp
-from irdmafs.backend.transport.tcp import tickets, wire
+from irdmafs.backend.transport.tcp import serving, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
@@ -353,7 +353,7 @@ async def test_an_invalid_ticket_opens_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "expired":
-        monkeypatch.setattr(tickets, "TICKET_S", -1.0)
+        monkeypatch.setattr(serving, "TICKET_S", -1.0)
     async with in_cluster(memory, 1) as cluster:
         connection = await with_ticket(cluster)
         preamble = connection.preamble()

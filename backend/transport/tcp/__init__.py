@@ -3,9 +3,8 @@
 mover           what this process offers and asks for
 way             the caller's end: extents sent and received on several connections at once
 pool            data connections to one store node, opened with tickets
-serving         the node's end: data connections come in
-tickets         the right to open them
-data            requests on them (transfers, onward: extents that come in, and go on to the next node)
+serving         the node's end: data connections come in, with tickets
+data            requests on them (transfers: extents that come in, and go on to the next node)
 messages        messages on control connections, and the rights to them
 wire            the format of data connections
 authentication  codes that only the two ends that have the key can write

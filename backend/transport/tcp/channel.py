@@ -400,6 +400,27 @@ class EncryptedChannel(Channel):
         return _send_copy(self, fd, offset, count, passed)
 
 
+def make_channel(
+    plain: socket.socket,
+    context: ssl.SSLContext | None,
+    timeout_s: float,
+    *,
+    codes: bool,
+    listens: bool,
+) -> Channel:
+    """Return the channel of a connected socket, which is closed if there is an error: encrypted where there
+    is a context, after a handshake, else with codes after the bytes of requests where they are wanted."""
+    try:
+        if context is not None:
+            secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
+            return EncryptedChannel(secure, timeout_s, listens=listens)
+        kind = AuthenticatedChannel if codes else Channel
+        return kind(plain, timeout_s, listens=listens)
+    except BaseException:
+        plain.close()
+        raise
+
+
 def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:
     """Send some bytes of a file from a buffer: a mapping would raise SIGBUS if the file were truncated."""
     with memoryview(_buffer()) as view:

@@ -17,10 +17,9 @@ from ..rights import Peer, tell_of_denial
 from ..service import check_right
 from .channel import Channel
 from .messages import RIGHTS
-from .onward import Onward
 from .streams import send_range
 from .threads import in_threads
-from .transfers import Transfers
+from .transfers import Onward, Transfers
 from .way import TcpWay
 from .wire import Header, Op, Reply, ReplyKind
 

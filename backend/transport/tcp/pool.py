@@ -1,7 +1,6 @@
 """Data connections to one store node, kept for a while after they were used."""
 
 import socket
-import ssl
 import time
 from collections.abc import Iterable
 
@@ -12,13 +11,7 @@ from ..caller import ControlClient
 from ..frames import BadMessage
 from ..link import Link, Refusal, check_node
 from .authentication import Ticket
-from .channel import (
-    AuthenticatedChannel,
-    Channel,
-    EncryptedChannel,
-    Lost,
-    choose_congestion_control,
-)
+from .channel import Channel, EncryptedChannel, Lost, choose_congestion_control, make_channel
 from .messages import TICKETS_MAX, Granted, Tickets
 from .threads import in_threads
 
@@ -132,11 +125,16 @@ class Pool:
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
         """Connect to the address at which the node was reached."""
         caller, ends = self._caller, control.ends
+        credentials, context = caller.credentials, None
+        if credentials is not None and self._encrypt:
+            context = credentials.client_context()
         with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
             choose_congestion_control(sock)
             await sock.connect((ends.there[0], ends.record.data_port, *ends.there[2:]))
             plain = socket.socket(fileno=sock.detach())
-        channel = self._channel(plain)
+        channel = make_channel(
+            plain, context, caller.timeout_s, codes=credentials is not None, listens=False
+        )
         try:
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
@@ -149,18 +147,3 @@ class Pool:
             channel.close()
             raise
         return channel
-
-    def _channel(self, plain: socket.socket) -> Channel:
-        credentials, timeout_s = self._caller.credentials, self._caller.timeout_s
-        try:
-            if credentials is None:
-                return Channel(plain, timeout_s, listens=False)
-            if not self._encrypt:
-                return AuthenticatedChannel(plain, timeout_s, listens=False)
-            secure: ssl.SSLSocket = credentials.client_context().wrap_socket(
-                plain, do_handshake_on_connect=False
-            )
-            return EncryptedChannel(secure, timeout_s, listens=False)
-        except BaseException:
-            plain.close()
-            raise

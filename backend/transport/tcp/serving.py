@@ -2,23 +2,118 @@
 
 import socket
 import ssl
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import trio
 
 from ...trust.security import describe_tls_error
 from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
-from ..mover import Connection, Host, Serving
+from ..messages import Answer, Message, Request
+from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
-from .channel import AuthenticatedChannel, Channel, EncryptedChannel, Lost
+from .authentication import CODE_BYTES, Forged, Ticket
+from .channel import Channel, EncryptedChannel, Lost, make_channel
 from .data import Data
-from .tickets import Guest, Office
+from .messages import Granted, Tickets
 from .transfers import Transfers
-from .wire import PREAMBLE_BYTES
+from .wire import PREAMBLE_BYTES, unpack_preamble
 
 # Callers give idle connections up earlier.
 IDLE_S = 60.0
+TICKET_S = 30.0
+TICKETS_PENDING_MAX = 16384
+TICKETS_OF_ONE_MAX = 512
+
+
+class Guest(Connection):
+    """A peer that may open data connections, with tickets of the office, as long as its control connection
+    is open."""
+
+    def __init__(self, office: "Office", peer: Peer) -> None:
+        self.peer = peer
+        self._office = office
+        # Numbers of tickets that it has not used yet, the oldest first.
+        self.tickets: dict[bytes, None] = {}
+        # The cancel scopes of data connections that wait for a request.
+        self.waiting: set[trio.CancelScope] = set()
+        self.has_left = False
+
+    async def answer(self, request: Request) -> Answer | Lasting:
+        assert isinstance(request, Tickets)
+        return Granted(self._office.grant(self, request.count))
+
+    def take(self, message: Message) -> None:
+        """Do nothing: there is no such message."""
+
+    def close(self, why: str) -> None:
+        self.has_left = True
+        for scope in self.waiting:
+            scope.cancel()
+        self._office.forget(self)
+
+
+class _Pending(NamedTuple):
+    """A ticket that was not used yet."""
+
+    key: bytes
+    end: float
+    guest: Guest
+
+
+class Office:
+    """Issues and redeems the tickets of all peers of a node."""
+
+    def __init__(self) -> None:
+        self._tickets: OrderedDict[bytes, _Pending] = OrderedDict()
+
+    @property
+    def pending(self) -> list[bytes]:
+        """Return the numbers of tickets that were not used yet, the oldest first."""
+        return list(self._tickets)
+
+    def grant(self, guest: Guest, count: int) -> list[bytes]:
+        now = trio.current_time()
+        while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
+            self._forget(next(iter(guest.tickets)))
+        while self._tickets:
+            number, first = next(iter(self._tickets.items()))
+            if first.end > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
+                break
+            self._forget(number)
+        granted = []
+        for _ in range(count):
+            ticket = Ticket.make()
+            self._tickets[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
+            guest.tickets[ticket.number] = None
+            granted.append(ticket.pack())
+        return granted
+
+    def redeem(self, channel: Channel, preamble: bytes) -> Guest:
+        """Return the peer that the ticket was issued to, and set its key for the channel. Raises
+        BadMessage. A ticket is valid for one try."""
+        granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
+        if granted is None or granted.end < trio.current_time():
+            raise BadMessage("it shows no valid ticket for a data connection")
+        channel.authenticate(granted.key)
+        try:
+            channel.checked(preamble)
+        except Forged:
+            raise BadMessage("it shows a ticket that is not its own") from None
+        return granted.guest
+
+    def forget(self, guest: Guest) -> None:
+        """Forget the tickets of a peer, which uses none any more."""
+        for number in list(guest.tickets):
+            self._forget(number)
+
+    def _forget(self, number: bytes) -> _Pending | None:
+        granted = self._tickets.pop(number, None)
+        if granted is not None:
+            del granted.guest.tickets[number]
+        return granted
 
 
 class TcpServing(Serving):
@@ -69,22 +164,17 @@ class TcpServing(Serving):
         encrypted = begins_with_tls(start) and self._credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
+        credentials, context = self._credentials, None
+        if encrypted and credentials is not None:
+            context = credentials.server_context()
         plain = socket.socket(fileno=sock.detach())
+        channel = make_channel(
+            plain, context, self._timeout_s, codes=credentials is not None, listens=True
+        )
         try:
-            if not encrypted:
-                kind = Channel if self._credentials is None else AuthenticatedChannel
-                return kind(plain, self._timeout_s, listens=True)
-            assert self._credentials is not None
-            secure = self._credentials.server_context().wrap_socket(
-                plain, server_side=True, do_handshake_on_connect=False
-            )
-            channel = EncryptedChannel(secure, self._timeout_s, listens=True)
-        except BaseException:
-            plain.close()
-            raise
-        try:
-            await _shake_hands(secure)
-            identity_of(secure)
+            if isinstance(channel, EncryptedChannel):
+                await _shake_hands(channel.sock)
+                identity_of(channel.sock)
         except BaseException as error:
             channel.close()
             if isinstance(error, ssl.SSLError):
