@@ -65,7 +65,7 @@ class Lanes:
         self._stages = stages
         self._lanes: list[Lane] = []
         self._first = trio.Event()
-        self._broke = trio.Event()
+        self._looking = trio.CancelScope()
         self._scope = trio.CancelScope()
         control.closers.append(self._end)
 
@@ -123,7 +123,6 @@ class Lanes:
             with self._scope:
                 while self.control.is_open:
                     changed = self._rdma.changed
-                    self._broke = trio.Event()
                     await self._set_up()
                     self._first.set()
                     await self._pause(changed)
@@ -132,14 +131,17 @@ class Lanes:
 
     async def _pause(self, changed: trio.Event) -> None:
         """Wait until it is time to try lost queue pairs again, or to look for new rails."""
-        # Pairs of rails that worked before, or failed to connect, are tried again soon.
-        if _DOWN not in self._told.values() and all(lane.is_usable for lane in self._lanes):
-            with trio.move_on_after(_LOOK_S) as looking:
-                await _either(changed, self._broke)
-            if changed.is_set() or looking.cancelled_caught:
+        if self._is_complete():
+            with trio.move_on_after(_LOOK_S) as self._looking:
+                await changed.wait()
+            if changed.is_set() or self._is_complete():
                 return
         with trio.move_on_after(RETRY_S):
             await changed.wait()
+
+    def _is_complete(self) -> bool:
+        """Return whether no pair of rails worked before, or failed to connect, and does not work now."""
+        return _DOWN not in self._told.values() and all(lane.is_usable for lane in self._lanes)
 
     async def _set_up(self) -> None:
         """Set up queue pairs between all rails that reach each other."""
@@ -204,7 +206,7 @@ class Lanes:
         lane.path = None
         if self.control.is_open:
             self._cannot(path.pair.failure, lane)
-            self._broke.set()
+            self._looking.cancel()
         await path.close(path.pair.failure)
 
     def _cannot(self, why: str, lane: Lane | None = None) -> None:
@@ -232,16 +234,6 @@ class Lanes:
         for lane in self._lanes:
             if lane.path is not None:
                 lane.path.pair.fail(why)
-
-
-async def _either(*events: trio.Event) -> None:
-    async with trio.open_nursery() as nursery:
-        for event in events:
-
-            @nursery.start_soon
-            async def wait(event: trio.Event = event) -> None:
-                await event.wait()
-                nursery.cancel_scope.cancel()
 
 
 def _text(error: Exception) -> str:
