@@ -149,8 +149,8 @@ class Staging:
             count = min(piece, length - at)
             there = exposed.address + at
             await pair.read([Piece(slot.address, count, slot.key, there, exposed.key)])
-            land = partial(_copy_and_show, store, landed, at)
-            await self._copy(land, fd, slot.view[:count], offset + at, at_once)
+            view = slot.view[:count]
+            await self._copy(store, fd, view, offset + at, partial(landed, at, count), at_once)
 
         await self._move_pieces(take, length, piece)
 
@@ -173,8 +173,8 @@ class Staging:
 
         async def send(slot: _Slot, at: int) -> None:
             count = min(piece, length - at)
-            take = partial(_copy_and_show, _read_file, passed, at)
-            await self._copy(take, fd, slot.view[:count], offset + at, at_once)
+            view = slot.view[:count]
+            await self._copy(_read_file, fd, view, offset + at, partial(passed, at, count), at_once)
             if at and not posted[at - piece].is_set():
                 await posted[at - piece].wait()
             said = exposed.handle if each or at + count == length else None
@@ -227,14 +227,19 @@ class Staging:
         fd: int,
         view: memoryview,
         offset: int,
+        shown: Callable[[memoryview], None],
         at_once: bool,
     ) -> None:
-        """Copy, and return only when the copy is over, even if cancelled. Raises OSError."""
+        """Copy and show the bytes. Return only when that is over, even if cancelled. Raises OSError."""
+
+        def work() -> None:
+            copy(fd, view, offset)
+            shown(view)
+
         with view:
             if at_once:
-                copy(fd, view, offset)
+                work()
             else:
-                work = partial(copy, fd, view, offset)
                 await trio.to_thread.run_sync(work, limiter=self._threads)
 
 
@@ -254,18 +259,6 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file shrank while it was sent")
         done += count
-
-
-def _copy_and_show(
-    copy: Callable[[int, memoryview, int], None],
-    shown: Landed,
-    start: int,
-    fd: int,
-    view: memoryview,
-    offset: int,
-) -> None:
-    copy(fd, view, offset)
-    shown(start, len(view), view)
 
 
 def _write_file(fd: int, view: memoryview, offset: int) -> None:
