@@ -133,18 +133,14 @@ class Copier:
                     wrong.append(node)
                     await self._doubt(node, extent)
                 elif verdict is not None:
-                    await trio.to_thread.run_sync(self._files.harden, incoming)
-                    if self._seal(incoming, extent, left) and verdict is Verdict.HOPELESS:
-                        self.wrong.keep(extent)
+                    await self._seal(incoming, extent, left, verdict)
                     return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
             if wrong:
                 # Once more, as somebody else may have sent a part of it since.
                 await self._read(wrong[-1], extent, incoming.fd, size)
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-                if self._seal(incoming, extent, left):
-                    self.wrong.keep(extent)
+                await self._seal(incoming, extent, left, Verdict.WRONG)
                 return []
         return [extent]
 
@@ -254,22 +250,21 @@ class Copier:
     ) -> None:
         with closing(await self._catalog.make_file(len(data), len(data))) as incoming:
             os.pwrite(incoming.fd, data, 0)
-            if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.harden, incoming)
             self._count(len(data))
-            sealed = self._seal(incoming, extent, left)
-            if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
-                self.wrong.keep(extent)
+            await self._seal(incoming, extent, left, verdict)
 
-    def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
-        """Make a copy an extent of this node. Return False, without doing so, if it is not needed any more:
-        nothing would free it."""
+    async def _seal(
+        self, incoming: Incoming, extent: Extent, left: dict[Extent, int], verdict: Verdict
+    ) -> None:
+        """Make a copy an extent of this node, unless it is not needed any more: nothing would free it."""
+        if self._files.power_safe:
+            await trio.to_thread.run_sync(self._files.harden, incoming)
         left.pop(extent, None)
-        if not self._catalog.is_missing(extent):
-            return False
-        self._files.seal(incoming, extent)
-        self._put_down(extent)
-        return True
+        if self._catalog.is_missing(extent):
+            self._files.seal(incoming, extent)
+            self._put_down(extent)
+            if verdict in (Verdict.WRONG, Verdict.HOPELESS):
+                self.wrong.keep(extent)
 
     def _put_down(self, extent: Extent) -> None:
         self.checks.forget(extent)
