@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
@@ -22,6 +22,7 @@ from .messages import (
     REQUESTS_AT_ONCE,
     VERSION,
     Answer,
+    Done,
     Failed,
     Hello,
     Message,
@@ -33,6 +34,8 @@ from .messages import (
 from .prompt import acquire
 
 log = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=Answer)
 
 KEEP_ALIVE_S = 15.0
 # In the time that a node may be silent.
@@ -105,8 +108,8 @@ class Expected:
         self._why = why
         self._event.set()
 
-    async def answer(self) -> Answer:
-        """Return the answer. Raises OSError: Unreachable, or the node's error."""
+    async def answer(self, kind: type[A]) -> A:
+        """Return the answer, which is of this kind. Raises OSError: Unreachable, or the node's error."""
         if self._control.is_open and not self._event.is_set():
             await self._event.wait()
         if self._answer is None:
@@ -114,6 +117,8 @@ class Expected:
         if isinstance(self._answer, Failed):
             failed = self._answer
             raise error_of(failed.code, failed.node, failed.text, self._group)
+        if not isinstance(self._answer, kind):
+            raise Unreachable(self._control.node, "its answer makes no sense")
         return self._answer
 
 
@@ -179,8 +184,8 @@ class ControlClient:
             self._began += 1
             self._wake.set()
 
-    async def ask(self, request: Request) -> Answer:
-        """Send a request and return its answer. Raises as `Expected.answer`."""
+    async def ask(self, request: Request, kind: type[A]) -> A:
+        """Send a request and return its answer of this kind. Raises as `Expected.answer`."""
         counters = self.caller.counters
         await acquire(self._slots)
         try:
@@ -188,7 +193,7 @@ class ControlClient:
                 counters.requests[type(request).__name__.lower()] += 1
                 counters.round_trips += 1
                 await self._send(request, expected)
-                return await expected.answer()
+                return await expected.answer(kind)
         finally:
             self._slots.release()
 
@@ -297,7 +302,7 @@ class ControlClient:
         if len(self.waiting) <= REQUESTS_AT_ONCE:
             with suppress(OSError), Expected(self, 0) as expected:
                 await self._send(Ping(), expected)
-                await expected.answer()
+                await expected.answer(Done)
 
     async def _say_what_was_put_off(self) -> None:
         while True:

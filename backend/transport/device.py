@@ -9,7 +9,6 @@ import trio
 
 from ..files.sparse import empty, is_sparse
 from . import CHAIN_MAX, Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
-from .growth import Growth
 from .link import Link
 from .messages import (
     EXTENT_BYTES_MAX,
@@ -20,6 +19,7 @@ from .messages import (
     Contents,
     Digest,
     Digested,
+    Done,
     Doubt,
     Get,
     Map,
@@ -27,7 +27,7 @@ from .messages import (
     Put,
     Share,
 )
-from .mover import NotThisWay, Sending, Transfer, W, Way
+from .mover import Growth, NotThisWay, Sending, Transfer, W, Way
 from .prompt import acquire
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Device:
         _check_chain(target)
         if len(data) > PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        await self.link.ask(Put(extent, target, data))
+        await self.link.ask(Put(extent, target, data), Done)
         self._counters.message_bytes += len(data)
         self._counters.sent_bytes += len(data)
 
@@ -58,8 +58,8 @@ class Device:
         limit = min(limit, PUT_BYTES_MAX)
         while len(found) < len(extents):
             wanted = list(extents[len(found) : len(found) + GET_EXTENTS_MAX])
-            answer = await self.link.ask(Get(wanted, limit))
-            if not isinstance(answer, Contents) or not 0 < len(answer.data) <= len(wanted):
+            answer = await self.link.ask(Get(wanted, limit), Contents)
+            if not 0 < len(answer.data) <= len(wanted):
                 raise OSError(errno.EPROTO, "a node's answer makes no sense")
             found += answer.data
         received = sum(len(data) for data in found if data is not None)
@@ -71,20 +71,18 @@ class Device:
         """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
         send it down the chain. On the node's host only."""
         _check_chain(target)
-        await self.link.ask(Adopt(extent, target, name))
+        await self.link.ask(Adopt(extent, target, name), Done)
 
     async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
         """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
         is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
-        await self.link.ask(Share(extent, target, source, length))
+        await self.link.ask(Share(extent, target, source, length), Done)
 
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Receive a whole extent that has holes; they become holes of the file."""
-        answer = await self.link.ask(Map(extent))
-        if not isinstance(answer, Mapped):
-            raise OSError(errno.EPROTO, "a node's answer makes no sense")
+        answer = await self.link.ask(Map(extent), Mapped)
         fd, offset, length, _ = into
         _lengthen(into)
         await trio.to_thread.run_sync(empty, fd, offset, length)
@@ -96,16 +94,15 @@ class Device:
 
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest (backend/files/digest.py) of the node's bytes."""
-        answer = await self.link.ask(Digest(extent))
-        return answer.digest if isinstance(answer, Digested) else b""
+        return (await self.link.ask(Digest(extent), Digested)).digest
 
     async def doubt(self, extent: Extent) -> None:
         """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        await self.link.ask(Doubt(extent))
+        await self.link.ask(Doubt(extent), Done)
 
     async def abort(self, content: int) -> None:
         """Remove the extents of a content that will not be published."""
-        await self.link.ask(Abort(content))
+        await self.link.ask(Abort(content), Done)
 
     async def write(
         self,

@@ -12,10 +12,10 @@ import trio
 from ..model.records import NodeAddress
 from ..trust.security import is_final, peer_identity
 from . import Distrusted, Unreachable
-from .caller import Caller, ControlClient, Ends, broken_text
+from .caller import A, Caller, ControlClient, Ends, broken_text
 from .codec import decode_welcome
 from .frames import FRAME_BYTES_MAX, BadMessage, Frames
-from .messages import Answer, Refused, Request
+from .messages import Refused, Request
 from .prompt import PromptStream
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class Link:
         known."""
         return self._why if self._distrusts else ""
 
-    async def ask(self, request: Request) -> Answer:
-        """Send a request and return its answer. Raises OSError."""
+    async def ask(self, request: Request, kind: type[A]) -> A:
+        """Send a request and return its answer of this kind. Raises OSError."""
         control = await self.connected()
         counters = self.caller.counters
         try:
-            return await control.ask(request)
+            return await control.ask(request, kind)
         except OSError as error:
             counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
             raise

@@ -16,7 +16,7 @@ from ..unwrap import only_error
 from .caller import Caller
 from .device import Device
 from .link import Link
-from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
+from .messages import Done, Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
 from .operations import codec_for
 
@@ -85,22 +85,20 @@ class Peers:
 
     async def ping(self, node: int) -> None:
         """Check that a node answers. Raises Unreachable."""
-        await self.device(node).link.ask(Ping())
+        await self.device(node).link.ask(Ping(), Done)
 
     async def suspect(self, asked: int, group: int, node: int) -> bool:
         """Have node `asked` check another member of the group, and return whether that is not a member any
         more. Raises OSError."""
-        answer = await self.device(asked).link.ask(Suspect(group, node))
-        return isinstance(answer, Verdict) and answer.yes
+        return (await self.device(asked).link.ask(Suspect(group, node), Verdict)).yes
 
     async def scrub(self, node: int) -> None:
         """Have a node check everything it keeps, beginning now. Raises OSError."""
-        await self.device(node).link.ask(Scrub())
+        await self.device(node).link.ask(Scrub(), Done)
 
     async def status(self, node: int) -> dict[str, object]:
         """Return the report of a node. Raises OSError."""
-        answer = await self.device(node).link.ask(Status())
-        return answer.status if isinstance(answer, Report) else {}
+        return (await self.device(node).link.ask(Status(), Report)).status
 
     def node_changed(self, node: int) -> None:
         """End calls to a node whose lease is over. Called for Members.node_changed."""

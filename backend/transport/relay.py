@@ -98,11 +98,10 @@ class Relay(Client):
     async def ask(self, control: ControlClient, path: str, body: bytes) -> bytes:
         """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
         try:
-            said = await control.ask(AskEtcd(path, body))
+            said = await control.ask(AskEtcd(path, body), EtcdSaid)
         except Unreachable as error:
             self._leave(control, _reason(error))
             raise Uncertain(_reason(error)) from None
-        assert isinstance(said, EtcdSaid)
         if said.outcome == EtcdOutcome.ANSWERED:
             return said.body
         if said.outcome == EtcdOutcome.REFUSED:

@@ -10,9 +10,8 @@ from pathlib import Path
 import trio
 
 from irdmafs.backend.transport import Extent, FileRange, Target
-from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.messages import Answer, Done, Message, Request
-from irdmafs.backend.transport.mover import Connection, Host, Lasting, Serving
+from irdmafs.backend.transport.mover import Connection, Growth, Host, Lasting, Serving
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.service import begin
 

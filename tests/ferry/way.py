@@ -4,8 +4,9 @@ import os
 import secrets
 from pathlib import Path
 
-from irdmafs.backend.transport import Extent, FileRange, Landed, Memory, Unreachable
+from irdmafs.backend.transport import Extent, FileRange, Landed, Memory
 from irdmafs.backend.transport.link import Link
+from irdmafs.backend.transport.messages import Done
 from irdmafs.backend.transport.mover import NotThisWay, Sending, Transfer, Way
 
 from .messages import Bring, Fetch, Laid
@@ -37,9 +38,7 @@ class FerryWay(Way):
         return SPEED_MBIT_S if record is not None and self.name in record.transports else None
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        answer = await self._link.ask(Fetch(extent, start, into.length))
-        if not isinstance(answer, Laid):
-            raise Unreachable(self._link.node, "its answer makes no sense")
+        answer = await self._link.ask(Fetch(extent, start, into.length), Laid)
         path = self._pier / os.path.basename(answer.name)
         try:
             data = path.read_bytes()
@@ -59,6 +58,6 @@ class FerryWay(Way):
         except OSError as error:
             raise NotThisWay(f"the pier: {error.strerror}") from None
         try:
-            await self._link.ask(Bring(extent, target, source.length, path.name))
+            await self._link.ask(Bring(extent, target, source.length, path.name), Done)
         finally:
             path.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Party:
         self.file = file
 
     async def ask(self, request: Request) -> Answer:
-        return await self.path.control.ask(request)
+        return await self.path.control.ask(request, Answer)
 
     async def expose(self) -> Exposed:
         exposed = await self.ask(Expose(SECRET, 0, LENGTH))

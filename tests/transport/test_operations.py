@@ -51,9 +51,7 @@ def added() -> Iterator[None]:
 
 
 async def length(peers: Peers, extent: Extent, digits: int = 9) -> int | None:
-    answer = await peers.device(1).link.ask(Measure(extent, digits))
-    assert isinstance(answer, Measured)
-    return answer.length
+    return (await peers.device(1).link.ask(Measure(extent, digits), Measured)).length
 
 
 def asked(memory: Path, extent: Extent, digits: int = 9, **options: Any) -> int | None:

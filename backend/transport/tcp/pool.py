@@ -93,8 +93,8 @@ class Pool:
 
     async def _open(self, control: ControlClient, count: int) -> list[Channel]:
         node = self._link.node
-        answer = await control.ask(Tickets(count))
-        if not isinstance(answer, Granted) or len(answer.tickets) != count:
+        answer = await control.ask(Tickets(count), Granted)
+        if len(answer.tickets) != count:
             raise Unreachable(node, "its answer makes no sense")
         opened: list[Channel] = []
         errors: list[Unreachable] = []

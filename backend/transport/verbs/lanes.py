@@ -147,9 +147,7 @@ class Lanes:
         """Set up queue pairs between all rails that reach each other."""
         try:
             own = self._rdma.rails(self.control.ends.here)
-            answer = await ask(self.control, Rails())
-            if not isinstance(answer, RailsFound):
-                raise NotThisWay("the node's answer makes no sense")
+            answer = await ask(self.control, Rails(), RailsFound)
         except (OSError, NotThisWay) as error:
             self._cannot(_text(error))
             return

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import trio
 
-from .. import Extent, FileRange, Landed, Memory, Unreachable, nothing_landed
-from ..caller import ControlClient, Expected
-from ..growth import Growth
-from ..messages import Answer, Done, Request
-from ..mover import NotThisWay, Sending
+from .. import Extent, FileRange, Landed, Memory, nothing_landed
+from ..caller import A, ControlClient, Expected
+from ..messages import Done, Request
+from ..mover import Growth, NotThisWay, Sending
 from .adapter import Adapter
 from .devices import Gid
 from .messages import (
@@ -104,12 +103,10 @@ class Path:
                         staging = self.adapter.staging
                         await staging.write(self.pair, exposed, source, each, passed)
                     with _told_apart():
-                        answer = await sealed.answer()
+                        await sealed.answer(Done)
                 except BaseException:
                     self.control.say_later(Release(exposed.handle))
                     raise
-            if not isinstance(answer, Done):
-                raise Unreachable(self.control.node, "its answer makes no sense")
 
     async def _write_from(
         self,
@@ -176,15 +173,12 @@ class Path:
 
     async def _ask(self, request: Request) -> Exposed:
         try:
-            answer = await ask(self.control, request)
+            return await ask(self.control, request, Exposed)
         except OSError as error:
             if error.errno != NO_QUEUE_PAIR:
                 raise
             self.pair.fail(f"the node gave it up: {error.strerror}")
             raise Broken(self.pair.failure) from None
-        if not isinstance(answer, Exposed):
-            raise Unreachable(self.control.node, "its answer makes no sense")
-        return answer
 
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
@@ -201,9 +195,7 @@ async def open_path(
     caller = control.caller
     pair = adapter.queue_pair(gid)
     try:
-        answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid))
-        if not isinstance(answer, Attached):
-            raise Unreachable(control.node, "its answer makes no sense")
+        answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid), Attached)
         pair.connect(answer.end, caller.timeout_s)
     except BaseException:
         pair.close()
@@ -218,10 +210,10 @@ async def open_path(
     return path
 
 
-async def ask(control: ControlClient, request: Request) -> Answer:
-    """Ask the node and return its answer. Raises OSError, the node's error; NotThisWay."""
+async def ask(control: ControlClient, request: Request, kind: type[A]) -> A:
+    """Ask the node and return its answer of this kind. Raises OSError, the node's error; NotThisWay."""
     with _told_apart():
-        return await control.ask(request)
+        return await control.ask(request, kind)
 
 
 @contextmanager
