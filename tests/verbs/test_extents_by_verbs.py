@@ -460,7 +460,7 @@ async def with_ends(address: str) -> AsyncIterator[Ends]:
     with Rdma(Choice()) as rdma:
         route = rdma.rails(address)[0].route
         adapter = rdma.open(route)
-        here, there = adapter.queue_pair(route.gid), adapter.queue_pair(route.gid, True)
+        here, there = adapter.queue_pair(route.gid), adapter.queue_pair(route.gid, ignored)
         there.connect(here.end(), TIMEOUT_S)
         here.connect(there.end(), TIMEOUT_S)
         async with trio.open_nursery() as nursery:
@@ -468,6 +468,10 @@ async def with_ends(address: str) -> AsyncIterator[Ends]:
             nursery.start_soon(there.run)
             yield Ends(adapter, here, there)
             nursery.cancel_scope.cancel()
+
+
+def ignored(number: int) -> None:
+    """Take notice of a WRITE that has arrived."""
 
 
 @pytest.fixture
@@ -491,7 +495,7 @@ async def test_a_key_is_of_no_use_but_for_what_it_was_given(
             registered(adapter.regions, two_files[1]) as yours,
         ):
             if misuse == "another's":
-                owner = adapter.queue_pair(ends.there.gid, True)
+                owner = adapter.queue_pair(ends.there.gid, ignored)
                 peer = adapter.queue_pair(ends.there.gid)
                 owner.connect(peer.end(), TIMEOUT_S)
                 peer.connect(owner.end(), TIMEOUT_S)

@@ -3,7 +3,6 @@ staging memory."""
 
 import errno
 from collections.abc import Callable
-from typing import Any
 
 import trio
 
@@ -33,13 +32,13 @@ class Adapter(OpenedPort):
         self.staging.close()
         super().__exit__()
 
-    def queue_pair(self, gid: Gid, receives: bool = False, **options: Any) -> QueuePair:
+    def queue_pair(self, gid: Gid, arrived: Callable[[int], None] | None = None) -> QueuePair:
         """Return a new queue pair at this GID; the caller has to start its `run`. Raises OSError."""
         if self.failure:
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
-        pair = QueuePair(self, gid, receives, closed=self.pairs.discard, **options)
+        pair = QueuePair(self, gid, self.pairs.discard, arrived)
         self.pairs.add(pair)
         return pair
 

@@ -88,24 +88,23 @@ class Window:
 
 
 class QueuePair:
-    """A queue pair; make it by Adapter.queue_pair. With `receives`, the peer may write here, and
-    `arrived(number)` is called for each of its WRITEs with immediate data. `closed` is called at the end.
+    """A queue pair; make it by Adapter.queue_pair. With `arrived`, the peer may write here, and it is
+    called with the number of each of its WRITEs with immediate data. `closed` is called at the end.
     Rights granted to the peer are registered in the protection domain `pd`."""
 
     def __init__(
         self,
         port: OpenedPort,
         gid: Gid,
-        receives: bool,
-        arrived: Callable[[int], None] = lambda number: None,
-        closed: Callable[["QueuePair"], None] = lambda pair: None,
+        closed: Callable[["QueuePair"], None],
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         self.port = port
         self._library = port.library
         self._closed = closed
         self.gid = gid
         self._arrived = arrived
-        self._receives = RECEIVES if receives else 0
+        self._receives = 0 if arrived is None else RECEIVES
         self._batches: dict[int, Batch] = {}
         self._next = 0
         self._room = trio.Semaphore(BATCHES)
@@ -127,12 +126,12 @@ class QueuePair:
         self._arrivals = self._sent
         self.pd = port.pd
         try:
-            if receives and not port.has_windows:
+            if self._receives and not port.has_windows:
                 # Without windows a right is a memory region, whose rkey works for the whole protection
                 # domain.
                 with library.errors:
                     self.pd = library.PD(port.context)
-            if receives:
+            if self._receives:
                 self._arrivals = Completions(
                     library, port.context, RECEIVES, self._take_arrival, lambda: True
                 )
@@ -387,7 +386,7 @@ class QueuePair:
     def _take_arrival(self, completion: Any) -> None:
         if completion.status:
             self.fail(_reason(completion.status))
-        elif not self.is_closed:
+        elif self._arrived is not None and not self.is_closed:
             self._receive_next()
             self._arrived(immediate(completion.imm_data))
 

@@ -178,7 +178,7 @@ class Responder(Connection):
         try:
             rdma = self._usable()
             route = rdma.rail(self._local, asked.rail, asked.gid).route
-            pair = rdma.open(route).queue_pair(route.gid, receives=True, arrived=self._arrived)
+            pair = rdma.open(route).queue_pair(route.gid, self._arrived)
             try:
                 pair.connect(asked.end, self._host.timeout_s)
             except BaseException:
