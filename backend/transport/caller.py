@@ -151,14 +151,12 @@ class ControlClient:
         self.is_open = True
 
     def start(self) -> None:
-        self.caller.counters.connections += 1
         self.caller.nursery.start_soon(self._run)
 
     def close(self, why: str) -> None:
         if self.is_open:
             self.is_open = False
             self.why = why
-            self.caller.counters.connections -= 1
             for expected in self.waiting.values():
                 expected.give_up(why)
             for close in self.closers:
@@ -186,12 +184,10 @@ class ControlClient:
 
     async def ask(self, request: Request, kind: type[A]) -> A:
         """Send a request and return its answer of this kind. Raises as `Expected.answer`."""
-        counters = self.caller.counters
         await acquire(self._slots)
         try:
             with Expected(self, request.group) as expected:
-                counters.requests[type(request).__name__.lower()] += 1
-                counters.round_trips += 1
+                self.caller.counters.round_trips += 1
                 await self._send(request, expected)
                 return await expected.answer(kind)
         finally:

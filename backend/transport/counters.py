@@ -15,13 +15,8 @@ class Counters:
     of one transfer count once. `moved_bytes` are by the mover that did it, `fallbacks` the transfers that
     began with one mover and were done by another, `reroutes` those that went on over another queue pair;
     `rails` is what moved over each of this end's rails. `message_bytes` are those of extents inside
-    messages, which alone are in Python objects. `rejected` are data connections in which somebody else
-    spoke."""
+    messages, which alone are in Python objects. `connects` are attempts to reach a node."""
 
-    requests: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    received_bytes: int = 0
-    sent_bytes: int = 0
     moved_bytes: Counter[str] = field(default_factory=Counter)
     message_bytes: int = 0
     fallbacks: int = 0
@@ -29,8 +24,6 @@ class Counters:
     rails: Counter[str] = field(default_factory=Counter)
     round_trips: int = 0
     connects: int = 0
-    connections: int = 0
-    rejected: int = 0
 
 
 @dataclass(slots=True)

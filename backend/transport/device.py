@@ -49,7 +49,6 @@ class Device:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
         await self.link.ask(Put(extent, target, data), Done)
         self._counters.message_bytes += len(data)
-        self._counters.sent_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         """Return small extents whole, in one round trip; None for those that the node does not have or
@@ -62,9 +61,7 @@ class Device:
             if not 0 < len(answer.data) <= len(wanted):
                 raise OSError(errno.EPROTO, "a node's answer makes no sense")
             found += answer.data
-        received = sum(len(data) for data in found if data is not None)
-        self._counters.received_bytes += received
-        self._counters.message_bytes += received
+        self._counters.message_bytes += sum(len(data) for data in found if data is not None)
         return found
 
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:
@@ -127,7 +124,6 @@ class Device:
             # It waits for no other operation, as crossing chains would wait for each other.
             transfer = Transfer("write", source.length)
             await self._move_now(transfer, lambda way: way.write(sending))
-        self._counters.sent_bytes += source.length
 
     async def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
@@ -137,7 +133,6 @@ class Device:
         _lengthen(into)
         transfer = Transfer("read", into.length, into.memory)
         await self._move(transfer, lambda way: way.read(extent, start, into, landed))
-        self._counters.received_bytes += into.length
 
     # -- ways ------------------------------------------------------------------------------------
 
@@ -169,7 +164,6 @@ class Device:
             ways = await _fastest_first(ways)
         counters, why = self._counters, ""
         for number, way in enumerate(ways, 1):
-            counters.requests[transfer.operation] += 1
             try:
                 with (await self.link.connected()).watched():
                     await move(way)

@@ -1,6 +1,5 @@
 """The connection of this process to one store node."""
 
-import errno
 import logging
 import socket
 import ssl
@@ -60,13 +59,7 @@ class Link:
 
     async def ask(self, request: Request, kind: type[A]) -> A:
         """Send a request and return its answer of this kind. Raises OSError."""
-        control = await self.connected()
-        counters = self.caller.counters
-        try:
-            return await control.ask(request, kind)
-        except OSError as error:
-            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
-            raise
+        return await (await self.connected()).ask(request, kind)
 
     def _silent(self, why: str) -> None:
         """Leave a node alone that did not answer in time, so that the next caller need not wait for it."""
@@ -153,7 +146,6 @@ class Link:
             log.warning("store node %x at %s: %s", self.node, address.address, why)
         self._leave_alone(max(took_s, self._setback_s), why)
         self._distrusts = final
-        self.caller.counters.errors["ENOTCONN"] += 1
         raise self._unreachable()
 
     def _unreachable(self) -> Unreachable:

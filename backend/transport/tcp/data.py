@@ -113,7 +113,7 @@ class Data:
             if onward is None:
                 ((reply, received),) = await in_threads([work], channel.shutdown, self._places)
             else:
-                reply, received = await self._take_and_hand_on(channel, work, header, onward)
+                reply, received = await self._take_and_hand_on(channel, work, onward)
         finally:
             await self._transfers.leave(receiving, channel)
         self._counters.received_bytes += received
@@ -122,11 +122,7 @@ class Data:
         return reply
 
     async def _take_and_hand_on(
-        self,
-        channel: Channel,
-        work: Callable[[], tuple[Reply, int]],
-        header: Header,
-        onward: Onward,
+        self, channel: Channel, work: Callable[[], tuple[Reply, int]], onward: Onward
     ) -> tuple[Reply, int]:
         try:
             async with trio.open_nursery() as nursery:

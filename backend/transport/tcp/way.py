@@ -1,6 +1,5 @@
 """The caller's end over TCP: extents are divided among data connections, each used by a thread."""
 
-import errno
 import logging
 import os
 import secrets
@@ -40,7 +39,6 @@ class TcpWay(Way):
         self._link = link
         self._streams = streams
         self._places = places
-        self._counters = link.caller.counters
 
     def suits(self, transfer: Transfer) -> bool:
         return transfer.memory is not Memory.DEVICE
@@ -99,8 +97,8 @@ class TcpWay(Way):
     ) -> None:
         """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
         had been idle turns out to be broken, all is done once more on new ones."""
-        link, counters = self._link, self._counters
-        counters.round_trips += 1
+        link = self._link
+        link.caller.counters.round_trips += 1
         comes, trace = sum(length for _, length in ranges), current_request()
         shares = _shares(ranges, comes, streams)
 
@@ -120,11 +118,7 @@ class TcpWay(Way):
                 channels = await self.pool.borrow(len(shares))
                 await self._run_on(channels, headers(), work, places)
         except (Lost, BadMessage) as error:
-            counters.errors["ENOTCONN"] += 1
             raise Unreachable(link.node, str(error)) from None
-        except OSError as error:
-            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
-            raise
 
     async def _run_on(
         self,
@@ -142,7 +136,6 @@ class TcpWay(Way):
             await in_threads(works, stop, places)
         except (Lost, BadMessage) as error:
             if isinstance(error, BadMessage):
-                self._counters.rejected += 1
                 node = self._link.node
                 log.warning("store node %x: a data connection is given up: %s", node, error)
             self.pool.drop()
