@@ -97,10 +97,6 @@ class Catalog:
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
 
-    @property
-    def bytes_by_group(self) -> dict[int, int]:
-        return self._named.bytes_by_group
-
     # -- questions -------------------------------------------------------------------------------
 
     def is_named(self, content: int) -> bool:

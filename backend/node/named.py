@@ -41,19 +41,11 @@ class Named(NamedTuple):
             if self.group(first, buckets) == group:
                 yield from range(first, stripes, STRIPE_GROUPS_MAX)
 
-    def groups(self, buckets: int) -> dict[int, int]:
-        """Return the groups of the content, and how many of its bytes each keeps."""
-        stripes, size = self.stripes, self.size
-        if stripes == 1:
-            return {self.group(0, buckets): size}
-        found: dict[int, int] = {}
-        for stripe in range(min(stripes, STRIPE_GROUPS_MAX)):
-            group = self.group(stripe, buckets)
-            # All stripes are full except the last, which counts as full here.
-            count = -(-(stripes - stripe) // STRIPE_GROUPS_MAX)
-            found[group] = found.get(group, 0) + count * self.layout.stripe_bytes
-        found[self.group(stripes - 1, buckets)] -= stripes * self.layout.stripe_bytes - size
-        return found
+    def groups(self, buckets: int) -> set[int]:
+        """Return the groups of the content."""
+        return {
+            self.group(stripe, buckets) for stripe in range(min(self.stripes, STRIPE_GROUPS_MAX))
+        }
 
 
 class NamedContents(dict[int, Named]):
@@ -68,12 +60,11 @@ class NamedContents(dict[int, Named]):
         self._buckets = buckets
         self._also: dict[int, list[Named]] = {}  # by content, those that do not count
         self.by_group: dict[int, set[int]] = {}  # group -> contents
-        self.bytes_by_group: dict[int, int] = {}
 
     def clear(self) -> None:
         super().clear()
-        for index in (self._also, self.by_group, self.bytes_by_group):
-            index.clear()
+        self._also.clear()
+        self.by_group.clear()
 
     def name(self, named: Named) -> Named:
         """Add what an inode names, and return the one of its content that counts."""
@@ -103,15 +94,13 @@ class NamedContents(dict[int, Named]):
 
     def _put(self, named: Named) -> None:
         self[named.content] = named
-        for group, length in named.groups(self._buckets).items():
+        for group in named.groups(self._buckets):
             self.by_group.setdefault(group, set()).add(named.content)
-            self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
 
     def _drop(self, named: Named) -> None:
         del self[named.content]
-        for group, length in named.groups(self._buckets).items():
+        for group in named.groups(self._buckets):
             contents = self.by_group[group]
             contents.discard(named.content)
-            self.bytes_by_group[group] -= length
             if not contents:
-                del self.by_group[group], self.bytes_by_group[group]
+                del self.by_group[group]
