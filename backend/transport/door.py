@@ -43,12 +43,7 @@ class Door:
     def __init__(self, nursery: trio.Nursery, counters: ServerFigures) -> None:
         self._nursery = nursery
         self._counters = counters
-        self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
-
-    @property
-    def strangers(self) -> int:
-        """Return how many strangers there are now."""
-        return len(self._strangers)
+        self.strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
 
     def open(
         self,
@@ -95,14 +90,14 @@ class Door:
     @contextmanager
     def stranger(self) -> Iterator[None]:
         """Limit the time that a stranger takes inside. Raises BadMessage when it is over."""
-        if len(self._strangers) >= STRANGERS_MAX:
-            self._strangers.popitem(last=False)[1].cancel()
+        if len(self.strangers) >= STRANGERS_MAX:
+            self.strangers.popitem(last=False)[1].cancel()
         with trio.move_on_after(HANDSHAKE_S) as scope:
-            self._strangers[id(scope)] = scope
+            self.strangers[id(scope)] = scope
             try:
                 yield
             finally:
-                self._strangers.pop(id(scope), None)
+                self.strangers.pop(id(scope), None)
         if scope.cancelled_caught:
             raise BadMessage("it did not say in time who it is")
 

@@ -67,26 +67,22 @@ class Office:
     """Issues and redeems the tickets of all peers of a node."""
 
     def __init__(self) -> None:
-        self._tickets: OrderedDict[bytes, _Pending] = OrderedDict()
-
-    @property
-    def pending(self) -> list[bytes]:
-        """Return the numbers of tickets that were not used yet, the oldest first."""
-        return list(self._tickets)
+        # By number, the oldest first.
+        self.pending: OrderedDict[bytes, _Pending] = OrderedDict()
 
     def grant(self, guest: Guest, count: int) -> list[bytes]:
         now = trio.current_time()
         while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
             self._forget(next(iter(guest.tickets)))
-        while self._tickets:
-            number, first = next(iter(self._tickets.items()))
-            if first.end > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
+        while self.pending:
+            number, first = next(iter(self.pending.items()))
+            if first.end > now and len(self.pending) + count <= TICKETS_PENDING_MAX:
                 break
             self._forget(number)
         granted = []
         for _ in range(count):
             ticket = Ticket.make()
-            self._tickets[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
+            self.pending[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
             granted.append(ticket.pack())
         return granted
@@ -110,7 +106,7 @@ class Office:
             self._forget(number)
 
     def _forget(self, number: bytes) -> _Pending | None:
-        granted = self._tickets.pop(number, None)
+        granted = self.pending.pop(number, None)
         if granted is not None:
             del granted.guest.tickets[number]
         return granted
