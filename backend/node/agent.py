@@ -62,7 +62,7 @@ class Agent:
         self._ping = ping
         self._wake = trio.Event()
         self._shunned: dict[int, tuple[float, float]] = {}  # node -> until, for how long
-        self._members_before: dict[int, tuple[int, ...]] = {}
+        self._before: dict[int, GroupConfig] = {}  # by group
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: no event tells when they are gone
@@ -247,12 +247,12 @@ class Agent:
 
     def _group_changed(self, group: int) -> None:
         found = self._cluster.groups.get(group)
-        before = self._members_before.pop(group, ())
+        before, config = self._before.pop(group, None), found[0] if found is not None else None
         if self._handover is not None:
-            self._handover.group_changed(group, found[0] if found is not None else None)
-        if found is not None:
-            self._members_before[group] = found[0].members
-            gone = set(before) - set(found[0].members)
+            self._handover.group_changed(group, before, config)
+        if config is not None:
+            self._before[group] = config
+            gone = set(before.members if before is not None else ()) - set(config.members)
             for node in gone & self._cluster.members.nodes.keys() - {self.node}:
                 if node in self._target(group):
                     self._shun(node, f"was taken out of group {group:#x} while it lived")

@@ -42,25 +42,23 @@ class Handover:
         self._catalog = catalog
         self._checks = checks
         self._doubt = doubt
-        self._joining: dict[int, tuple[int, ...]] = {}
         self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
         self._sound: dict[int, int] = {}  # group -> the epoch for which that is known
         self._asked: dict[int, tuple[GroupConfig, GroupConfig]] = {}
         self._told: set[int] = set()
         self._wake = trio.Event()
 
-    def group_changed(self, group: int, config: GroupConfig | None) -> None:
-        """Note a group's new configuration; call it for each one."""
-        before = self._joining.pop(group, ())
+    def group_changed(
+        self, group: int, before: GroupConfig | None, config: GroupConfig | None
+    ) -> None:
+        """Note a group's new configuration, and the one before; call it for each one."""
         self._sound.pop(group, None)
         self._asked.pop(group, None)
         self._told.discard(group)
         if config is None:
             self._filled.pop(group, None)
             return
-        if config.joining:
-            self._joining[group] = config.joining
-        for node in set(before) & set(config.in_sync):
+        for node in set(before.joining if before is not None else ()) & set(config.in_sync):
             self._filled.setdefault(group, {})[node] = time.monotonic()
 
     def may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
