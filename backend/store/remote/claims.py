@@ -26,20 +26,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
 
 import trio
 
-from ...cluster.lease import Session
-from ...cluster.membership import Members
-from ...cluster.replica import Replica
-from ...etcd.engine import EtcdEngine
 from ...etcd.leases import LeaseEnded
-from ...kv import Compare, Conflict, Delete, Event, Exists, KeyValue, Put
-from ...kv.faults import Faults
-from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
+from ...kv import Compare, Conflict, Delete, Exists, Put
+from ...model.records import claim_key, wish_key
+from ...namespace import SharedCommitter
+from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
+from .claim_entries import EXCLUSIVE, Claim
 from .leases import Leases
+from .member import Member
 from .rests import Rests
 
 log = logging.getLogger(__name__)
@@ -57,103 +55,30 @@ _SHARED_S = 1.0
 _PATIENCE = 2
 _LATE_S = 60.0
 _DOUBTED_S = 120.0
-# Follows a lease in the value of an exclusive claim.
-_EXCLUSIVE = b"x"
 _TICK_S = 1.0
 # A transaction has 127 operations; who put more wishes deletes them.
 _WISHES_AT_ONCE = 100
 
 
-class _Claim(NamedTuple):
-    lease: int
-    revision: int
-
-
 def _claim(directory: int, lease: int, *, exclusive: bool) -> Put:
-    value = lease.to_bytes(8, "big") + (_EXCLUSIVE if exclusive else b"")
+    value = lease.to_bytes(8, "big") + (EXCLUSIVE if exclusive else b"")
     return Put(claim_key(directory), value, lease)
-
-
-class ClaimEntries:
-    """A consumer of the replica hub: the claims of all mounts, and who waits for them to be given up. It
-    comes after `Members`, which has the followers of directories."""
-
-    prefixes: tuple[bytes, ...] = (CLAIM, WISH, FOLLOWED)
-
-    def __init__(self, faults: Faults | None = None) -> None:
-        self._faults = faults or Faults()
-        self.claims: dict[int, _Claim] = {}
-        self.exclusive: dict[int, int] = {}  # directory -> lease
-        self.wishes: dict[int, set[int]] = {}  # directory -> leases
-        self.touched: set[int] = set()  # directories about which something changed
-        self.is_followed_anew = False  # a directory, and with it all that is below
-        self.changed = trio.lowlevel.ParkingLot()
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        self.claims.clear()
-        self.exclusive.clear()
-        self.wishes.clear()
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        self.changed.unpark_all()
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        self.changed.unpark_all()
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
-        if key.startswith(FOLLOWED):
-            self.is_followed_anew = True
-            return
-        directory = int.from_bytes(key[1:9], "big")
-        self.touched.add(directory)
-        if key.startswith(WISH):
-            wishes, lease = self.wishes.setdefault(directory, set()), int.from_bytes(key[9:], "big")
-            wishes.discard(lease) if value is None else wishes.add(lease)
-            if not wishes:
-                del self.wishes[directory]
-            return
-        self.exclusive.pop(directory, None)
-        if value is None:
-            self.claims.pop(directory, None)
-        else:
-            if len(value) < 8 or value[8:] not in (b"", _EXCLUSIVE):
-                self._faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
-            lease = int.from_bytes(value[:8], "big")
-            self.claims[directory] = _Claim(lease, revision)
-            if value[8:] == _EXCLUSIVE:
-                self.exclusive[directory] = lease
 
 
 class Claims:
     """The claims of one mount, and its dealings with those of others (see namespace/shared). They may be
-    used when `run` runs. `defers`: it may take exclusive ones. `writable` as for SharedCommitter."""
+    used when `run` runs. `defers`: it may take exclusive ones."""
 
-    def __init__(
-        self,
-        engine: EtcdEngine,
-        replica: Replica,
-        members: Members,
-        session: Session,
-        entries: ClaimEntries,
-        leases: Leases,
-        nursery: trio.Nursery,
-        timeout_s: float,
-        *,
-        defers: bool,
-        writable: range,
-    ) -> None:
-        self._engine = engine
-        self._replica = replica
-        self._members = members
-        self._session = session
-        self._entries = entries
+    def __init__(self, member: Member, leases: Leases, *, defers: bool) -> None:
+        self._member = member
+        self._engine = member.engine
+        self._replica = member.replica
+        self._members = member.members
+        self._session = member.session
         self._leases = leases
-        self._nursery = nursery
-        self._timeout_s = timeout_s
+        self._nursery = member.nursery
+        self._entries = member.claim_entries
         self._defers = defers
-        self._writable = writable
         # By directory: when something was changed there last without being deferred, and when the claim was
         # used last.
         self._changed: dict[int, float] = {}
@@ -328,7 +253,7 @@ class Claims:
         while among([directory]):
             claim = self._entries.claims[directory]
             lease = claim.lease
-            await self._session.wait_valid(self._timeout_s)
+            await self._session.wait_valid(self._member.timeout_s)
             ends = self._members.session_of(lease) is not None
             if ends and self._late.get(lease, 0.0) < time.monotonic():
                 try:
@@ -340,14 +265,14 @@ class Claims:
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
                     lease, directory,
                 )  # fmt: skip
-            if directory not in self._writable:
+            if directory not in self._member.writable:
                 return
             key = claim_key(directory)
             if await self._change([(key, claim.revision)], key) and ends:
                 self._late[lease] = time.monotonic() + _LATE_S
 
     async def _is_answered(
-        self, directory: int, claim: _Claim, ask: Callable[[int], Awaitable[None]]
+        self, directory: int, claim: Claim, ask: Callable[[int], Awaitable[None]]
     ) -> bool:
         """Ask the holder of a claim, and return whether it gave that up. Raises LeaseEnded."""
         for _ in range(_PATIENCE):
@@ -384,11 +309,10 @@ class Claims:
 
     # -- giving up ---------------------------------------------------------------------------------
 
-    async def run(
-        self, store: Callable[[int], Awaitable[None]], store_deferred: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def run(self, committer: SharedCommitter, deferred: Deferred) -> None:
         """Give up the claims that others want, and idle ones; share those of directories that others
-        follow. `store(directory)` stores what this mount keeps to itself in a directory."""
+        follow."""
+        self._committer, self._deferred = committer, deferred
         entries, tick_at = self._entries, 0.0
         while True:
             with trio.move_on_after(_TICK_S):
@@ -410,13 +334,13 @@ class Claims:
                         if self._claimed_under == self._session.lease:
                             self._doubted = self._session.lease
                             self._doubted_until = now + _DOUBTED_S
-                        self._nursery.start_soon(self._attempt, store, directory)
+                        self._nursery.start_soon(self._store, directory)
                     self._removed.discard(directory)
                     continue
                 used = self._used.setdefault(directory, now)
                 if directory in self._entries.wishes:
                     self._rests.begin(directory)
-                    self._start_giving_up(store, [directory])
+                    self._start_giving_up([directory])
                 elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
                 elif (
@@ -426,25 +350,21 @@ class Claims:
                 ):
                     self._sharing.add(directory)
                     self._looks.begin(directory)
-                    self._nursery.start_soon(self._share, store_deferred, directory)
+                    self._nursery.start_soon(self._share, directory)
             if idle:
-                self._start_giving_up(store, idle[:_GIVEN_UP_AT_ONCE])
+                self._start_giving_up(idle[:_GIVEN_UP_AT_ONCE])
 
-    def _start_giving_up(
-        self, store: Callable[[int], Awaitable[None]], directories: list[int]
-    ) -> None:
+    def _start_giving_up(self, directories: list[int]) -> None:
         self._ending.update(directories)
-        self._nursery.start_soon(self._give_up, store, directories)
+        self._nursery.start_soon(self._give_up, directories)
 
-    async def _give_up(
-        self, store: Callable[[int], Awaitable[None]], directories: list[int]
-    ) -> None:
+    async def _give_up(self, directories: list[int]) -> None:
         """Store what is kept in directories, and delete their claims and all wishes."""
         try:
             while held := [one for one in directories if self.revision(one)]:
                 conditions = [(claim_key(one), self.revision(one)) for one in held]
                 for directory in held:
-                    if not await self._attempt(store, directory):
+                    if not await self._store(directory):
                         return
                 keys = (
                     wish_key(one, lease)
@@ -460,10 +380,10 @@ class Claims:
         finally:
             self._ending.difference_update(directories)
 
-    async def _share(self, store_deferred: Callable[[], Awaitable[None]], directory: int) -> None:
+    async def _share(self, directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
         try:
-            await store_deferred()
+            await self._deferred.store()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
             await self._replica.wait_applied(await self._engine.transact(conditions, [claim]))
@@ -474,9 +394,10 @@ class Claims:
         finally:
             self._sharing.discard(directory)
 
-    async def _attempt(self, store: Callable[[int], Awaitable[None]], directory: int) -> bool:
+    async def _store(self, directory: int) -> bool:
+        """Store what this mount keeps to itself in a directory. Return whether that succeeded."""
         try:
-            await store(directory)
+            await self._committer.store(directory)
         except OSError as error:
             log.warning("new files in directory %d are not stored yet: %s", directory, error)
             return False

@@ -1,68 +1,166 @@
-"""A mount's knowledge of its cluster that both fetching and publishing use."""
+"""A mount's part in its cluster: its names, contents and locks, and the ways to the store nodes."""
 
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import trio
 
-from ...cluster.config_sections import MountSection
+from ...cluster.config import ClusterConfig
+from ...etcd.engine import EtcdEngine
 from ...model.placement import group_of
-from ...model.records import Layout, Settings
-from ...transport.peers import Peers
-from .coordination import Coordination
+from ...model.records import Layout, MountRecord, Settings
+from ...model.values import ConfigError
+from ...namespace import ROOT_INO, Namespace, SharedCommitter
+from ...transport.movers import all_movers
+from ...transport.peers import Peers, open_peers, patience_s
+from ...transport.verbs.rdma import Rdma
+from .claims import Claims
+from .contents import Contents
+from .leases import Leases
+from .locks import SharedLocks
+from .member import Member
+from .numbers import ContentNumbers
 
+log = logging.getLogger(__name__)
+
+# Mounts that lost their sessions, with etcd for example, have registered anew by then.
+_ABANDONED_AFTER_S = 60.0
 _STRIPES_AT_ONCE = 4
 
 
-class Cluster:
-    """The state that a mount shares with its cluster, and the ways to the store nodes; tasks run in
-    `nursery`. Files up to `small_bytes` travel inside control messages. A transfer fails when a group has
-    had no reachable members for `timeout_s`. With `verify`, versions get digests, and bytes are compared
-    with them. `here` is the store node on `host` whose directory this process can open, 0 if there is
-    none."""
+class Cluster(Member):
+    """A mount's names, contents, claims, leases and locks, and the ways to the store nodes, its `peers`.
+    Nothing is known before `read`, and nothing may be changed before `join`. `defers`: changes of names may
+    be answered before they are stored.
+
+    Files up to `small_bytes` travel inside control messages. A transfer fails when a group has had no
+    reachable members for `timeout_s`. With `verify`, versions get digests, with which bytes are compared.
+    `here` is the store node on `host` whose directory this process can open, 0 if there is none."""
+
+    peers: Peers
 
     def __init__(
         self,
-        coordination: Coordination,
-        peers: Peers,
-        mount: MountSection,
+        config: ClusterConfig,
+        settings: Settings,
+        engine: EtcdEngine,
+        record: MountRecord,
         nursery: trio.Nursery,
         timeout_s: float,
+        *,
+        directory: str,
+        defers: bool,
     ) -> None:
-        self.engine = coordination.engine
-        self.session = coordination.session
-        self.replica = coordination.replica
-        self.groups = coordination.groups
-        self.members = members = coordination.members
-        self.namespace = coordination.namespace
-        self.leases = coordination.leases
-        self.claims = coordination.claims
-        self.deferred = coordination.deferred
-        self.peers = peers
-        self.nursery = nursery
-        self.small_bytes = mount.small_file
-        self.verify = mount.verify
-        self.timeout_s = timeout_s
+        super().__init__(config, settings, engine, record, nursery, timeout_s)
+        self.small_bytes = config.mount.small_file
+        self.verify = config.mount.verify
+        self.host = config.mount.host
         self.here = 0
-        self.host = mount.host
-        self._find_node_here()
-        members.node_changed.append(self._node_changed)
+        self.members.node_changed.append(self._node_changed)
+        self.contents = Contents(
+            f"{directory}/extents", ContentNumbers(lambda: self.session.number).new,
+            self.changes.content_gone, config.mount.cache_size,
+        )  # fmt: skip
+        self.leases = Leases(self)
+        self.claims = Claims(self, self.leases, defers=defers)
+        self._committer = SharedCommitter(
+            self.tree, engine, self.replica, claims=self.claims,
+            after_commit=self.leases.wait_for_followers, writable=self.writable,
+        )  # fmt: skip
+        deferred = self._committer.deferred
+        assert deferred is not None, "it has claims"
+        self.deferred = deferred
+        self.namespace = Namespace(self.tree, self._committer)
+        self.locks = SharedLocks(self, self.deferred)
+
+    def open_peers(self, rdma: Rdma, session_key: bytes) -> AbstractAsyncContextManager[Peers]:
+        """Return what opens the ways to the store nodes, which become `peers`."""
+        mount = self.config.mount
+        movers = all_movers(
+            rdma, streams=mount.streams, encrypt_data=mount.encrypt_data, stages=True
+        )
+        return open_peers(
+            self.members.address, movers,
+            credentials=self.credentials,
+            name=f"{self.host}:{os.getpid()}", role=self.role,
+            session=lambda: self.session.number, session_key=session_key,
+            timeout_s=patience_s(self.settings), is_revoked=self.certificates.is_revoked,
+        )  # fmt: skip
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def read(self) -> None:
+        """Read the state of the cluster, and follow its changes from there. Raises OSError."""
+        await self.replica.start(self.nursery)
+
+    async def join(self) -> None:
+        """Become a session of the cluster. Raises ConfigError, OSError."""
+        start_soon = self.nursery.start_soon
+        await self.nursery.start(partial(self.session.run, on_lost=self.locks.lost))
+        await self._ensure_root()
+        await self.engine.admin.warn()
+        start_soon(self._remove_abandoned)
+        start_soon(self.renewal.run)
+        start_soon(self.leases.run)
+        start_soon(self.deferred.run)
+        start_soon(self.claims.run, self._committer, self.deferred)
+        start_soon(self.locks.run)
+
+    async def leave(self) -> None:
+        """Store what is deferred, and end the session. Raises OSError."""
+        try:
+            await self.namespace.flush()
+        except OSError as error:
+            log.error("changes of names are lost: %s", error)
+        await self.session.release()
+
+    async def _remove_abandoned(self) -> None:
+        """Remove names that nobody sees once, when the sessions that ended just now have begun anew."""
+        if not self.writable:
+            return
+        await trio.sleep(_ABANDONED_AFTER_S)
+        try:
+            await self.namespace.remove_abandoned()
+        except OSError as error:
+            log.info("names that nobody sees stay until the next mount starts: %s", error)
+
+    async def _ensure_root(self) -> None:
+        writable = self.writable
+        if ROOT_INO in writable:
+            await self.namespace.ensure_root()
+            return
+        if writable:
+            if writable.start not in self.tree.inodes:
+                raise ConfigError(
+                    "the directory that this mount's certificate lets it change was removed; make another "
+                    "certificate: irdmafs cluster cert NAME --role mount --root DIRECTORY"
+                )
+            what = f"changes nothing outside of {self.namespace.describe(writable.start)}"
+        else:
+            what = "is read-only"
+        log.info(
+            "this mount %s, by its certificate; locks of the rest hold on this host only", what
+        )
+        if ROOT_INO not in self.tree.inodes:
+            raise ConfigError(
+                f"the cluster {self.config.cluster.name!r} was never mounted for writing: there is "
+                "nothing to read yet"
+            )
+
+    # -- nodes and groups ------------------------------------------------------------------------
 
     def _node_changed(self, node: int) -> None:
-        self.peers.node_changed(node)
-        self._find_node_here()
-
-    def _find_node_here(self) -> None:
+        nodes = self.members.nodes
+        if node != self.here and (node not in nodes or nodes[node].host != self.host):
+            return
         self.here = 0
-        for node, address in self.members.nodes.items():
-            if address.host == self.host and _is_store_of(address.store, node):
-                self.here = node
-
-    @property
-    def settings(self) -> Settings:
-        assert self.members.settings is not None, "a mount starts with the settings"
-        return self.members.settings
+        for known, address in nodes.items():
+            if address.host == self.host and _is_store_of(address.store, known):
+                self.here = known
 
     @property
     def store_here(self) -> str:

@@ -30,7 +30,6 @@ from ...unwrap import first_error
 from ..pins import Pinned
 from ..reading import read_hashed
 from .cluster import Cluster, for_each_stripe
-from .contents import Contents
 from .figures import FetchFigures
 from .lent import Declined, Lent
 
@@ -83,8 +82,8 @@ class _Batch:
 class Fetcher:
     """Fetches contents from store nodes. `pins` are those that must stay on this host."""
 
-    def __init__(self, cluster: Cluster, contents: Contents, pins: Pinned) -> None:
-        self._contents = contents
+    def __init__(self, cluster: Cluster, pins: Pinned) -> None:
+        self._contents = cluster.contents
         self._pins = pins
         self._cluster = cluster
         # Mounts read from the members of a group in different orders.

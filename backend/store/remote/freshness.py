@@ -9,8 +9,6 @@ import trio
 from ...namespace import Inode
 from ...unwrap import first_error
 from .cluster import Cluster
-from .contents import Contents
-from .listeners import Changes
 from .versions import Versions
 
 log = logging.getLogger(__name__)
@@ -20,20 +18,15 @@ class Freshness:
     """How far a shared namespace may be believed on this host: other hosts change it, too. `listeners` are
     told of every change."""
 
-    def __init__(
-        self, cluster: Cluster, changes: Changes, contents: Contents, versions: Versions
-    ) -> None:
+    def __init__(self, cluster: Cluster, versions: Versions) -> None:
+        self._cluster = cluster
         self._namespace = cluster.namespace
         self._leases = leases = cluster.leases
-        self._cluster = cluster
-        self._replica = cluster.replica
-        self._contents = contents
         self._versions = versions
-        self.listeners = changes.mount_listeners
+        self.listeners = cluster.changes.mount_listeners
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
-        self._deferred = cluster.deferred
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
@@ -79,11 +72,11 @@ class Freshness:
         if self.is_fresh(inode):
             return
         small = content and inode.is_file and 0 < inode.size <= self._cluster.small_bytes
-        if small and inode.extent and not self._contents.has(inode.extent):
+        if small and inode.extent and not self._cluster.contents.has(inode.extent):
             await self._barrier_and_content(inode)
         else:
-            await self._replica.barrier()
-        await self._deferred.settle()
+            await self._cluster.replica.barrier()
+        await self._cluster.deferred.settle()
         directories = self._directories_of(inode)
         for directory in self._claims.exclusive_of_others(directories):
             await self._claims.look(directory)
@@ -95,7 +88,7 @@ class Freshness:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._bring_quietly, inode.ino)
-                await self._replica.barrier()
+                await self._cluster.replica.barrier()
                 current = self._namespace.inodes.get(inode.ino)
                 if current is None or current.extent != inode.extent:
                     nursery.cancel_scope.cancel()

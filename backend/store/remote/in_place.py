@@ -9,7 +9,6 @@ from ...files.extents import copy_contents
 from ...model.records import ContentId
 from ...namespace import Inode, fail
 from .cluster import Cluster
-from .contents import Contents
 from .replication import Publisher
 from .versions import Versions
 from .writer import digests_of
@@ -18,11 +17,9 @@ from .writer import digests_of
 class InPlace:
     """Takes contents of versions out of a mount's cache to be written."""
 
-    def __init__(
-        self, cluster: Cluster, contents: Contents, versions: Versions, publisher: Publisher
-    ) -> None:
+    def __init__(self, cluster: Cluster, versions: Versions, publisher: Publisher) -> None:
         self._namespace = cluster.namespace
-        self._contents = contents
+        self._contents = cluster.contents
         self._versions = versions
         self._publisher = publisher
 

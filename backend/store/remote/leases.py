@@ -16,20 +16,18 @@ must not return before every follower knows of the move.
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import trio
 
-from ...cluster.lease import Session, now_s
-from ...cluster.membership import Members, followed_key, seen_key
-from ...cluster.replica import Replica
-from ...etcd.engine import EtcdEngine
+from ...cluster.lease import now_s
+from ...cluster.membership import followed_key, seen_key
 from ...kv import Delete, Put
-from ...namespace import ROOT_INO, Inode, Tree
+from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
-from .listeners import StoreListener
+from .member import Member
 from .promise import Followers, Sureness
 from .rests import Rests
 
@@ -68,29 +66,21 @@ class _Interest:
 class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
-    def __init__(
-        self,
-        engine: EtcdEngine,
-        replica: Replica,
-        tree: Tree,
-        members: Members,
-        session: Session,
-        nursery: trio.Nursery,
-        listeners: Sequence[StoreListener],
-    ) -> None:
-        self._engine = engine
-        self._replica = replica
-        self._tree = tree
-        self._members = members
-        self._session = session
+    def __init__(self, member: Member) -> None:
+        self._engine = member.engine
+        self._replica = member.replica
+        self._tree = member.tree
+        self._members = member.members
+        self._session = member.session
+        self._nursery = member.nursery
         # Directories, with the leases under which they are followed; 0: not any more, but the key that says
         # so may still be there.
         self._held: dict[int, int] = {}
         self._sureness = Sureness()
-        self._followers = Followers(members)
+        self._followers = Followers(member.members)
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
-        self._listeners = listeners
+        self._listeners = member.changes.mount_listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -107,9 +97,11 @@ class Leases:
         self._moved_at = self._moved_known = 0
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
-        self._nursery = nursery
         self.acknowledgements = 0
         self.transactions = 0  # asked for: to follow, to give up and to acknowledge
+        member.changes.inode_listeners.append(self.inode_changed)
+        member.changes.name_listeners.append(self.name_changed)
+        member.changes.transaction_listeners.append(self.transaction)
 
     # -- following -------------------------------------------------------------------------------
 

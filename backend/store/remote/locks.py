@@ -9,15 +9,11 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
-from ...cluster.lease import Session
-from ...cluster.membership import Members
-from ...cluster.replica import Replica
-from ...etcd.engine import EtcdEngine
 from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Put
 from ...model.lock_claims import (
@@ -32,7 +28,8 @@ from ...model.lock_claims import (
     merged,
 )
 from ...model.records import encode
-from .lock_entries import LockEntries
+from ...namespace.deferred import Deferred
+from .member import Member
 
 log = logging.getLogger(__name__)
 
@@ -78,34 +75,21 @@ class _Inode:
 
 class SharedLocks:
     """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
-    after `timeout_s`. `store_names` stores what is deferred. Locks of inodes that are not `writable` hold
-    on this host only."""
+    after the cluster's time-out. Locks of inodes that are not writable hold on this host only."""
 
-    def __init__(
-        self,
-        engine: EtcdEngine,
-        replica: Replica,
-        session: Session,
-        members: Members,
-        entries: LockEntries,
-        nursery: trio.Nursery,
-        timeout_s: float,
-        store_names: Callable[[], Awaitable[None]],
-        writable: range,
-    ) -> None:
-        self._engine = engine
-        self._replica = replica
-        self._session = session
-        self._members = members
-        self._entries = entries
-        self._store_names = store_names
-        self._writable = writable
-        self._timeout_s = timeout_s
+    def __init__(self, member: Member, deferred: Deferred) -> None:
+        self._member = member
+        self._replica = member.replica
+        self._session = member.session
+        self._deferred = deferred
+        self._entries = member.lock_entries
+        self._writable = member.writable
+        self._timeout_s = member.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
-        self._nursery = nursery
+        self._nursery = member.nursery
         self.transactions = 0
-        entries.changed.append(self._moved)
+        self._entries.changed.append(self._moved)
 
     # -- what is granted -------------------------------------------------------------------------
 
@@ -217,7 +201,7 @@ class SharedLocks:
 
     async def store_names(self) -> None:
         """Return when etcd has all changes of names that were answered before. Raises OSError."""
-        await self._store_names()
+        await self._deferred.store()
 
     def shrunk(self, ino: int) -> None:
         """Note that processes gave locks back, and that what they wrote under them is published."""
@@ -382,7 +366,7 @@ class SharedLocks:
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
         self.transactions += 1
-        return await self._engine.transact(compares, operations)
+        return await self._member.engine.transact(compares, operations)
 
     # -- the session -----------------------------------------------------------------------------
 
@@ -427,7 +411,7 @@ class SharedLocks:
         for ino, since in list(self._entries.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
-            if self._session.number == min(self._members.sessions, default=0):
+            if self._session.number == min(self._member.members.sessions, default=0):
                 await _quietly(self._remove(ino, [self._session.compare()]))
 
     # -- what others do ------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from ...model.records import ContentId, pin_key
 from ...namespace import Inode, fail
 from ..pins import Pinned
 from .cluster import Cluster
-from .contents import Contents
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +16,9 @@ class ContentPins(Pinned):
     """The pins of one mount. A content that is read from its store nodes is pinned there, too, by a key in
     etcd that ends with the session."""
 
-    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__()
-        self._contents = contents
+        self._contents = cluster.contents
         self._engine = cluster.engine
         self._session = cluster.session
         self._replica = cluster.replica

@@ -15,7 +15,6 @@ from ...namespace import Inode, NewVersion, Outdated, fail
 from ..aside import make_aside
 from .abandoned import Abandoned
 from .cluster import Cluster
-from .contents import Contents
 from .figures import PublishFigures
 from .layouts import Layouts
 from .pins import ContentPins
@@ -31,28 +30,24 @@ _UNSURE_MAX = 1000
 class Publisher:
     """Publishes the working copies of one mount.
 
-    check_publishing(ino) is called when a version is about to be published in another session than it was
-    begun in. `forget` is called with a descriptor whose file must not stay registered for RDMA.
+    `forget` is called with a descriptor whose file must not stay registered for RDMA.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        contents: Contents,
         pins: ContentPins,
         layouts: Layouts,
         space: Space,
-        check_publishing: Callable[[int], None],
         forget: Callable[[int], None],
     ) -> None:
         self._namespace = cluster.namespace
         self._session = cluster.session
         self._cluster = cluster
-        self._contents = contents
+        self._contents = cluster.contents
         self._pins = pins
         self._layouts = layouts
         self._space = space
-        self._check_publishing = check_publishing
         self._forget = forget
         self._abandoned = Abandoned(cluster)
         cluster.nursery.start_soon(self._abandoned.run)
@@ -143,7 +138,7 @@ class Publisher:
     async def _valid_session(self, ino: int, begun_in: int) -> int:
         session = await self._session.wait_valid(self._cluster.timeout_s)
         if session != begun_in:
-            self._check_publishing(ino)
+            self._cluster.locks.check_publishing(ino)
         return session
 
     @contextmanager

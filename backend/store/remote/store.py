@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import trio
@@ -14,22 +14,17 @@ from ...files.storedir import lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
-from ...transport.movers import all_movers
-from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
 from .cluster import Cluster
-from .contents import Contents
-from .coordination import Coordination
 from .fetcher import Fetcher
 from .figures import ClusterFigures
 from .freshness import Freshness
 from .in_place import InPlace
 from .layouts import Layouts
 from .lent import Lender
-from .numbers import ContentNumbers
 from .pins import ContentPins
 from .prefetch import Prefetcher
 from .replication import Publisher
@@ -73,29 +68,23 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                coordination = Coordination(
-                    config, settings, engine, record, nursery, timeout_s, defers=defers
-                )
-                session = coordination.session
-                contents = Contents(
-                    f"{directory}/extents", ContentNumbers(lambda: session.number).new,
-                    coordination.changes.content_gone, config.mount.cache_size,
+                cluster = Cluster(
+                    config, settings, engine, record, nursery, timeout_s,
+                    directory=directory, defers=defers,
                 )  # fmt: skip
-                with closing(contents):
-                    await coordination.read()
-                    _check_rdma(rdma, coordination.members)
-                    await coordination.join()
-                    async with _peers(config, coordination, rdma, session_key) as peers:
-                        store = RemoteStore(
-                            config, coordination, peers, rdma, contents, nursery, timeout_s
-                        )
+                with closing(cluster.contents):
+                    await cluster.read()
+                    _check_rdma(rdma, cluster.members)
+                    await cluster.join()
+                    async with cluster.open_peers(rdma, session_key) as cluster.peers:
+                        store = RemoteStore(cluster, rdma)
                         for path in config.mount.follow:
                             await store.follow_path(path)
                         yield store
                         # Releasing the session frees everything that depends on it at once, if etcd can be
                         # told.
                         with trio.move_on_after(_RELEASE_S, shield=True):
-                            await coordination.leave()
+                            await cluster.leave()
                         nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from None
@@ -112,22 +101,6 @@ def _check_rdma(rdma: Rdma, members: Members) -> None:
         return
 
 
-def _peers(
-    config: ClusterConfig, coordination: Coordination, rdma: Rdma, session_key: bytes
-) -> AbstractAsyncContextManager[Peers]:
-    movers = all_movers(
-        rdma, streams=config.mount.streams, encrypt_data=config.mount.encrypt_data, stages=True
-    )
-    session = coordination.session
-    return open_peers(
-        coordination.members.address, movers,
-        credentials=coordination.credentials,
-        name=f"{config.mount.host}:{os.getpid()}", role=coordination.role,
-        session=lambda: session.number, session_key=session_key,
-        timeout_s=patience_s(coordination.settings), is_revoked=coordination.certificates.is_revoked,
-    )  # fmt: skip
-
-
 class RemoteStore:
     """The Store of a mount in a cluster; made by `remote_store`. Its parts do the work; each call of the
     mount goes to one of them directly."""
@@ -137,41 +110,29 @@ class RemoteStore:
     waits = True
     size_max = SIZE_MAX
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        coordination: Coordination,
-        peers: Peers,
-        rdma: Rdma,
-        contents: Contents,
-        nursery: trio.Nursery,
-        timeout_s: float,
-    ) -> None:
-        self._config = config
-        self._coordination = coordination
+    def __init__(self, cluster: Cluster, rdma: Rdma) -> None:
+        self._cluster = cluster
         self._rdma = rdma
-        self.peers = peers
-        self.members = coordination.members
-        self.namespace = coordination.namespace
-        self.extents = contents
-        self.locks = coordination.locks
-        self._cluster = cluster = Cluster(coordination, peers, config.mount, nursery, timeout_s)
+        self.peers = cluster.peers
+        self.members = cluster.members
+        self.namespace = cluster.namespace
+        self.extents = contents = cluster.contents
+        self.locks = cluster.locks
+        cluster.members.node_changed.append(cluster.peers.node_changed)
         space = Space(cluster.members, contents)
-        pins = ContentPins(cluster, contents)
-        self._fetcher = Fetcher(cluster, contents, pins)
-        self._lender = Lender(nursery, rdma.forget)
-        self._versions = versions = Versions(cluster, contents, pins, self._fetcher, self._lender)
+        pins = ContentPins(cluster)
+        self._fetcher = Fetcher(cluster, pins)
+        self._lender = Lender(cluster.nursery, rdma.forget)
+        self._versions = versions = Versions(cluster, pins, self._fetcher, self._lender)
         layouts = Layouts(cluster)
-        self._publisher = publisher = Publisher(
-            cluster, contents, pins, layouts, space, self.locks.check_publishing, rdma.forget
-        )
-        in_place = InPlace(cluster, contents, versions, publisher)
-        self.freshness = Freshness(cluster, coordination.changes, contents, versions)
+        self._publisher = publisher = Publisher(cluster, pins, layouts, space, rdma.forget)
+        in_place = InPlace(cluster, versions, publisher)
+        self.freshness = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
-        coordination.changes.inode_listeners += [
+        cluster.changes.inode_listeners += [
             space.inode_changed, pins.inode_changed, prefetcher.inode_changed,
         ]  # fmt: skip
-        nursery.start_soon(layouts.prepare)
+        cluster.nursery.start_soon(layouts.prepare)
 
         self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
         self.lend = pins.lend
@@ -209,40 +170,40 @@ class RemoteStore:
             inode = found
         if not inode.is_dir:
             raise OSError(errno.ENOTDIR, "not a directory to follow", path)
-        await self._coordination.leases.follow(inode.ino, for_good=True)
+        await self._cluster.leases.follow(inode.ino, for_good=True)
         self._prefetcher.start(inode.ino)
 
     def renew(self) -> None:
         """Read certificates and keys again now."""
-        self._coordination.renewal.ask()
+        self._cluster.renewal.ask()
 
     def warnings(self) -> list[str]:
         """Return a line for each problem with the credentials of this mount, or of nodes, and one if there
         are damaged records in etcd."""
         former = [
-            f"{line}; the former ones stay in use" for line in self._coordination.renewal.problems()
+            f"{line}; the former ones stay in use" for line in self._cluster.renewal.problems()
         ]
-        return [*self.peers.refusals(), *former, *self._coordination.faults.warnings()]
+        return [*self.peers.refusals(), *former, *self._cluster.faults.warnings()]
 
     # -- figures ---------------------------------------------------------------------------------
 
     def figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
-        coordination, leases = self._coordination, self._coordination.leases
+        cluster, leases = self._cluster, self._cluster.leases
         peers = self.peers.counters
         looked_up = ClusterFigures(
-            applied_revision=coordination.replica.applied,
-            barriers=coordination.replica.barriers,
-            transactions=coordination.engine.transactions,
+            applied_revision=cluster.replica.applied,
+            barriers=cluster.replica.barriers,
+            transactions=cluster.engine.transactions,
             followed_directories=leases.count(),
-            claimed_directories=coordination.claims.count(),
-            exclusive_directories=coordination.claims.count(exclusive=True),
-            deferred_changes=coordination.deferred.count,
+            claimed_directories=cluster.claims.count(),
+            exclusive_directories=cluster.claims.count(exclusive=True),
+            deferred_changes=cluster.deferred.count,
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
             locked=self.locks.count(),
             lock_transactions=self.locks.transactions,
-            session_valid_seconds=coordination.session.left_s(),
+            session_valid_seconds=cluster.session.left_s(),
             lent_buffers=len(self._lender),
             prefetched_bytes=self._prefetcher.fetched_bytes,
             round_trips=peers.round_trips,
@@ -259,22 +220,21 @@ class RemoteStore:
 
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
-        coordination, here = self._coordination, self._cluster.here
-        namespace = coordination.namespace
-        writable = namespace.writable
+        cluster, config = self._cluster, self._cluster.config
+        here, writable = cluster.here, cluster.writable
         return {
             "cluster": {
-                "name": self._config.cluster.name,
-                "id": coordination.settings.cluster_id,
-                "etcd": list(self._config.cluster.etcd),
-                "session": coordination.session.number,
-                "role": coordination.role,
-                "writable": namespace.describe(writable.start) if writable else None,
-                "session_valid": coordination.session.valid(),
+                "name": config.cluster.name,
+                "id": cluster.settings.cluster_id,
+                "etcd": list(config.cluster.etcd),
+                "session": cluster.session.number,
+                "role": cluster.role,
+                "writable": self.namespace.describe(writable.start) if writable else None,
+                "session_valid": cluster.session.valid(),
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
                 "node_here": f"{here:x}" if here else None,
-                "verify": self._config.mount.verify,
+                "verify": config.mount.verify,
                 "rdma": self._rdma.why_not or "on",
                 **values_of(*self.figures()),
             }

@@ -10,7 +10,6 @@ import trio
 from ...model.records import ContentId
 from ...namespace import Inode, fail
 from .cluster import Cluster
-from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
 from .lent import Declined, Lender
@@ -27,17 +26,12 @@ class Versions:
     the mount's time-out."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        contents: Contents,
-        pins: ContentPins,
-        fetcher: Fetcher,
-        lender: Lender,
+        self, cluster: Cluster, pins: ContentPins, fetcher: Fetcher, lender: Lender
     ) -> None:
         self._namespace = cluster.namespace
         self._replica = cluster.replica
         self._timeout_s = cluster.timeout_s
-        self._contents = contents
+        self._contents = cluster.contents
         self._pins = pins
         self._fetcher = fetcher
         self._lender = lender

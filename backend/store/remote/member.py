@@ -1,0 +1,85 @@
+"""A mount's session in its cluster, and its replica of what etcd holds."""
+
+import trio
+
+from ...cluster.config import ClusterConfig
+from ...cluster.group_configs import Groups
+from ...cluster.history import History
+from ...cluster.lease import MOUNT, Session
+from ...cluster.membership import Members
+from ...cluster.replica import Replica
+from ...etcd.engine import EtcdEngine
+from ...kv.faults import Faults
+from ...model.records import MountRecord, Settings
+from ...namespace import Tree
+from ...namespace.subvolumes import ALL_INOS, numbers_of
+from ...trust.certificates import Certificates
+from ...trust.renewal import Renewal
+from .claim_entries import ClaimEntries
+from .listeners import Changes
+from .lock_entries import LockEntries
+
+
+class Member:
+    """The state that a mount shares with others through etcd. Tasks run in `nursery`. Waits for etcd or for
+    nodes end with OSError after `timeout_s`. `writable` are the numbers of the inodes that etcd lets this
+    mount change."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        settings: Settings,
+        engine: EtcdEngine,
+        record: MountRecord,
+        nursery: trio.Nursery,
+        timeout_s: float,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.nursery = nursery
+        self.timeout_s = timeout_s
+        self.role = config.cluster.mount_role
+        self.credentials = config.cluster.credentials(self.role)
+        self.writable = self._writable()
+        engine.try_within(settings.lease_ttl_s)
+        self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
+        self.faults = Faults()
+        self.members = Members(self.session, self.faults)
+        self.groups = Groups(self.faults)
+        self.certificates = Certificates(
+            lambda: self.credentials.identity.serial if self.credentials else "", self.faults
+        )
+        engine.heed(
+            self.certificates.is_revoked,
+            lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],
+        )
+        own = [self.credentials.renewable] if self.credentials is not None else []
+        self.renewal = Renewal([*own, *engine.renewables])
+        self.changes = Changes(engine.is_ours)
+        self.tree = Tree(
+            listener=self.changes, faults=self.faults, maker=record.maker,
+            is_mounted=self.members.is_mounted,
+        )  # fmt: skip
+        self.lock_entries = LockEntries(self.faults)
+        self.claim_entries = ClaimEntries(self.faults)
+        self.replica = Replica(
+            engine,
+            (
+                self.members, self.groups, self.certificates, self.tree, self.lock_entries,
+                self.claim_entries, self.changes,
+            ),
+            faults=self.faults,
+            history=History(engine, self.session, self.faults),
+        )  # fmt: skip
+
+    @property
+    def settings(self) -> Settings:
+        """Return the present settings."""
+        assert self.members.settings is not None, "a mount starts with the settings"
+        return self.members.settings
+
+    def _writable(self) -> range:
+        if self.role == "reader":
+            return range(0)
+        subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
+        return numbers_of(subvolume) if subvolume else ALL_INOS
