@@ -122,7 +122,7 @@ class EmbeddedStore(Pinned):
 
     # -- the life of an extent -------------------------------------------------------------------
 
-    def _free(self, extent: ContentId) -> None:
+    def free(self, extent: ContentId) -> None:
         self._working.discard(extent)
         self.extents.free(extent)
 

@@ -8,7 +8,7 @@ from ..model.records import ContentId
 
 
 class Pinned(ABC):
-    """A store whose contents are freed, by `_free`, once no version names them and nothing pins them.
+    """Contents that are freed, by `free`, once no version names them and nothing pins them.
 
     Contents are numbers; 0 stands for an empty one, which needs no pin. `counts` tells how often each is
     pinned; it is read-only.
@@ -19,7 +19,8 @@ class Pinned(ABC):
         self._retired: set[ContentId] = set()
 
     @abstractmethod
-    def _free(self, extent: ContentId) -> None: ...
+    def free(self, extent: ContentId) -> None:
+        """Remove a content."""
 
     def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
@@ -36,7 +37,7 @@ class Pinned(ABC):
         del self.counts[extent]
         if extent in self._retired:
             self._retired.remove(extent)
-            self._free(extent)
+            self.free(extent)
 
     @contextmanager
     def pinned(self, extent: ContentId) -> Iterator[None]:
@@ -58,4 +59,4 @@ class Pinned(ABC):
         if extent in self.counts:
             self._retired.add(extent)
         else:
-            self._free(extent)
+            self.free(extent)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from harness.errors import fails_with
 
 from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
@@ -184,10 +185,10 @@ def test_what_came_again_under_the_name_of_something_borrowed_is_not_lent_unseen
         keep(files, 1, byte=b"a")
         keep(files, 2, byte=b"b")
         assert contents.borrow(ContentId(2), f"{memory}/store")
-        contents.hold(ContentId(2))
+        contents.pin(ContentId(2))
         # As if the first had been lent while the second took its name.
         os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
-        with pytest.raises(FileNotFoundError):
+        with fails_with(errno.ESTALE):
             contents.lend(ContentId(2))
 
 
@@ -210,12 +211,12 @@ def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_an
     with borrowing(memory) as contents:
         first = keep(files, 1, byte=b"a")
         assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.hold(ContentId(1))
+        contents.pin(ContentId(1))
         fd = contents.open(ContentId(1))
         files.free(Extent(1, 0))
         assert keep(files, 2, byte=b"b") != first, "it is held"
         mapped = mmap.mmap(fd, LENGTH, prot=mmap.PROT_READ)
-        contents.let_go(ContentId(1))
+        contents.unpin(ContentId(1))
         os.close(fd)
         assert keep(files, 3, byte=b"c") != first, "it is mapped"
         assert mapped[:1] == b"a"
@@ -229,9 +230,9 @@ def test_file_whose_pages_a_program_may_keep_is_never_used_again(
     with borrowing(memory) as contents:
         keep(files, 1)
         assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.hold(ContentId(1))
+        contents.pin(ContentId(1))
         contents.lend(ContentId(1))
-        contents.let_go(ContentId(1))
+        contents.unpin(ContentId(1))
         assert not is_used_again(files, 1)
 
 
@@ -239,9 +240,9 @@ def test_file_that_was_freed_is_lent_to_nobody(files: Files, memory: Path) -> No
     with borrowing(memory) as contents:
         keep(files, 1)
         assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.hold(ContentId(1))
+        contents.pin(ContentId(1))
         files.free(Extent(1, 0))
-        with pytest.raises(FileNotFoundError):
+        with fails_with(errno.ESTALE):
             contents.lend(ContentId(1))
 
 

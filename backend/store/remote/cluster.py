@@ -19,11 +19,10 @@ from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
 from .claims import Claims
-from .contents import Contents
 from .leases import Leases
 from .locks import SharedLocks
 from .member import Member
-from .numbers import ContentNumbers
+from .pins import SharedContents
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +60,7 @@ class Cluster(Member):
         self.host = config.mount.host
         self.here = 0
         self.members.node_changed.append(self._node_changed)
-        self.contents = Contents(
-            f"{directory}/extents", ContentNumbers(lambda: self.session.number).new,
-            self.changes.content_gone, config.mount.cache_size,
-        )  # fmt: skip
+        self.contents = SharedContents(self, f"{directory}/extents")
         self.leases = Leases(self)
         self.claims = Claims(self, self.leases, defers=defers)
         self._committer = SharedCommitter(

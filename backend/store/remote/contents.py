@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from ...files.extents import OPEN_FLAGS, ExtentStore
 from ...files.storedir import OWN_FILE
 from ...model.records import ContentId
+from ...namespace import fail
+from ..pins import Pinned
 from .figures import CacheFigures
 from .holds import Holds
 from .places import Borrowed, Incoming, Place
@@ -23,7 +25,7 @@ from .places import Borrowed, Incoming, Place
 _KEPT_SHARE = 0.75
 
 
-class Contents(ExtentStore):
+class Contents(ExtentStore, Pinned):
     """`new_number` returns a number for a working copy; `gone` is told of each content whose file has left
     this host. `limit_bytes` limits published contents; None: three quarters of the filesystem's size."""
 
@@ -34,7 +36,8 @@ class Contents(ExtentStore):
         gone: Callable[[ContentId], None],
         limit_bytes: int | None = None,
     ) -> None:
-        super().__init__(directory)
+        Pinned.__init__(self)
+        ExtentStore.__init__(self, directory)
         self._empty()
         self._new_number = new_number
         self._gone = gone
@@ -262,52 +265,61 @@ class Contents(ExtentStore):
             self.kept_bytes += size - self._kept.get(extent, 0)
             self._kept[extent] = size
 
-    def hold(self, extent: ContentId) -> None:
-        """Keep a pinned content's file, which a store node has or is about to adopt, by a second name.
-        Raises FileNotFoundError if the node has freed it already: it is not here any more."""
+    def pin(self, extent: ContentId) -> None:
+        """Keep a content although its file moves on to another version; a file that a store node has, or is
+        about to adopt, by a second name. Raises OSError ESTALE if the node has freed it: the file has a
+        newer version."""
         place = self._places.get(extent)
-        if place is None or extent in self._held:
-            return
-        holds = self._holds.get(place.store)
-        if holds is None:
-            holds = self._holds[place.store] = Holds(place.store)
-        try:
-            self._held[extent] = holds.add(place.path, f"{extent:x}")
-        except FileNotFoundError:
-            self.lose(extent)
-            raise
+        if place is not None and extent not in self._held:
+            holds = self._holds.get(place.store)
+            if holds is None:
+                holds = self._holds[place.store] = Holds(place.store)
+            try:
+                self._held[extent] = holds.add(place.path, f"{extent:x}")
+            except FileNotFoundError:
+                self.lose(extent)
+                raise fail(errno.ESTALE) from None
+        super().pin(extent)
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
-        store node that has its file never uses it for another content. Raises FileNotFoundError if the
-        node has freed it already."""
+        store node that has its file never uses it for another content. Raises OSError ESTALE if the node
+        has freed it, or has it in another file now; it is fetched when it is opened again."""
         place, held = self._places.get(extent), self._held.get(extent)
         if not isinstance(place, Borrowed) or held is None or extent in self._lent:
             return
         status = os.stat(held)
-        # Others are never used again. The two names may be of different files, if the content was freed and
-        # came again meanwhile.
-        if status.st_mode & OWN_FILE and not os.path.samestat(os.stat(place.tell()), status):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place.path)
+        try:
+            # Others are never used again. The two names may be of different files, if the content was freed
+            # and came again meanwhile.
+            is_there = not status.st_mode & OWN_FILE or os.path.samestat(
+                os.stat(place.tell()), status
+            )
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            if self.counts.get(extent) == 1:
+                self.lose(extent)
+            raise fail(errno.ESTALE)
         self._lent.add(extent)
 
-    def let_go(self, extent: ContentId) -> None:
-        self._lent.discard(extent)
-        held = self._held.pop(extent, None)
-        if held is not None:
+    def unpin(self, extent: ContentId) -> None:
+        super().unpin(extent)
+        if extent in self._held and extent not in self.counts:
+            self._lent.discard(extent)
             try:
-                os.unlink(held)
+                os.unlink(self._held.pop(extent))
             except FileNotFoundError:
                 pass  # the store is gone
 
-    def make_room(self, size: int, pinned: "dict[ContentId, int]") -> bool:
+    def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
         copies. Return whether they have."""
         below = self.statvfs()
         # Evicting moves bytes from "kept" to "free", so this sum does not change.
         limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
         while self.kept_bytes + size > limit:
-            extent = next((kept for kept in self._kept if kept not in pinned), None)
+            extent = next((kept for kept in self._kept if kept not in self.counts), None)
             if extent is None:
                 return False
             self.evictions += 1

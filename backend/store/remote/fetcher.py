@@ -27,7 +27,6 @@ from ...model.records import ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
-from ..pins import Pinned
 from ..reading import read_hashed
 from .cluster import Cluster, for_each_stripe
 from .figures import FetchFigures
@@ -80,11 +79,10 @@ class _Batch:
 
 
 class Fetcher:
-    """Fetches contents from store nodes. `pins` are those that must stay on this host."""
+    """Fetches contents from store nodes."""
 
-    def __init__(self, cluster: Cluster, pins: Pinned) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._contents = cluster.contents
-        self._pins = pins
         self._cluster = cluster
         # Mounts read from the members of a group in different orders.
         self._salt = cluster.session.number
@@ -111,7 +109,7 @@ class Fetcher:
         try:
             if self._borrow(content, inode.layout, inode.size):
                 return
-            if not self._contents.make_room(room, self._pins.counts):
+            if not self._contents.make_room(room):
                 return
             if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
@@ -443,7 +441,7 @@ class Fetcher:
         return True
 
     def _store_small(self, content: ContentId, data: bytes) -> None:
-        if not self._contents.make_room(len(data), self._pins.counts):
+        if not self._contents.make_room(len(data)):
             return
         fd = self._contents.make(content, len(data))
         try:

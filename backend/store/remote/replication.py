@@ -17,7 +17,6 @@ from .abandoned import Abandoned
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts
-from .pins import ContentPins
 from .space import Space
 from .writer import Transfer
 
@@ -34,18 +33,12 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        pins: ContentPins,
-        layouts: Layouts,
-        space: Space,
-        forget: Callable[[int], None],
+        self, cluster: Cluster, layouts: Layouts, space: Space, forget: Callable[[int], None]
     ) -> None:
         self._namespace = cluster.namespace
         self._session = cluster.session
         self._cluster = cluster
         self._contents = cluster.contents
-        self._pins = pins
         self._layouts = layouts
         self._space = space
         self._forget = forget
@@ -57,7 +50,7 @@ class Publisher:
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """Return the number of an empty working copy for a file, and a descriptor that the caller closes.
         Raises OSError (ENOSPC, EMFILE)."""
-        self._contents.make_room(0, self._pins.counts)
+        self._contents.make_room(0)
         store = self._cluster.store_here
         group = self._cluster.group(self._layouts.of(inode), 0)
         if store and self._cluster.has_member_here(group):
@@ -88,7 +81,7 @@ class Publisher:
         await self._layouts.ensure_groups(version.layout)
         with ExitStack() as ending:
             # A store node here may adopt it, and free it again, while its file is still needed here.
-            ending.enter_context(self._pins.pinned(version.extent))
+            ending.enter_context(self._contents.pinned(version.extent))
             fd = self._contents.open(version.extent)
             # It must not stay registered: an open descriptor, or a later one if this fails, may truncate
             # it.
@@ -109,7 +102,7 @@ class Publisher:
                 # Nodes may drop what an old session sent; and a number stands for the same bytes for ever,
                 # while the file may be written in place.
                 if extent != begun_as:
-                    self._pins.retire(extent)
+                    self._contents.retire(extent)
                 extent, transfer = self._contents.renumber(extent), None
                 ending.enter_context(self._renumbered(extent))
                 version = version._replace(extent=extent)
@@ -145,11 +138,11 @@ class Publisher:
     def _renumbered(self, extent: ContentId) -> Iterator[None]:
         """Keep another number of a working copy until its publish has ended, and longer if a version names
         it."""
-        with self._pins.pinned(extent):
+        with self._contents.pinned(extent):
             try:
                 yield
             except BaseException:
-                self._pins.retire(extent)
+                self._contents.retire(extent)
                 raise
 
     async def _commit(self, version: NewVersion, transfer: Transfer | None) -> Inode:
@@ -192,10 +185,10 @@ class Publisher:
         assert version.layout is not None
         stripes = version.layout.stripes(version.size)
         self._contents.published(content, version.blocks * 512, stripes=stripes)
-        self._pins.named(content)
+        self._contents.named(content)
         current = self._namespace.inodes.get(version.ino)
         if current is None or current.extent != content:
-            self._pins.retire(content)  # another publish was faster
+            self._contents.retire(content)  # another publish was faster
         if not inode.nlink:
             self._abandoned.give_up(content, transfer.asked, is_certain=True)
 
@@ -209,5 +202,5 @@ class Publisher:
             version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
         )
         if published.extent != version.extent:
-            self._pins.retire(version.extent)
+            self._contents.retire(version.extent)
         return name

@@ -25,7 +25,6 @@ from .freshness import Freshness
 from .in_place import InPlace
 from .layouts import Layouts
 from .lent import Lender
-from .pins import ContentPins
 from .prefetch import Prefetcher
 from .replication import Publisher
 from .space import Space
@@ -120,23 +119,20 @@ class RemoteStore:
         self.locks = cluster.locks
         cluster.members.node_changed.append(cluster.peers.node_changed)
         space = Space(cluster.members, contents)
-        pins = ContentPins(cluster)
-        self._fetcher = Fetcher(cluster, pins)
+        self._fetcher = Fetcher(cluster)
         self._lender = Lender(cluster.nursery, rdma.forget)
-        self._versions = versions = Versions(cluster, pins, self._fetcher, self._lender)
+        self._versions = versions = Versions(cluster, self._fetcher, self._lender)
         layouts = Layouts(cluster)
-        self._publisher = publisher = Publisher(cluster, pins, layouts, space, rdma.forget)
+        self._publisher = publisher = Publisher(cluster, layouts, space, rdma.forget)
         in_place = InPlace(cluster, versions, publisher)
         self.freshness = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
-        cluster.changes.inode_listeners += [
-            space.inode_changed, pins.inode_changed, prefetcher.inode_changed,
-        ]  # fmt: skip
+        cluster.changes.inode_listeners += [space.inode_changed, prefetcher.inode_changed]
         cluster.nursery.start_soon(layouts.prepare)
 
-        self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
-        self.lend = pins.lend
-        self.is_here, self.is_lent = pins.is_here, contents.is_lent
+        self.pin, self.unpin, self.retire = contents.pin, contents.unpin, contents.retire
+        self.lend = contents.lend
+        self.is_here, self.is_lent = contents.is_here, contents.is_lent
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish

@@ -13,7 +13,6 @@ from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
 from .lent import Declined, Lender
-from .pins import ContentPins
 from .readahead import ReadAhead
 
 # A file that changed during so many fetches is pinned on its nodes.
@@ -25,14 +24,11 @@ class Versions:
     """Brings current versions to this host, or into memory that programs lend. Waits end with OSError after
     the mount's time-out."""
 
-    def __init__(
-        self, cluster: Cluster, pins: ContentPins, fetcher: Fetcher, lender: Lender
-    ) -> None:
+    def __init__(self, cluster: Cluster, fetcher: Fetcher, lender: Lender) -> None:
         self._namespace = cluster.namespace
         self._replica = cluster.replica
         self._timeout_s = cluster.timeout_s
         self._contents = cluster.contents
-        self._pins = pins
         self._fetcher = fetcher
         self._lender = lender
         self._ahead = ReadAhead(cluster.namespace)
@@ -47,8 +43,8 @@ class Versions:
             if not ahead:
                 self._contents.uncounted.add(inode.extent)
             if not self._contents.has(inode.extent):
-                return inode if await self._pins.pin_on_nodes(inode) else None
-            self._pins.unpin_on_nodes(inode.extent)
+                return inode if await self._contents.pin_on_nodes(inode) else None
+            self._contents.unpin_on_nodes(inode.extent)
             current = self._namespace.inode(ino)  # ESTALE: it was removed, and nobody had it open
             return current if self._contents.has(current.extent) else None
 
@@ -71,7 +67,7 @@ class Versions:
             nonlocal was_read
             await self._fetcher.read_into(inode, lent)
             was_read = True
-            self._pins.let_go_on_nodes(inode.extent)
+            self._contents.let_go_on_nodes(inode.extent)
             return inode
 
         async with self._lender.using(memory, lifeline) as lent:
@@ -96,7 +92,7 @@ class Versions:
                 raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
             got = None
             try:
-                if attempt >= _GONE_BEFORE_PIN and not await self._pins.pin_on_nodes(inode):
+                if attempt >= _GONE_BEFORE_PIN and not await self._contents.pin_on_nodes(inode):
                     continue
                 got = await get(inode)
             except Gone:
@@ -114,7 +110,7 @@ class Versions:
                 continue
             finally:
                 if got is None:
-                    self._pins.let_go_on_nodes(inode.extent)
+                    self._contents.let_go_on_nodes(inode.extent)
             if got is not None:
                 return got
         where = self._namespace.describe(ino)
