@@ -3,7 +3,7 @@
 Store nodes free extents that etcd does not name, and mounts trust its records; so no process may act on an
 etcd that has lost changes. There are two ways to find out:
 
-    by the engine   while a process runs (etcd/past.py)
+    by the engine   while a process runs (etcd/calls.py)
     by a mark       the newest transaction that a node knew, which its store remembers (node/mark.py): etcd
                     must still have it in its history, if that goes back so far
 
@@ -61,7 +61,7 @@ class History:
         """Wait until etcd's newest data are back, or a new epoch has begun. Return True if the data are
         back: nothing has changed meanwhile."""
         log.error("%s", error.strerror)
-        self._engine.past.doubt(error)
+        self._engine.calls.doubt(error)
         if self._session is not None:
             self._session.doubt()
         while True:
@@ -71,14 +71,14 @@ class History:
                 if await read_reports(self._engine):
                     continue
                 if epoch.number > self.epoch.number:
-                    self._engine.past.trust()
+                    self._engine.calls.trust()
                     log.warning("etcd's restored state was accepted: everything is read anew")
                     self.epoch = epoch
                     if self._session is not None:
                         self._session.lose()
                     return False
-                if epoch == self.epoch and await self._engine.past.is_continued():
-                    self._engine.past.trust()
+                if epoch == self.epoch and await self._engine.calls.is_continued():
+                    self._engine.calls.trust()
                     log.warning("etcd's newest data are back")
                     return True
             except OSError as failure:
@@ -101,7 +101,7 @@ class History:
             report = self.faults.sound(key, value, Report)
             if report is not None:
                 number = int.from_bytes(key[1:], "big")
-                self._engine.past.doubt(WentBack(described({number: report})))
+                self._engine.calls.doubt(WentBack(described({number: report})))
 
 
 def described(reports: dict[int, Report]) -> str:

@@ -1,5 +1,11 @@
 """Calls to etcd about the keys below one prefix: each is repeated until etcd answers, and etcd's errors are
-put into words. After etcd went back in time, its answers are not trusted any more."""
+put into words.
+
+An etcd that was restored from a backup must not be taken for the one that was known before. It shows in an
+answer whose revision is lower than one that was received before the request was sent (answers are
+linearizable), and, whenever a watch begins again, in the key "s": at the newest known revision it must have
+the known value. If it has not, only harmless calls are made from then on (`doubt`).
+"""
 
 import errno
 import logging
@@ -9,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from ..kv import NoSpace, WentBack
+from ..kv import KeyValue, NoSpace, WentBack
 from . import etcd_pb2 as pb
 from .client import Client, Unsent
 from .errors import RpcError, Status
@@ -36,7 +42,8 @@ class Answered(Protocol):
 
 
 class Calls:
-    """Calls of one process. `revision` is the newest one in any answer.
+    """Calls of one process. `revision` is the newest one in any answer, `known` the newest transaction that
+    came by a snapshot or a watch: the key "s" as it was then.
 
     After `doubt`, and until `trust`, calls whose answers would be acted on fail (see `check_trusted`).
     """
@@ -46,6 +53,7 @@ class Calls:
         self.prefix = prefix
         self.timeout_s = timeout_s
         self.revision = 0
+        self.known: KeyValue | None = None
         # Called by `doubt` with its error, and by `trust`.
         self.doubt_listeners: list[Callable[[WentBack], None]] = []
         self.trust_listeners: list[Callable[[], None]] = []
@@ -53,10 +61,6 @@ class Calls:
         # Further calls are refused. Calls under way go on until the client is closed.
         self.closed = False
         self._alarm_told = -_ALARM_TOLD_S
-
-    @property
-    def trusted(self) -> bool:
-        return self._went_back is None
 
     async def ask(
         self, method: Method[Answer], request: Message, timeout_s: float | None = None
@@ -100,12 +104,13 @@ class Calls:
 
     def check_order(self, before: int, revision: int) -> None:
         """Doubt a linearizable answer that is older than `before`, known when the question was sent."""
-        if revision < before and self.trusted:
+        if revision < before:
             self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
 
     def doubt(self, error: WentBack) -> None:
-        """Stop trusting etcd, because of this error. Doubting twice does nothing."""
-        if self.trusted:
+        """Have every call except those that read raise this error from now on. Doubting twice does
+        nothing."""
+        if self._went_back is None:
             self._went_back = error
             for listener in self.doubt_listeners:
                 listener(error)
@@ -116,6 +121,44 @@ class Calls:
         self.revision = 0
         for listener in self.trust_listeners:
             listener()
+
+    def learn(self, last: KeyValue) -> None:
+        """Remember the key "s" if it is newer than the known one."""
+        if self.known is None or last.mod_revision > self.known.mod_revision:
+            self.known = last
+
+    async def is_continued(self, timeout_s: float | None = None) -> bool:
+        """Return whether etcd continues from `known`, as far as its history goes back."""
+        if self.known is None:
+            return True
+        return await self.has_transaction(self.known.mod_revision, self.known.value, timeout_s)
+
+    async def has_transaction(
+        self, revision: int, last_id: bytes, timeout_s: float | None = None
+    ) -> bool:
+        """Return whether the key "s" was put with this value at that revision. True if the history does not
+        go back so far, and there is a later revision. Revision 0 stands for an empty history."""
+        if not revision:
+            return True
+        key = self.prefix + LAST_KEY
+        try:
+            answer = await self.ask(RANGE, pb.RangeRequest(key=key, revision=revision), timeout_s)
+        except RpcError as error:
+            if error.code != Status.OUT_OF_RANGE:
+                raise self.failure(error) from None
+            if "future" in error.text:
+                return False
+            answer = await self.call(RANGE, pb.RangeRequest(key=key))
+            return answer.header.revision >= revision
+        return any((found.mod_revision, found.value) == (revision, last_id) for found in answer.kvs)
+
+    async def check_continued(self, timeout_s: float | None = None) -> None:
+        """Doubt an etcd that does not continue from `known`. Raises WentBack, OSError."""
+        if self._went_back is None and not await self.is_continued(timeout_s):
+            assert self.known is not None
+            missing = self.known.mod_revision
+            self.doubt(WentBack(f"revision {missing}, which this process knew, is not there"))
+        self.check_trusted()
 
     def given_up(self, error: Unsent) -> OSError:
         """Return the error of a call that was never sent."""

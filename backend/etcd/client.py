@@ -237,7 +237,7 @@ class DirectClient(Client):
         sent_on: Connection | None = None
         with trio.move_on_after(timeout_s):
             connection = await self._connected()
-            heard = connection.frames_received
+            heard = connection.http2.frames_received
             sent_on = connection
             try:
                 return method.parse(await connection.unary(self._headers(method.path), message))
@@ -258,7 +258,7 @@ class DirectClient(Client):
         if sent_on is None:
             raise Unsent(reason)
         self._note(sent_on, reason)
-        if sent_on.frames_received == heard:
+        if sent_on.http2.frames_received == heard:
             sent_on.close(reason)
         raise Uncertain(reason)
 

@@ -39,7 +39,7 @@ class Connection:
             self._tls_in, self._tls_out = ssl.MemoryBIO(), ssl.MemoryBIO()
             context, name = tls
             self._tls = context.wrap_bio(self._tls_in, self._tls_out, server_hostname=name)
-        self._http2 = Http2(self._send, self._call_ended)
+        self.http2 = Http2(self._send, self._call_ended)
         self._out = bytearray()
         self._has_unsent = trio.Event()
         self._waiting_callers = trio.lowlevel.ParkingLot()
@@ -51,19 +51,14 @@ class Connection:
     @property
     def usable(self) -> bool:
         """Return whether new calls may be made."""
-        return self.lost_because is None and not self._http2.draining
-
-    @property
-    def frames_received(self) -> int:
-        """Return a count that grows with every frame that is received."""
-        return self._http2.frames_received
+        return self.lost_because is None and not self.http2.draining
 
     async def run(self) -> None:
         reason = "the connection was closed"
         try:
             if self._tls is not None:
                 await self._handshake()
-            self._http2.greet()
+            self.http2.greet()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._watch_silence)
@@ -72,7 +67,7 @@ class Connection:
         except* _ENDS as group:
             error = first_error(group, *_ENDS)
             reason = _reason(error)
-            if self._tls is None and not self._http2.greeted:
+            if self._tls is None and not self.http2.greeted:
                 reason += " (does it want TLS? Then give its CA)"
             self._not_accepted = isinstance(error, ssl.SSLError | ProtocolError)
         finally:
@@ -83,7 +78,7 @@ class Connection:
         if self.lost_because is not None:
             return
         self.lost_because = reason
-        self._http2.end(reason)
+        self.http2.end(reason)
         self._waiting_callers.unpark_all()
         self._ready.set()
         trio.lowlevel.notify_closing(self._sock)
@@ -106,19 +101,20 @@ class Connection:
                 raise RpcError(Status.INTERNAL, "the answer is not one message")
             return answer
         finally:
-            stream.close()
+            if not stream.ended:
+                stream.close()
 
     async def start(self, block: bytes, message: bytes) -> Stream:
         """Begin a call with its only request message. `block`: its headers, encoded."""
-        while self.usable and self._http2.calls >= _CALLS:
+        while len(self.http2.streams) >= _CALLS and self.usable:
             await self._waiting_callers.park()
         if not self.usable:
             raise ConnectionLost(self.lost_because or _DRAINED, sent=False)
-        return self._http2.call(block, message)
+        return self.http2.call(block, message)
 
     def _call_ended(self) -> None:
         self._waiting_callers.unpark()
-        if self._http2.draining and not self._http2.calls:
+        if self.http2.draining and not self.http2.streams:
             self.close(_DRAINED)
 
     def _send(self, data: bytes) -> None:
@@ -174,7 +170,7 @@ class Connection:
 
     async def _read(self, scope: trio.CancelScope) -> None:
         """Take what comes until the connection is closed, and then cancel `scope`."""
-        http2 = self._http2
+        http2 = self.http2
         while self.lost_because is None:
             await trio.lowlevel.wait_readable(self._sock)
             try:
@@ -209,15 +205,15 @@ class Connection:
     async def _watch_silence(self) -> None:
         """Ping the peer when nothing was received for a while although an answer is awaited."""
         while True:
-            before = self.frames_received
+            before = self.http2.frames_received
             await trio.sleep(_QUIET_S)
-            if self.frames_received != before or not self._http2.calls:
+            if self.http2.frames_received != before or not self.http2.streams:
                 continue
-            self._http2.ping()
+            self.http2.ping()
             with trio.move_on_after(_PONG_S):
-                while self.frames_received == before:
+                while self.http2.frames_received == before:
                     await trio.sleep(_PONG_S / 20)
-            if self.frames_received == before:
+            if self.http2.frames_received == before:
                 raise TimeoutError(f"it has been silent for {_QUIET_S + _PONG_S:g} s")
 
 

@@ -6,11 +6,10 @@ the newest transaction, and whose value names its process.
 """
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 from ..kv import Compare, Delete, KeyValue, Put
-from ..trust.renewal import Renewable
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
 from .calls import LAST_KEY, Calls
@@ -18,7 +17,6 @@ from .client import TRY_S, Client, DirectClient
 from .errors import RpcError, Status
 from .leases import EtcdLeases
 from .methods import RANGE
-from .past import EtcdPast
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
 from .watch import Watch, Watches
 
@@ -48,36 +46,33 @@ class EtcdEngine:
         client: Client | None = None,
     ) -> None:
         client = client or DirectClient(endpoints)
-        calls = self._calls = Calls(client, prefix, timeout_s)
-        self.past = EtcdPast(calls)
+        calls = self.calls = Calls(client, prefix, timeout_s)
         self.leases = EtcdLeases(calls, owner)
         self.admin = EtcdAdmin(calls)
-        self._watches = Watches(calls, self.past)
-        self._transactions = EtcdTransactions(
-            calls, self.past, self._watches, self.leases, reader=reader
-        )
+        self._watches = Watches(calls)
+        self.fenced = EtcdTransactions(calls, self._watches, self.leases, reader=reader)
         self.transactions = 0  # asked for, each once
 
     async def open(self) -> None:
         """Check that etcd can be used. Raises OSError whose text says what to do."""
         request = pb.RangeRequest(key=self.prefix + LAST_KEY)
-        await self._calls.call(RANGE, request, timeout_s=min(self._calls.timeout_s, _OPEN_S))
+        await self.calls.call(RANGE, request, timeout_s=min(self.calls.timeout_s, _OPEN_S))
 
     async def close(self) -> None:
-        if self._calls.closed:
+        if self.calls.closed:
             return
-        self._calls.closed = True
+        self.calls.closed = True
         try:
-            await self._transactions.end()
+            await self.fenced.end()
         finally:
-            self._calls.client.close()
+            self.calls.client.close()
             self._watches.close()
 
     async def __aenter__(self) -> Self:
         try:
             await self.open()
         except BaseException:
-            self._calls.client.close()
+            self.calls.client.close()
             raise
         return self
 
@@ -87,34 +82,19 @@ class EtcdEngine:
     def try_within(self, lease_ttl_s: float) -> None:
         """Let the first try of a call end well within a lease of so many seconds: what a failing member of
         etcd did not answer, or did not pass on to a new leader, is asked for again."""
-        self._calls.client.try_s = min(max(lease_ttl_s / 3, _TRY_S_MIN), TRY_S)
-
-    @property
-    def renewables(self) -> Sequence[Renewable[Any]]:
-        """Return what is read again when the files of certificates change."""
-        return self._calls.client.renewables
-
-    def heed(
-        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
-    ) -> None:
-        """Heed revoked certificates and store nodes, as Client.heed says."""
-        self._calls.client.heed(is_revoked, nodes)
+        self.calls.client.try_s = min(max(lease_ttl_s / 3, _TRY_S_MIN), TRY_S)
 
     @property
     def prefix(self) -> bytes:
-        return self._calls.prefix
+        return self.calls.prefix
 
     @property
     def revision(self) -> int:
         """Return the newest revision that is known here."""
-        return self._calls.revision
-
-    def is_ours(self, last_id: bytes) -> bool:
-        """Return whether a value of the key "s" says that this process made the transaction."""
-        return self._transactions.is_ours(last_id)
+        return self.calls.revision
 
     async def get(self, key: bytes) -> KeyValue | None:
-        answer = await self._calls.call(RANGE, pb.RangeRequest(key=self.prefix + key))
+        answer = await self.calls.call(RANGE, pb.RangeRequest(key=self.prefix + key))
         for found in answer.kvs:
             return KeyValue(key, found.value, found.mod_revision)
         return None
@@ -129,20 +109,20 @@ class EtcdEngine:
 
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
         """Return a range and the revision it is of, from which watching goes on without a gap."""
-        self._calls.check_trusted()
+        self.calls.check_trusted()
         revision, found = await self._pages(start, end, 0)
-        self._calls.check_trusted()
+        self.calls.check_trusted()
         for record in found:
             if record.key == LAST_KEY:
-                self.past.learn(record)
+                self.calls.learn(record)
         return revision, found
 
     async def barrier(self) -> int:
         """Return a revision that is not older than any transaction which was acknowledged before this call.
         A replica that has applied it is up to date."""
-        self._calls.check_trusted()
-        answer = await self._calls.call(RANGE, pb.RangeRequest(key=self.prefix + LAST_KEY))
-        self._calls.check_trusted()
+        self.calls.check_trusted()
+        answer = await self.calls.call(RANGE, pb.RangeRequest(key=self.prefix + LAST_KEY))
+        self.calls.check_trusted()
         revision = 0
         for last in answer.kvs:
             revision = last.mod_revision
@@ -161,15 +141,15 @@ class EtcdEngine:
             raise ValueError("a key may occur in one operation of a transaction only")
         if max(len(compares), len(operations)) > TRANSACTION_OPERATIONS:
             raise ValueError(f"etcd takes {TRANSACTION_OPERATIONS} operations in a transaction")
-        self._calls.check_trusted()
         if not operations:
-            return await self._transactions.compare(compares)
+            self.calls.check_trusted()
+            return await self.fenced.compare(compares)
         self.transactions += 1
-        return await self._transactions.carry_out(compares, operations)
+        return await self.fenced.carry_out(compares, operations)
 
     async def settle(self) -> None:
         """Return when no transaction whose outcome is unknown can be applied any more."""
-        await self._transactions.settle()
+        await self.fenced.settle()
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:
         """Return an iterator over every transaction with events of start <= key < end after a revision,
@@ -188,7 +168,7 @@ class EtcdEngine:
             try:
                 while True:
                     request.limit = min(limit - len(found), PAGE_KEYS) if limit else PAGE_KEYS
-                    answer = await self._calls.ask(RANGE, request)
+                    answer = await self.calls.ask(RANGE, request)
                     found += [
                         KeyValue(one.key[len(prefix) :], one.value, one.mod_revision)
                         for one in answer.kvs
@@ -199,6 +179,6 @@ class EtcdEngine:
                     request.key = prefix + found[-1].key + b"\0"
             except RpcError as error:
                 if error.code != Status.OUT_OF_RANGE:
-                    raise self._calls.failure(error) from None
+                    raise self.calls.failure(error) from None
                 # The revision of the first page was compacted meanwhile.
         raise OSError(errno.EBUSY, "etcd's history is compacted faster than it can be read")

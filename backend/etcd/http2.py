@@ -56,14 +56,6 @@ def window_update(stream: int, size: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream, size.to_bytes(4, "big"))
 
 
-def unpadded(flags: int, payload: bytes) -> bytes:
-    if not flags & PADDED:
-        return payload
-    if not payload or payload[0] >= len(payload):
-        raise ProtocolError("a frame is all padding")
-    return payload[1 : len(payload) - payload[0]]
-
-
 _GREETING = (
     PREFACE
     # HEADER_TABLE_SIZE 0, ENABLE_PUSH 0, INITIAL_WINDOW_SIZE
@@ -81,7 +73,7 @@ class Http2:
     def __init__(self, send: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
         self._send = send
         self._on_end = on_end
-        self._streams: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = {}  # of the calls under way
         # Streams whose request waits for the peer's window, in order.
         self._held: dict[int, Stream] = {}
         self._next_stream = 1
@@ -102,11 +94,6 @@ class Http2:
         # Grows with every frame: shows the caller whether the peer was silent meanwhile.
         self.frames_received = 0
 
-    @property
-    def calls(self) -> int:
-        """Return how many calls are under way."""
-        return len(self._streams)
-
     def greet(self) -> None:
         """Send the first bytes of a connection."""
         self._send(_GREETING)
@@ -120,7 +107,7 @@ class Http2:
         self._next_stream += 2
         if number > _LAST_STREAM:
             self.draining = True
-        stream = self._streams[number] = Stream(self, number, self._peer_stream_window)
+        stream = self.streams[number] = Stream(self, number, self._peer_stream_window)
         body = b"\0" + len(message).to_bytes(4, "big") + message
         head = frame(HEADERS, END_HEADERS, number, block)
         if len(body) <= min(self._send_window, stream.send_window, self._peer_frame_bytes):
@@ -145,7 +132,7 @@ class Http2:
     def end(self, reason: str) -> None:
         """End all calls with ConnectionLost; bytes that are received later are ignored."""
         self._is_ended = True
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             self._end(stream, ConnectionLost(reason, sent=True))
 
     def take(self, data: bytes) -> None:
@@ -170,10 +157,13 @@ class Http2:
         self.frames_received += 1
         if (self._block is not None) != (kind == CONTINUATION):
             raise ProtocolError("a header block is interrupted")
+        if flags & PADDED and kind in (DATA, HEADERS):
+            raise ProtocolError("a frame is padded, which etcd never does")
         if kind == DATA:
             self._on_data(flags, number, payload)
         elif kind == HEADERS:
-            payload = unpadded(flags, payload)[5 if flags & PRIORITY else 0 :]
+            if flags & PRIORITY:
+                raise ProtocolError("a call has a priority, which etcd never gives")
             self._on_block(flags, number, flags & END_STREAM, bytearray(payload))
         elif kind == CONTINUATION and self._block is not None:
             of, ends, block = self._block
@@ -183,18 +173,24 @@ class Http2:
         elif kind == SETTINGS and not flags & ACK:
             self._on_settings(payload)
         elif kind == WINDOW_UPDATE and len(payload) == 4:
-            self._on_window_update(number, int.from_bytes(payload, "big"))
+            size = int.from_bytes(payload, "big")
+            if not number:
+                self._send_window += size
+            elif stream := self.streams.get(number):
+                stream.send_window += size
+            if self._held:
+                self._send_held()
         elif kind == PING and not flags & ACK:
             self._send(frame(PING, ACK, 0, payload))
         elif kind == RST_STREAM and len(payload) == 4:
             code = int.from_bytes(payload, "big")
-            if stream := self._streams.get(number):
+            if stream := self.streams.get(number):
                 reason = f"the server gave the call up (HTTP/2 error {code})"
                 self._end(stream, ConnectionLost(reason, sent=code != REFUSED_STREAM))
         elif kind == GOAWAY and len(payload) >= 8:
             self.draining = True
             last = int.from_bytes(payload[:4], "big") & 0x7FFFFFFF
-            for stream in [stream for of, stream in self._streams.items() if of > last]:
+            for stream in [stream for of, stream in self.streams.items() if of > last]:
                 self._end(stream, ConnectionLost("the server is shutting down", sent=False))
 
     def _on_data(self, flags: int, number: int, payload: bytes) -> None:
@@ -202,13 +198,10 @@ class Http2:
         if self._received_bytes > _CONNECTION_WINDOW // 2:
             self._send(window_update(0, self._received_bytes))
             self._received_bytes = 0
-        stream = self._streams.get(number)
+        stream = self.streams.get(number)
         if stream is None:
             return  # the call was given up; its last frames still arrive
-        size = len(payload)
-        if flags & PADDED:
-            payload = unpadded(flags, payload)
-        stream.on_data(payload, size)
+        stream.on_data(payload)
         if flags & END_STREAM:
             raise ProtocolError("a gRPC answer has no status")
 
@@ -217,8 +210,9 @@ class Http2:
             self._block = (number, ends, block)
             return
         self._block = None
-        headers = self._decode(bytes(block))
-        stream = self._streams.get(number)
+        whole = bytes(block)
+        headers = self._decoded.get(whole) or self._decode(whole)
+        stream = self.streams.get(number)
         if stream is None:
             return
         if ends:
@@ -226,17 +220,14 @@ class Http2:
         stream.on_headers(headers, bool(ends))
 
     def _decode(self, block: bytes) -> dict[str, str]:
-        headers = self._decoded.get(block)
-        if headers is None:
-            try:
-                found = self._decoder.decode(block)
-            except hpack.HPACKError as error:
-                raise ProtocolError(f"headers cannot be read: {error}") from error
-            # Not as bytes: the names and values that gRPC defines are ASCII.
-            headers = {str(name): str(value) for name, value in found}
-            if len(self._decoded) >= _REMEMBERED_BLOCKS:
-                self._decoded.popitem(last=False)
-            self._decoded[block] = headers
+        try:
+            found = self._decoder.decode(block)
+        except hpack.HPACKError as error:
+            raise ProtocolError(f"headers cannot be read: {error}") from error
+        if len(self._decoded) >= _REMEMBERED_BLOCKS:
+            self._decoded.popitem(last=False)
+        # Not as bytes: the names and values that gRPC defines are ASCII.
+        headers = self._decoded[block] = {str(name): str(value) for name, value in found}
         return headers
 
     def _on_settings(self, payload: bytes) -> None:
@@ -244,20 +235,13 @@ class Http2:
             name = int.from_bytes(payload[offset : offset + 2], "big")
             value = int.from_bytes(payload[offset + 2 : offset + 6], "big")
             if name == INITIAL_WINDOW_SIZE:  # it changes the windows of open streams, too
-                for stream in self._streams.values():
+                for stream in self.streams.values():
                     stream.send_window += value - self._peer_stream_window
                 self._peer_stream_window = value
             elif name == MAX_FRAME_SIZE:
                 self._peer_frame_bytes = value
         self._send(frame(SETTINGS, ACK, 0))
         self.greeted = True
-        self._send_held()
-
-    def _on_window_update(self, number: int, size: int) -> None:
-        if number == 0:
-            self._send_window += size
-        elif stream := self._streams.get(number):
-            stream.send_window += size
         self._send_held()
 
     def _send_held(self) -> None:
@@ -281,7 +265,7 @@ class Http2:
 
     def _forget(self, stream: "Stream") -> None:
         self._held.pop(stream.number, None)
-        if self._streams.pop(stream.number, None) is not None:
+        if self.streams.pop(stream.number, None) is not None:
             self._on_end()
 
 
@@ -336,7 +320,8 @@ class Stream:
     def end(self, error: Exception | None) -> None:
         self.ended = True
         self._error = error
-        self._wake()
+        if self._waiting is not None:
+            self._wake()
 
     def on_headers(self, headers: dict[str, str], last: bool) -> None:
         """Take the headers of the answer, or with `last` its status. Raises ProtocolError."""
@@ -356,8 +341,8 @@ class Stream:
             raise ProtocolError("a gRPC message is cut short")
         self.end(RpcError(int(code), text) if code != "0" else None)
 
-    def on_data(self, data: bytes, length: int) -> None:
-        """Take a part of the messages; it used `length` bytes of the window. Raises ProtocolError."""
+    def on_data(self, data: bytes) -> None:
+        """Take a part of the messages. Raises ProtocolError."""
         partial = self._partial
         partial += data
         while len(partial) >= 5:
@@ -369,10 +354,10 @@ class Stream:
             self._messages.append(bytes(partial[5 : 5 + size]))
             self._queued_bytes += size
             del partial[: 5 + size]
-        self._unacknowledged += length
+        self._unacknowledged += len(data)
         if self._unacknowledged > _ACKNOWLEDGED_BYTES:
             self._acknowledge()
-        if self._messages:
+        if self._messages and self._waiting is not None:
             self._wake()
 
     def _acknowledge(self) -> None:
@@ -381,6 +366,6 @@ class Stream:
             self._unacknowledged = 0
 
     def _wake(self) -> None:
-        if self._waiting is not None:
-            trio.lowlevel.reschedule(self._waiting)
-            self._waiting = None
+        assert self._waiting is not None
+        trio.lowlevel.reschedule(self._waiting)
+        self._waiting = None

@@ -27,7 +27,6 @@ from .client import PAUSES_S, Uncertain, Unsent, longer
 from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .methods import DELETE, RANGE, REVOKE, TXN
-from .past import EtcdPast
 from .watch import Watches
 
 FENCE_KIND = b"x"
@@ -57,11 +56,8 @@ class _Fence(NamedTuple):
 class EtcdTransactions:
     """The transactions of one process, and its fence. `mark` is the key whose value identifies each."""
 
-    def __init__(
-        self, calls: Calls, past: EtcdPast, watches: Watches, leases: EtcdLeases, *, reader: bool
-    ) -> None:
+    def __init__(self, calls: Calls, watches: Watches, leases: EtcdLeases, *, reader: bool) -> None:
         self._calls = calls
-        self._past = past
         self._watches = watches
         self._leases = leases
         self._process = secrets.token_bytes(8)
@@ -85,24 +81,22 @@ class EtcdTransactions:
         prefix = self._calls.prefix
         # Random: no other process can claim this transaction before it is applied.
         identity = self._process + secrets.token_bytes(8)
-        mark = Put(self.mark, identity)
-        request = pb.TxnRequest(
-            compare=[_compare_of(prefix, compare) for compare in compares],
-            success=[_operation_of(prefix, operation) for operation in (*operations, mark)],
-            failure=[_question_of(prefix, compare) for compare in compares],
-        )
-        request.compare.add().CopyFrom(
-            pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
-        )
+        request = pb.TxnRequest()
+        _add_compares(request, prefix, compares)
+        request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
+        for one in (*operations, Put(self.mark, identity)):
+            operation = request.success.add()
+            if isinstance(one, Delete):
+                operation.request_delete_range.key = prefix + one.key
+            else:
+                put = operation.request_put
+                put.key, put.value, put.lease = prefix + one.key, one.value, one.lease
         return await self._apply(compares, request, identity)
 
     async def compare(self, compares: Sequence[Compare]) -> int:
         """Return the revision at which all compares hold. Raises Conflict, OSError."""
-        prefix = self._calls.prefix
-        request = pb.TxnRequest(
-            compare=[_compare_of(prefix, compare) for compare in compares],
-            failure=[_question_of(prefix, compare) for compare in compares],
-        )
+        request = pb.TxnRequest()
+        _add_compares(request, self._calls.prefix, compares)
         answer = await self._calls.call(TXN, request)
         self._calls.check_trusted()
         if not answer.succeeded:
@@ -141,7 +135,7 @@ class EtcdTransactions:
         while True:
             calls.check_open()
             if was_cut_off:
-                await self._past.check(_left_s(deadline))
+                await calls.check_continued(_left_s(deadline))
                 was_cut_off = False
             calls.check_trusted()
             fence = self._fence or await self._put_fence(None, deadline)
@@ -161,7 +155,7 @@ class EtcdTransactions:
                 continue
             except Uncertain:
                 try_s = longer(try_s)
-                await self._past.check(_left_s(deadline))
+                await calls.check_continued(_left_s(deadline))
                 revision = await self._find(identity, since, fence, deadline)
                 if revision is not None:
                     return revision
@@ -283,43 +277,35 @@ def _last_in(answer: pb.RangeResponse) -> _Last:
     return _Last(0, b"")
 
 
-def _compare_of(prefix: bytes, compare: Compare) -> pb.Compare:
-    if isinstance(compare, Exists):
-        return pb.Compare(
-            key=prefix + compare.key,
-            target=pb.Compare.CREATE,
-            result=pb.Compare.GREATER,
-            create_revision=0,
-        )
-    if isinstance(compare, Empty):
-        return pb.Compare(
-            key=prefix + compare.start,
-            range_end=prefix + compare.end,
-            target=pb.Compare.CREATE,
-            create_revision=0,
-        )
-    key, revision = compare
-    return pb.Compare(key=prefix + key, target=pb.Compare.MOD, mod_revision=revision)
-
-
-def _question_of(prefix: bytes, compare: Compare) -> pb.RequestOp:
-    """Return the request that tells, when a transaction fails, whether this compare held."""
-    if isinstance(compare, Empty):
-        request = pb.RangeRequest(
-            key=prefix + compare.start, range_end=prefix + compare.end, limit=1, keys_only=True
-        )
-    else:
-        key = compare.key if isinstance(compare, Exists) else compare[0]
-        request = pb.RangeRequest(key=prefix + key, keys_only=True)
-    return pb.RequestOp(request_range=request)
-
-
-def _operation_of(prefix: bytes, operation: Put | Delete) -> pb.RequestOp:
-    key = prefix + operation.key
-    if isinstance(operation, Delete):
-        return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
-    put = pb.PutRequest(key=key, value=operation.value, lease=operation.lease)
-    return pb.RequestOp(request_put=put)
+def _add_compares(request: pb.TxnRequest, prefix: bytes, compares: Sequence[Compare]) -> None:
+    """Add compares to a transaction, and for each the question that tells, when it fails, whether it
+    held."""
+    for compare in compares:
+        asked = request.failure.add().request_range
+        asked.keys_only = True
+        if isinstance(compare, Empty):
+            asked.key, asked.range_end, asked.limit = (
+                prefix + compare.start,
+                prefix + compare.end,
+                1,
+            )
+            request.compare.add(
+                key=asked.key,
+                range_end=asked.range_end,
+                target=pb.Compare.CREATE,
+                create_revision=0,
+            )
+        elif isinstance(compare, Exists):
+            asked.key = prefix + compare.key
+            request.compare.add(
+                key=asked.key,
+                target=pb.Compare.CREATE,
+                result=pb.Compare.GREATER,
+                create_revision=0,
+            )
+        else:
+            asked.key = prefix + compare[0]
+            request.compare.add(key=asked.key, target=pb.Compare.MOD, mod_revision=compare[1])
 
 
 def _differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | None:

@@ -15,7 +15,6 @@ from .calls import LAST_KEY, Calls
 from .client import PAUSES_S, Answers, Unsent
 from .errors import RpcError
 from .methods import WATCH
-from .past import EtcdPast
 
 log = logging.getLogger(__name__)
 
@@ -23,19 +22,16 @@ log = logging.getLogger(__name__)
 class Watch:
     """The changes of keys with prefix + start <= key < prefix + end after a revision.
 
-    `past` is checked before the watch goes on after an interruption, which may end the iteration, and is
-    told each event before it is given out. Iterating may be cancelled and gone on with.
+    Etcd's past is checked before the watch goes on after an interruption, which may end the iteration.
+    Iterating may be cancelled and gone on with.
     """
 
-    def __init__(
-        self, calls: Calls, past: EtcdPast, start: bytes, end: bytes, from_revision: int
-    ) -> None:
+    def __init__(self, calls: Calls, start: bytes, end: bytes, from_revision: int) -> None:
         self._calls = calls
         self._client = calls.client
         self._skip = len(calls.prefix)
         self._key, self._range_end = calls.prefix + start, calls.prefix + end
         self._revision = from_revision
-        self._past = past
         self._error: OSError | None = None
         self._began = False
         self._changes: deque[Change] = deque()
@@ -88,7 +84,7 @@ class Watch:
 
     async def _begin(self) -> None:
         if self._began:
-            await self._past.check()
+            await self._calls.check_continued()
         # The last revision is asked for again, and dropped. From revision C, to which etcd was compacted,
         # deletions are missing although it does not refuse to begin there.
         create = pb.WatchCreateRequest(
@@ -132,7 +128,7 @@ class Watch:
             key = found.key[skip:]
             events.append(Event(revision, key, value))
             if key == LAST_KEY and value is not None:
-                self._past.learn(KeyValue(key, value, revision))
+                self._calls.learn(KeyValue(key, value, revision))
         if events:
             self._changes.append(Change(revision, tuple(events)))
         self._revision = revision
@@ -151,9 +147,8 @@ class Watch:
 class Watches:
     """The watches of one process, which end together, and with an error when etcd is doubted."""
 
-    def __init__(self, calls: Calls, past: EtcdPast) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._past = past
         self._begun: WeakSet[Watch] = WeakSet()
         calls.doubt_listeners.append(self._fail)
 
@@ -161,7 +156,7 @@ class Watches:
         """Return a watch of start <= key < end after a revision. Raises WentBack."""
         self._calls.check_open()
         self._calls.check_trusted()
-        watch = Watch(self._calls, self._past, start, end, from_revision)
+        watch = Watch(self._calls, start, end, from_revision)
         self._begun.add(watch)
         return watch
 

@@ -214,7 +214,8 @@ class _Node:
         self._where = where = config.listen()
         credentials = config.cluster.credentials("node")
         own = [credentials.renewable] if credentials is not None else []
-        self._renewal = turn.renewal = Renewal([*own, *engine.renewables, *for_readers.renewables])
+        of_etcd = [*engine.calls.client.renewables, *for_readers.renewables]
+        self._renewal = turn.renewal = Renewal([*own, *of_etcd])
 
         # The state of the cluster.
         address = NodeAddress(

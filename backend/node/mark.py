@@ -42,7 +42,7 @@ class NodeHistory(History):
         OSError, and WentBack if not `patient`."""
         told = ""
         while True:
-            self._engine.past.trust()
+            self._engine.calls.trust()
             try:
                 await self.check()
                 return
@@ -78,7 +78,7 @@ class NodeHistory(History):
             return f"this store knows revision {seen}, and it was lifted to {epoch.floor} only"
         if (epoch.number, epoch.nonce) != (known.epoch.number, known.epoch.nonce):
             return "this store knows of an accepted state that it does not"
-        if not await self._engine.past.has_transaction(*known.mark):
+        if not await self._engine.calls.has_transaction(*known.mark):
             return f"revision {known.mark[0]}, which this store knows, is not there"
         return ""
 
@@ -104,7 +104,7 @@ class NodeHistory(History):
 
     async def wait_resolved(self, error: WentBack) -> bool:
         """Raise the error: the node begins anew."""
-        self._engine.past.doubt(error)
+        self._engine.calls.doubt(error)
         await self.remember()
         raise error
 
@@ -117,7 +117,7 @@ class NodeHistory(History):
 
     async def remember(self) -> None:
         """Write the newest transaction that etcd told into the store. A failure is only logged."""
-        known = self._engine.past.known
+        known = self._engine.calls.known
         if known is not None and known.mod_revision > self._identity.mark[0]:
             try:
                 await self._save()
@@ -126,7 +126,7 @@ class NodeHistory(History):
 
     async def _save(self) -> None:
         async with self._saving:
-            known = self._engine.past.known
+            known = self._engine.calls.known
             if known is not None and known.mod_revision > self._identity.mark[0]:
                 self._identity.mark = known.mod_revision, known.value
             await trio.to_thread.run_sync(self._identity.save)

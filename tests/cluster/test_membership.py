@@ -729,7 +729,7 @@ async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
 ) -> None:
     record = MOUNT_RECORD if kind == MOUNT else address(7)
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
-        leases = engine.leases = GoneOnceGranted(engine._calls, 0)
+        leases = engine.leases = GoneOnceGranted(engine.calls, 0)
         await admit(engine, 7, UP)
         session = Session(engine, kind, record, TTL_S, node=7)
         await nursery.start(session.run)

@@ -258,8 +258,8 @@ async def test_a_process_knows_another_history_although_it_has_more_revisions(
             for call in (engine.barrier(), engine.transact((), [Put(b"a", b"3")])):
                 with pytest.raises(WentBack):
                     await call
-            assert not await engine.past.is_continued()
-            engine.past.trust()
+            assert not await engine.calls.is_continued()
+            engine.calls.trust()
             found = await engine.get(b"a")
             assert found is not None
             assert found.value == b"1"

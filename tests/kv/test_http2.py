@@ -94,7 +94,7 @@ def test_answer_may_be_cut_anywhere() -> None:
             wire.http2.take(data[offset : offset + size])
         assert [run_now(received(stream)) for stream in streams] == [[b"first"], [b"second"]]
         assert wire.ended == 2
-        assert not wire.http2.calls
+        assert not wire.http2.streams
 
 
 def test_request_waits_for_window_and_goes_on_with_it() -> None:

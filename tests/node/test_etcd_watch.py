@@ -23,7 +23,7 @@ async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
             assert found.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 0}
             assert not caplog.records
             request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
-            await engine._calls.call(ALARM, request)
+            await engine.calls.call(ALARM, request)
             await watch.look()
             await watch.look()
             assert watch.figures.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 1}

@@ -95,7 +95,7 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluste
             await engine.transact((), [Put(key, b"", ours.lease)])
             await engine.transact((), [Delete(key)])
         assert await refused(engine.leases.revoke(theirs.lease))
-        calls = engine._calls
+        calls = engine.calls
         alarm = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, alarm=pb.NOSPACE)
         assert await refused(calls.call(ALARM, alarm))
         assert await refused(calls.call(COMPACT, pb.CompactionRequest(revision=1)))

@@ -49,13 +49,13 @@ class Member:
         self.certificates = Certificates(
             lambda: self.credentials.identity.serial if self.credentials else "", self.faults
         )
-        engine.heed(
+        engine.calls.client.heed(
             self.certificates.is_revoked,
             lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],
         )
         own = [self.credentials.renewable] if self.credentials is not None else []
-        self.renewal = Renewal([*own, *engine.renewables])
-        self.changes = Changes(engine.is_ours)
+        self.renewal = Renewal([*own, *engine.calls.client.renewables])
+        self.changes = Changes(engine.fenced.is_ours)
         self.tree = Tree(
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,
