@@ -13,7 +13,18 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from .security import (
     OWNER_BITS,
@@ -29,10 +40,6 @@ from .security import (
     read_file,
     subvolume_extension,
 )
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 # The list of revoked certificates beside ca.pem, for etcd (--client-crl-file).
 REVOKED_FILE = "revoked.crl"
@@ -52,9 +59,6 @@ def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
 
     Raises CredentialsError, also when one is there already.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP256R1())
     name = _subject(f"{cluster_name} CA"[:64], "ca", cluster_name)
     builder = _builder(name, name, key, days)
@@ -89,8 +93,6 @@ def begin_ca_change(directory: str, cluster_name: str) -> None:
 def finish_ca_change(directory: str) -> None:
     """Remove the older certificate authority from `ca.pem`: its certificates are not accepted any more
     where this file is. Raises CredentialsError."""
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     path = os.path.join(directory, "ca.pem")
     trusted = load_certificates(path)
     if len(trusted) < 2:
@@ -117,10 +119,6 @@ def issue(
 
     Raises CredentialsError, also when they are there already.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
     if not _NAME.fullmatch(name):
         raise CredentialsError(f"{name!r} is not a name: take letters, digits, '.', '_', '-'")
     ca_directory = ca_directory or directory
@@ -160,10 +158,6 @@ def issue(
 def list_revoked(directory: str, serials: Iterable[int]) -> str:
     """Write the list of revoked certificates, by their serial numbers, which etcd reads at each handshake,
     and return its path. Raises CredentialsError, also where the CA's key is not there."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     ca, ca_key = _authority(directory)
     now = datetime.datetime.now(datetime.UTC)
     builder = (
@@ -194,16 +188,16 @@ def list_revoked(directory: str, serials: Iterable[int]) -> str:
     return path
 
 
-def _authority(directory: str) -> "tuple[x509.Certificate, EllipticCurvePrivateKey]":
+def _authority(directory: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """Return the CA's certificate and key. Raises CredentialsError."""
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     ca_path, ca_key_path = (os.path.join(directory, file) for file in ("ca.pem", "ca.key"))
     ca = load_certificate(ca_path)
     check_time(ca_path, ca)
     check_private(ca_key_path)
     try:
-        ca_key = cast("EllipticCurvePrivateKey", load_pem_private_key(read_file(ca_key_path), None))
+        ca_key = cast(
+            ec.EllipticCurvePrivateKey, load_pem_private_key(read_file(ca_key_path), None)
+        )
     except (ValueError, TypeError) as error:
         raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
     if ca_key.public_key() != ca.public_key():
@@ -212,10 +206,8 @@ def _authority(directory: str) -> "tuple[x509.Certificate, EllipticCurvePrivateK
 
 
 def _builder(
-    subject: "x509.Name", issuer: "x509.Name", key: "EllipticCurvePrivateKey", days: float
-) -> "x509.CertificateBuilder":
-    from cryptography import x509
-
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -228,10 +220,7 @@ def _builder(
     )
 
 
-def _subject(name: str, unit: str, organization: str) -> "x509.Name":
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
+def _subject(name: str, unit: str, organization: str) -> x509.Name:
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
@@ -241,18 +230,14 @@ def _subject(name: str, unit: str, organization: str) -> "x509.Name":
     )
 
 
-def _key_usage(*, signs_certificates: bool) -> "x509.KeyUsage":
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     """Return what a key may sign: certificates and lists of revoked ones, or handshakes; nothing else."""
-    from cryptography import x509
-
     # In this order: signatures, four others, certificates and lists, two others.
     ca = signs_certificates
     return x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
 
 
-def _general_name(host: str) -> "x509.GeneralName":
-    from cryptography import x509
-
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -266,13 +251,10 @@ def _general_name(host: str) -> "x509.GeneralName":
 def _write_pair(
     directory: str,
     name: str,
-    builder: "x509.CertificateBuilder",
-    key: "EllipticCurvePrivateKey",
-    signer: "EllipticCurvePrivateKey",
+    builder: x509.CertificateBuilder,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
 ) -> tuple[str, str]:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     cert_path, key_path = (os.path.join(directory, f"{name}.{kind}") for kind in ("pem", "key"))
     key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     _write_new(key_path, key_pem)

@@ -137,21 +137,25 @@ class Claims:
         directories that it changes often, or makes, and of none that it removes. The block carries the
         transaction out. Raises Conflict if the claims are refused."""
         directories, now = {*changed}, time.monotonic()
-        taken = [
-            one
-            for one in directories
-            if now - self._changed.get(one, -_WITHIN_S) < _WITHIN_S and self._is_worth_taking(one)
-        ]
-        conditions: list[Compare] = [(claim_key(one), self.revision(one)) for one in taken]
-        conditions += [Exists(inode_key(one)) for one in taken]
-        exclusive = {one for one in taken if self._may_be_exclusive(one)}
-        taken += [one for one in made if self._may_take()]
-        lease = self._session.lease
+        lease, taken, ours = self._session.lease, list[int](), list[int]()
+        conditions: list[Compare] = []
+        changes: list[Put | Delete] = []
+        for one in removed:
+            if self.revision(one):
+                ours.append(one)
+                changes.append(Delete(claim_key(one)))
+        for one in directories:
+            is_changed_often = now - self._changed.get(one, -_WITHIN_S) < _WITHIN_S
+            if is_changed_often and self._is_worth_taking(one):
+                taken.append(one)
+                conditions += [(claim_key(one), self.revision(one)), Exists(inode_key(one))]
+                changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
+        for one in made:
+            if self._may_take():
+                taken.append(one)
+                changes.append(_claim(one, lease, exclusive=False))
         if taken:
             conditions.append(self._session.compare())
-        ours = [one for one in removed if self.revision(one)]
-        changes: list[Put | Delete] = [Delete(claim_key(one)) for one in ours]
-        changes += [_claim(one, lease, exclusive=one in exclusive) for one in taken]
         self._taking.update(taken, ours)
         try:
             yield conditions, changes
@@ -215,11 +219,12 @@ class Claims:
     # -- claims of others --------------------------------------------------------------------------
 
     def of_others(self, directories: Iterable[int]) -> list[int]:
-        claims = self._entries.claims
-        return [one for one in directories if one in claims and not self.revision(one)]
+        claims, lease = self._entries.claims, self._session.lease
+        return [one for one in directories if one in claims and claims[one].lease != lease]
 
     def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        return [one for one in directories if self.is_exclusive_elsewhere(one)]
+        exclusive, lease = self._entries.exclusive, self._session.lease
+        return [one for one in directories if exclusive.get(one, lease) != lease]
 
     def is_exclusive_elsewhere(self, directory: int) -> bool:
         """Return whether another mount has an exclusive claim of the directory."""

@@ -165,7 +165,9 @@ class Cluster(Member):
         return address.store if address is not None else ""
 
     def group(self, layout: Layout, stripe: int) -> int:
-        return group_of(layout, stripe, self.settings.buckets)
+        settings = self.members.settings
+        assert settings is not None, "a mount starts with the settings"
+        return group_of(layout, stripe, settings.buckets)
 
     def has_member_here(self, group: int) -> bool:
         found = self.groups.get(group)

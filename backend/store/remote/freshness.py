@@ -27,6 +27,8 @@ class Freshness:
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
+        # Another mount may have changed a directory, and have told nobody: `freshen` has it told.
+        self.is_deferred_elsewhere = cluster.claims.is_exclusive_elsewhere
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
@@ -38,11 +40,6 @@ class Freshness:
             and all(map(self._leases.covers, directories))
             and not self._claims.exclusive_of_others(directories)
         )
-
-    def is_deferred_elsewhere(self, directory: int) -> bool:
-        """Return whether another mount may have changed the directory, and has told nobody: `freshen` has
-        it told."""
-        return self._claims.is_exclusive_elsewhere(directory)
 
     def is_missing(self, directory: int, name: bytes) -> bool:
         """Return whether there is no such name, as is known without asking: only this mount makes names in

@@ -67,62 +67,58 @@ class Publisher:
         layout = self._layouts.of(before)
         if version.base is not None and before.version and self._cluster.verify:
             layout = self._layouts.of_change(before, size)
-        version = version._replace(layout=layout.for_size(size))
-        begun_in = self._session.number
-        while not size:
-            await self._valid_session(ino, begun_in)
-            try:
-                return await self._commit(version._replace(extent=NO_CONTENT), None)
-            except Conflict as conflict:
-                log.info("inode %d, empty: %s; again", ino, conflict)
+        extent = version.extent if size else NO_CONTENT
+        version = version._replace(layout=layout.for_size(size), extent=extent)
+        begun_in, begun_as = self._session.number, extent
+        transfer: Transfer | None = None
+        with ExitStack() as ending:
+            fd = await self._opened(version, ending) if size else -1
+            while True:
+                session = await self._valid_session(ino, begun_in)
+                if size and (transfer is None or session_of(version.extent) != session):
+                    version = self._numbered(version, session, begun_as, ending)
+                    adoptable = self._contents.adoptable(version.extent)
+                    transfer = Transfer(self._cluster, version, fd, adoptable, before)
+                try:
+                    with self._contents.publishing(version.extent):
+                        return await self._commit(version, transfer)
+                except Conflict as conflict:
+                    log.info("inode %d, content %x: %s; again", ino, version.extent, conflict)
+                except OSError as error:
+                    if transfer is None or error.errno != errno.ECANCELED:
+                        raise
+                    # The node takes this session for ended, or was told that this content was given up.
+                    log.info("content %x: %s; again under another number", version.extent, error)
+                    transfer = None
                 await self._cluster.replica.barrier()
-        await self._namespace.check_room(ino, version.blocks)
+
+    async def _opened(self, version: NewVersion, ending: ExitStack) -> int:
+        """Return a descriptor of the file of a version for which there is room, until `ending` ends."""
+        await self._namespace.check_room(version.ino, version.blocks)
         assert version.layout is not None
         await self._layouts.ensure_groups(version.layout)
-        with ExitStack() as ending:
-            # A store node here may adopt it, and free it again, while its file is still needed here.
-            ending.enter_context(self._contents.pinned(version.extent))
-            fd = self._contents.open(version.extent)
-            # It must not stay registered: an open descriptor, or a later one if this fails, may truncate
-            # it.
-            ending.callback(os.close, fd)
-            ending.callback(self._forget, fd)
-            return await self._send_and_commit(version, before, fd, begun_in, ending)
+        # A store node here may adopt it, and free it again, while its file is still needed here.
+        ending.enter_context(self._contents.pinned(version.extent))
+        fd = self._contents.open(version.extent)
+        # It must not stay registered: an open descriptor, or a later one if this fails, may truncate it.
+        ending.callback(os.close, fd)
+        ending.callback(self._forget, fd)
+        return fd
 
-    async def _send_and_commit(
-        self, version: NewVersion, before: Inode, fd: int, begun_in: int, ending: ExitStack
-    ) -> Inode:
-        """Publish a version whose bytes are in the file `fd`, under another number if need be, which ends
-        with `ending`."""
-        begun_as, transfer = version.extent, None
-        while True:
-            session, extent = await self._valid_session(version.ino, begun_in), version.extent
-            was_sent = transfer is None and extent in self._contents.sent
-            if session_of(extent) != session or was_sent:
-                # Nodes may drop what an old session sent; and a number stands for the same bytes for ever,
-                # while the file may be written in place.
-                if extent != begun_as:
-                    self._contents.retire(extent)
-                extent, transfer = self._contents.renumber(extent), None
-                ending.enter_context(self._renumbered(extent))
-                version = version._replace(extent=extent)
-            if transfer is None:
-                adoptable = self._contents.adoptable(extent)
-                transfer = Transfer(self._cluster, version, fd, adoptable, before)
-            self._contents.sent.add(extent)
-            try:
-                with self._contents.publishing(extent):
-                    return await self._commit(version, transfer)
-            except Conflict as conflict:
-                log.info("content %x: %s; again", extent, conflict)
-                await self._cluster.replica.barrier()
-            except OSError as error:
-                if error.errno != errno.ECANCELED:
-                    raise
-                # The node takes this session for ended, or was told that this content was given up.
-                log.info("content %x: %s; again under another number", extent, error)
-                await self._cluster.replica.barrier()
-                transfer = None
+    def _numbered(
+        self, version: NewVersion, session: int, begun_as: ContentId, ending: ExitStack
+    ) -> NewVersion:
+        """Return a version under the number to send it by, another one if need be, which ends with
+        `ending`: nodes may drop what an old session sent; and a number stands for the same bytes for ever,
+        while the file may be written in place."""
+        extent = version.extent
+        if session_of(extent) != session or extent in self._contents.sent:
+            if extent != begun_as:
+                self._contents.retire(extent)
+            extent = self._contents.renumber(extent)
+            ending.enter_context(self._renumbered(extent))
+        self._contents.sent.add(extent)
+        return version._replace(extent=extent)
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether publishing a content failed here, although it may have become a version."""

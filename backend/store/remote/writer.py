@@ -60,7 +60,8 @@ class Transfer:
         # An adopted file is the very file that the program may still have mapped.
         self._wants_digests = cluster.verify and not (version.mapped and self._adoptable)
         self._mapped = version.mapped
-        self._base = before if before is not None and _may_share(version, before) else None
+        may_share = version.base is not None and before is not None and _may_share(version, before)
+        self._base = before if may_share else None
         # The stripes that the nodes have as stripes of the base.
         self._shared: set[int] = set()
         self._stamp: tuple[int, int] | None = None
@@ -219,7 +220,7 @@ class Transfer:
         """Return the nodes in the order of the chain: the one on this host first, as sending to it costs
         nothing."""
         here = self._cluster.here
-        return sorted(nodes, key=lambda node: node != here)
+        return sorted(nodes, key=lambda node: node != here) if here in nodes else nodes
 
     async def _send(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, chain: list[int]
@@ -337,8 +338,7 @@ class Transfer:
 def _may_share(version: NewVersion, before: Inode) -> bool:
     """Return whether a version is a changed copy of the one before, whose stripes it may share."""
     return (
-        version.base is not None
-        and before.version == version.base
+        before.version == version.base
         and bool(before.digests)
         and before.layout == version.layout
         and before.layout.stripes(before.size) > 1
