@@ -1,7 +1,4 @@
-"""The configuration of every placement group, as the replica of etcd has it.
-
-`Groups` is a consumer of the replica hub, as `Members` is (backend/cluster/membership.py).
-"""
+"""The configuration of every placement group, as the replica of etcd has it."""
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compare, Conflict, Event, KeyValue, Put
+from ..kv import Compare, Conflict, Put
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
+from .record_keeper import RecordKeeper
 
 # etcd accepts 128 operations in a transaction.
 CREATED_AT_ONCE = 100
@@ -20,17 +18,16 @@ CHANGED_AT_ONCE = 60
 _LOOK_AGAIN_S = 1.0
 
 
-class Groups:
+class Groups(RecordKeeper):
     """The configuration of every placement group, with the revision that put it. Nodes create the groups
     of the pools that mounts want."""
 
     prefixes = (b"g", b"w")
 
     def __init__(self, faults: Faults | None = None) -> None:
-        self._faults = faults or Faults()
+        super().__init__(faults)
         self._configs: dict[int, tuple[GroupConfig, int]] = {}
         self.wanted: set[int] = set()
-        self._moved = trio.lowlevel.ParkingLot()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
         # Called with a pool's number when a mount wants its groups.
@@ -47,10 +44,6 @@ class Groups:
     def pools(self) -> set[int]:
         """Return the pools (see placement.pool_of) that have groups."""
         return {group >> GROUP_BUCKET_BITS for group in self._configs}
-
-    async def changed(self) -> None:
-        """Wait for the next change of any group."""
-        await self._moved.park()
 
     def missing(self, pool: int, settings: Settings) -> list[int]:
         """Return the groups of a pool that have not been created."""
@@ -154,23 +147,7 @@ class Groups:
                 known = {int.from_bytes(record.key[1:], "big") for record in found}
                 missing = [group for group in missing if group not in known]
 
-    # --- consumer of the replica
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        present = {record.key for record in records}
-        self.wanted.clear()
-        for group in [group for group in self._configs if group_key(group) not in present]:
-            self._take(group_key(group), None, revision)
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        self._moved.unpark_all()
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        self._moved.unpark_all()
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
         if key[:1] == b"w":
             if value is None:
@@ -184,7 +161,7 @@ class Groups:
             if self._configs.pop(group, None) is None:
                 return
         else:
-            config = self._faults.sound(key, value, GroupConfig)
+            config = self.faults.sound(key, value, GroupConfig)
             known = self._configs.get(group)
             # A damaged record counts as none for reading, but the key exists: no leader can
             # derive a change from it, and no process creates it anew.

@@ -16,17 +16,18 @@ revisions, and with them the numbers of sessions and contents, are never used tw
 import errno
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compare, Conflict, Delete, Event, KeyValue, Put, WentBack
+from ..kv import Compare, Conflict, Delete, Put, WentBack
 from ..kv.faults import Faults
 from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, encode, key_of
 from .lease import Session
+from .record_keeper import RecordKeeper
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ _STEP_REVISIONS = 1000
 _COMPACTED_EVERY = 50
 
 
-class History:
-    """A consumer of the replica. `session` is doubted when etcd cannot be trusted any more, and lost when
+class History(RecordKeeper):
+    """The epoch, and reports. `session` is doubted when etcd cannot be trusted any more, and lost when
     a new epoch is adopted: then no operation under way may go on."""
 
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
@@ -46,8 +47,8 @@ class History:
     def __init__(
         self, engine: EtcdEngine, session: Session | None = None, faults: Faults | None = None
     ) -> None:
+        super().__init__(faults)
         self._engine = engine
-        self.faults = faults or Faults()
         self._session = session
         self.epoch = Epoch()
 
@@ -84,17 +85,7 @@ class History:
             except OSError as failure:
                 log.info("etcd cannot be asked whether it has its newest data again: %s", failure)
 
-    # -- consumer of the replica -----------------------------------------------------------------
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        for record in records:
-            self._take(record.key, record.value)
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value)
-
-    def _take(self, key: bytes, value: bytes | None) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if key == EPOCH_KEY:
             self.epoch = self.faults.sound(key, value, Epoch) or self.epoch
         elif key.startswith(REPORT):

@@ -1,9 +1,4 @@
-"""Nodes, mounts and followers of a cluster, as the replica of etcd has them.
-
-`Members` is a consumer of the replica hub (replica.py), as `Groups` is (group_configs.py):
-all changes come in the order of their revisions, and what is read here is as new as `Replica.applied`.
-Listeners are called from inside that loop: they must not block and not raise.
-"""
+"""Nodes, mounts and followers of a cluster, as the replica of etcd has them."""
 
 import errno
 import logging
@@ -11,10 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
-import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compare, Conflict, Event, KeyValue, Put
+from ..kv import Compare, Conflict, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.placement import Candidate, Placement, Targets, policy_of
 from ..model.policy import POLICIES_MAX, is_understood, policy_of_rule
@@ -35,6 +29,7 @@ from ..model.records import (
 from ..model.values import ConfigError
 from .config import ClusterConfig
 from .lease import MOUNT, NODE, Session
+from .record_keeper import RecordKeeper
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +112,7 @@ class _NewGroups(Placement):
         return f"no store node that is up fits all of the placement {rule!r}, or all have weight 0"
 
 
-class Members:
+class Members(RecordKeeper):
     """Nodes, mounts and followers. `own`, this process's session, learns from here that its key is deleted,
     whether or not its lease lives. `dead_since` is when this process saw a known node go, or first
     heard of it, in seconds of time.monotonic(). `targets` are by pool, each with its mod_revision."""
@@ -125,8 +120,8 @@ class Members:
     prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"T", b"f", b"a")
 
     def __init__(self, own: Session | None = None, faults: Faults | None = None) -> None:
+        super().__init__(faults)
         self._own = own
-        self._faults = faults or Faults()
         self.settings: Settings | None = None
         self.nodes: dict[int, NodeAddress] = {}
         self.records: dict[int, NodeRecord] = {}
@@ -138,8 +133,6 @@ class Members:
         self._followers: dict[int, set[int]] = {}  # directory ino -> leases
         self._seen: dict[int, int] = {}  # lease -> revision
         self._placement: Placement | None = None
-        self._keys: set[bytes] = set()  # all that there are
-        self._moved = trio.lowlevel.ParkingLot()
         # Called with a node's id after its address or record changed, came or went.
         self.node_changed: list[Callable[[int], None]] = []
         # Called with a pool's number after its targets changed.
@@ -244,31 +237,12 @@ class Members:
         ):
             await self.changed()
 
-    async def changed(self) -> None:
-        """Wait for the next change of anything here."""
-        await self._moved.park()
-
     # --- consumer of the replica
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """Take all records of the prefixes, at first or after a gap in the watch."""
-        present = {record.key for record in records}
-        # Deletions first: a mount's key, for instance, is never put twice.
-        for key in sorted(self._keys - present):
-            self._take(key, None, revision)
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        session = self._own
-        if session is not None and session.key not in present:
-            self._deleted(session.key, revision)
-        self._moved.unpark_all()
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-            if event.value is None:
-                self._deleted(event.key, event.revision)
-        self._moved.unpark_all()
+        super().load(records, revision)
+        if self._own is not None and self._own.key not in self._keys:
+            self._deleted(self._own.key, revision)
 
     def _deleted(self, key: bytes, revision: int) -> None:
         session = self._own
@@ -276,13 +250,11 @@ class Members:
         if session is not None and session.key == key and session.number < revision:
             session.lose()
 
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if value is None:
-            self._keys.discard(key)
-        else:
-            self._keys.add(key)
+            self._deleted(key, revision)
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
-        sound = self._faults.sound
+        sound = self.faults.sound
         if key == SETTINGS_KEY:
             if value is not None:  # nobody deletes it while the cluster is in use
                 self.settings = sound(key, value, Settings) or self.settings
@@ -303,7 +275,7 @@ class Members:
             if value is None or len(value) != 8:
                 self._seen.pop(number, None)
                 if value is not None:
-                    self._faults.add(key, "it is no revision")
+                    self.faults.add(key, "it is no revision")
             else:
                 self._seen[number] = int.from_bytes(value, "big")
 
@@ -336,10 +308,10 @@ class Members:
         """Take a placement rule. A rule that is not understood keeps its number, too."""
         rule = value[:_RULE_BYTES_MAX].decode(errors="replace")
         if not 0 < number <= POLICIES_MAX:
-            self._faults.add(policy_key(number), "no rule has this number")
+            self.faults.add(policy_key(number), "no rule has this number")
             return
         if not is_understood(rule) or len(value) > _RULE_BYTES_MAX:
-            self._faults.add(policy_key(number), f"the rule {rule[:50]!r} is not understood")
+            self.faults.add(policy_key(number), f"the rule {rule[:50]!r} is not understood")
         self.policies[number] = rule
         self._placement = None
 
@@ -348,7 +320,7 @@ class Members:
             self.targets.pop(pool, None)
         else:
             # A damaged record can be replaced, if its revision is known.
-            targets = self._faults.sound(key, value, Targets)
+            targets = self.faults.sound(key, value, Targets)
             self.targets[pool] = targets or _NO_TARGETS, revision
         _call(self.targets_changed, pool)
 

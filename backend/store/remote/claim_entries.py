@@ -1,11 +1,8 @@
 """The claims of all mounts as etcd has them, kept up to date through the replica hub."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import trio
-
-from ...kv import Event, KeyValue
+from ...cluster.record_keeper import RecordKeeper
 from ...kv.faults import Faults
 from ...model.records import CLAIM, FOLLOWED, WISH
 
@@ -18,35 +15,21 @@ class Claim(NamedTuple):
     revision: int
 
 
-class ClaimEntries:
-    """A consumer of the replica hub: the claims of all mounts, and who waits for them to be given up. It
+class ClaimEntries(RecordKeeper):
+    """The claims of all mounts, and who waits for them to be given up. It
     comes after `Members`, which has the followers of directories."""
 
     prefixes: tuple[bytes, ...] = (CLAIM, WISH, FOLLOWED)
 
     def __init__(self, faults: Faults) -> None:
-        self._faults = faults
+        super().__init__(faults)
         self.claims: dict[int, Claim] = {}
         self.exclusive: dict[int, int] = {}  # directory -> lease
         self.wishes: dict[int, set[int]] = {}  # directory -> leases
         self.touched: set[int] = set()  # directories about which something changed
         self.is_followed_anew = False  # a directory, and with it all that is below
-        self.changed = trio.lowlevel.ParkingLot()
 
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        self.claims.clear()
-        self.exclusive.clear()
-        self.wishes.clear()
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        self.changed.unpark_all()
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        self.changed.unpark_all()
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if key.startswith(FOLLOWED):
             self.is_followed_anew = True
             return
@@ -63,7 +46,7 @@ class ClaimEntries:
             self.claims.pop(directory, None)
         else:
             if len(value) < 8 or value[8:] not in (b"", EXCLUSIVE):
-                self._faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
+                self.faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
             lease = int.from_bytes(value[:8], "big")
             self.claims[directory] = Claim(lease, revision)
             if value[8:] == EXCLUSIVE:

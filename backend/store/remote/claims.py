@@ -173,7 +173,7 @@ class Claims:
         finally:
             self._taking.difference_update(taken, ours)
             if not self._entries.touched.isdisjoint(taken):
-                self._entries.changed.unpark_all()  # somebody may want one already
+                self._entries.tell()  # somebody may want one already
 
     def making(self, directory: int) -> list[Put]:
         return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
@@ -284,7 +284,7 @@ class Claims:
             await ask(directory)
             with trio.move_on_after(self._members.lease_ttl_s):
                 while self._entries.claims.get(directory) == claim:
-                    await self._entries.changed.park()
+                    await self._entries.changed()
                 return True
             await self._replica.barrier()
         return self._entries.claims.get(directory) != claim
@@ -321,7 +321,7 @@ class Claims:
         entries, tick_at = self._entries, 0.0
         while True:
             with trio.move_on_after(_TICK_S):
-                await entries.changed.park()
+                await entries.changed()
             now = time.monotonic()
             touched, entries.touched = entries.touched, set()
             if entries.is_followed_anew or now >= tick_at:

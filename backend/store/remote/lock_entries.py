@@ -1,29 +1,30 @@
 """The locks of all hosts as etcd has them, kept up to date through the replica hub."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from ...kv import Event, KeyValue
+from ...cluster.record_keeper import RecordKeeper
 from ...kv.faults import Faults
 from ...model.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
 
 _NONE: Mapping[int, Entry] = {}
 
 
-class LockEntries:
-    """A consumer of the replica hub, with every host's entries, including this one's. `left_behind` tells
-    since when (time.monotonic()) an inode has had a guard and no entry."""
+class LockEntries(RecordKeeper):
+    """Every host's entries, including this one's. `left_behind` tells since when (time.monotonic()) an
+    inode has had a guard and no entry."""
 
     prefixes = (GUARD, ENTRY)
 
     def __init__(self, faults: Faults | None = None) -> None:
-        self._faults = faults or Faults()
+        super().__init__(faults)
         self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry
         self._revisions: dict[tuple[int, int], int] = {}  # (inode, lease) -> that of the entry
         self._guards: dict[int, int] = {}
         self.left_behind: dict[int, float] = {}
         # Called with the number of an inode whose entries or guard changed.
-        self.changed: list[Callable[[int], None]] = []
+        self.listeners: list[Callable[[int], None]] = []
+        self._touched: set[int] = set()  # inodes, since listeners were called
 
     def of(self, ino: int) -> Mapping[int, Entry]:
         """Return the entries of an inode, by the leases of the hosts."""
@@ -49,23 +50,9 @@ class LockEntries:
         """Return the revision that put the guard of an inode, 0: there is none."""
         return self._guards.get(ino, 0)
 
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        inodes = {*self._entries, *self._guards}
-        self._entries.clear()
-        self._revisions.clear()
-        self._guards.clear()
-        self.left_behind.clear()
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        self._tell(inodes.union(self._entries, self._guards))
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        self._tell({parse_key(event.key)[0] for event in events})
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         ino, lease = parse_key(key)
+        self._touched.add(ino)
         if not lease:
             if value is None:
                 self._guards.pop(ino, None)
@@ -79,7 +66,7 @@ class LockEntries:
                 if not entries:
                     del self._entries[ino]
         else:
-            entry = self._faults.sound(key, value, Entry)
+            entry = self.faults.sound(key, value, Entry)
             if entry is None:
                 entry = Entry(sole=True)  # it is not known what is locked: nobody can lock the file
             self._entries.setdefault(ino, {})[lease] = entry
@@ -89,7 +76,8 @@ class LockEntries:
         else:
             self.left_behind.pop(ino, None)
 
-    def _tell(self, inodes: set[int]) -> None:
-        for listener in self.changed:
-            for ino in inodes:
+    def tell(self) -> None:
+        touched, self._touched = self._touched, set()
+        for listener in self.listeners:
+            for ino in touched:
                 listener(ino)

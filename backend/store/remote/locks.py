@@ -89,7 +89,7 @@ class SharedLocks:
         self._inodes: dict[int, _Inode] = {}
         self._nursery = member.nursery
         self.transactions = 0
-        self._entries.changed.append(self._moved)
+        self._entries.listeners.append(self._moved)
 
     # -- what is granted -------------------------------------------------------------------------
 
