@@ -66,7 +66,8 @@ def policy_of(group: int) -> int:
 def group_of(layout: Layout, stripe: int, buckets: int) -> int:
     """Return the group of a stripe; a content's stripes are in at most STRIPE_GROUPS_MAX of them."""
     bucket = (layout.seed + stripe % STRIPE_GROUPS_MAX) % buckets
-    return pool_of(layout.replicas, layout.policy) << GROUP_BUCKET_BITS | bucket
+    pool = layout.policy << _REPLICA_BITS | layout.replicas
+    return pool << GROUP_BUCKET_BITS | bucket
 
 
 def groups_of(layout: Layout, size: int, buckets: int) -> set[int]:

@@ -38,6 +38,11 @@ class Pinned(ABC):
         if extent in self._retired:
             self._retired.remove(extent)
             self.free(extent)
+        self._unpinned(extent)
+
+    def _unpinned(self, extent: ContentId) -> None:
+        """Note that nothing pins a content any more."""
+        return
 
     @contextmanager
     def pinned(self, extent: ContentId) -> Iterator[None]:

@@ -103,10 +103,12 @@ class Claims:
     # -- what this mount keeps to itself -----------------------------------------------------------
 
     def is_ours(self, directory: int) -> bool:
+        claim, lease = self._entries.claims.get(directory), self._session.lease
         if (
-            not self.revision(directory)
+            claim is None
+            or claim.lease != lease
             or directory in self._ending
-            or self._is_doubted()
+            or (self._doubted == lease and self._is_doubted())
             or not self._session.valid()
         ):
             return False

@@ -105,6 +105,10 @@ class Contents(ExtentStore, Pinned):
         place = self._places.get(extent)
         return place.name if isinstance(place, Incoming) else ""
 
+    def hands_over(self, extent: ContentId) -> bool:
+        """Return whether a store node here can take a working copy's very file over."""
+        return isinstance(self._places.get(extent), Incoming)
+
     @contextmanager
     def publishing(self, extent: ContentId) -> Iterator[None]:
         """Treat a working copy as a published content on this host while it is being published. If that
@@ -279,7 +283,8 @@ class Contents(ExtentStore, Pinned):
             except FileNotFoundError:
                 self.lose(extent)
                 raise fail(errno.ESTALE) from None
-        super().pin(extent)
+        if extent:
+            self.counts[extent] = self.counts.get(extent, 0) + 1
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
@@ -303,9 +308,8 @@ class Contents(ExtentStore, Pinned):
             raise fail(errno.ESTALE)
         self._lent.add(extent)
 
-    def unpin(self, extent: ContentId) -> None:
-        super().unpin(extent)
-        if extent in self._held and extent not in self.counts:
+    def _unpinned(self, extent: ContentId) -> None:
+        if extent in self._held:
             self._lent.discard(extent)
             try:
                 os.unlink(self._held.pop(extent))

@@ -71,14 +71,12 @@ class Changes:
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         """Note the changes made while the watch was broken: somebody may be waiting for us to have seen
         them."""
-        self._transaction(revision, b"")
+        self._tell(revision, ours=False, known=False)
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
-            self._transaction(revision, event.value or b"")
-
-    def _transaction(self, revision: int, last_id: bytes) -> None:
-        self._tell(revision, ours=self._is_ours(last_id), known=bool(last_id))
+            last_id = event.value or b""
+            self._tell(revision, ours=self._is_ours(last_id), known=bool(last_id))
 
     def _tell(self, revision: int, *, ours: bool, known: bool) -> None:
         for part in self.mount_listeners:

@@ -24,10 +24,9 @@ class SharedContents(Contents):
         self._on_nodes: set[ContentId] = set()
         member.changes.inode_listeners.append(self._inode_changed)
 
-    def unpin(self, extent: ContentId) -> None:
-        super().unpin(extent)
-        if extent in self._on_nodes:
-            self.let_go_on_nodes(extent)
+    def _unpinned(self, extent: ContentId) -> None:
+        super()._unpinned(extent)
+        self.unpin_on_nodes(extent)
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content can be read without its nodes."""

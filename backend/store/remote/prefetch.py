@@ -37,6 +37,7 @@ class Prefetcher:
         self._namespace = cluster.namespace
         self._nursery = cluster.nursery
         self._leases = cluster.leases
+        self._listeners = cluster.changes.inode_listeners
         self._versions = versions
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._progress: dict[int, Progress] = {}
@@ -59,8 +60,12 @@ class Prefetcher:
         none."""
         return asdict(self._progress.get(ino, Progress()))
 
-    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """Fetch a version that was published, if its directory is followed."""
+    def go_on(self) -> None:
+        """Fetch from now on what is published in directories that are followed for good."""
+        if self._inode_changed not in self._listeners:
+            self._listeners.append(self._inode_changed)
+
+    def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         if new is None or not new.extent or (old is not None and new.version == old.version):
             return
         if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):

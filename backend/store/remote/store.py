@@ -11,7 +11,7 @@ import trio
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
 from ...files.storedir import lock_directory
-from ...model.records import SIZE_MAX, ContentId, MountRecord
+from ...model.records import SIZE_MAX, MountRecord
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
 from ...transport.rights import make_session_key, session_digest
@@ -127,11 +127,11 @@ class RemoteStore:
         in_place = InPlace(cluster, versions, publisher)
         self.freshness = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
-        cluster.changes.inode_listeners += [space.inode_changed, prefetcher.inode_changed]
+        cluster.changes.inode_listeners.append(space.inode_changed)
         cluster.nursery.start_soon(layouts.prepare)
 
         self.pin, self.unpin, self.retire = contents.pin, contents.unpin, contents.retire
-        self.lend = contents.lend
+        self.lend, self.hands_over = contents.lend, contents.hands_over
         self.is_here, self.is_lent = contents.is_here, contents.is_lent
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
@@ -144,9 +144,6 @@ class RemoteStore:
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
-
-    def hands_over(self, extent: ContentId) -> bool:
-        return bool(self.extents.adoptable(extent))
 
     async def forget(self, inode: Inode) -> None:
         if self.namespace.tree.drop(inode.ino):
@@ -168,6 +165,7 @@ class RemoteStore:
             raise OSError(errno.ENOTDIR, "not a directory to follow", path)
         await self._cluster.leases.follow(inode.ino, for_good=True)
         self._prefetcher.start(inode.ino)
+        self._prefetcher.go_on()
 
     def renew(self) -> None:
         """Read certificates and keys again now."""

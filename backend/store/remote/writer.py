@@ -171,12 +171,12 @@ class Transfer:
             config, revision = found
             have = self._still_have(stripe, config)
             missing = [node for node in config.members if node not in have]
-            self.asked.update(missing)
             if not missing:
                 self._guards[group_key(group)] = revision
                 if waits:
                     log.info("content %x: group %#x has it now", self._content, group)
                 return
+            self.asked.update(missing)
             try:
                 await self._send(stripe, found, group, self._ordered(missing))
                 continue
@@ -210,7 +210,7 @@ class Transfer:
         """Return the nodes whose acknowledgement counts under this configuration."""
         known = self._acknowledged.setdefault(stripe, {})
         for node, before in list(known.items()):
-            if has_still(before, config, node):
+            if before is config or has_still(before, config, node):
                 known[node] = config
             else:
                 del known[node]
@@ -347,5 +347,5 @@ def _may_share(version: NewVersion, before: Inode) -> bool:
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
     """Return the digests for a version's record, of a file that holds the version's bytes."""
-    spans = [layout.span(size, stripe) for stripe in range(layout.stripes(size))]
-    return fold([await Stripe(fd, *span).finish() for span in spans])
+    stripes = range(layout.stripes(size))
+    return fold([await Stripe(fd, *layout.span(size, stripe)).finish() for stripe in stripes])
