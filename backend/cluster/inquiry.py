@@ -37,8 +37,7 @@ async def read_cluster(engine: EtcdEngine, rebalance_rate: int) -> Cluster:
             revision, found = await engine.snapshot(prefix, end_of(prefix))
             records += found
         consumer.load(faults.well_formed(records), revision)
-    targets = {pool: known for pool, (known, _) in members.targets.items()}
-    cluster = Cluster(members, groups, targets, rebalance_rate)
+    cluster = Cluster(members, groups, rebalance_rate)
     cluster.own_faults = faults
     cluster.went_back = await read_reports(engine)
     return cluster

@@ -20,11 +20,8 @@ from .membership import Members
 class Cluster:
     """The state that was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
 
-    def __init__(
-        self, members: Members, groups: Groups, targets: Mapping[int, Targets], rebalance_rate: int
-    ) -> None:
+    def __init__(self, members: Members, groups: Groups, rebalance_rate: int) -> None:
         self.members = members
-        self.targets = targets
         self.groups: dict[int, GroupConfig] = {
             group: config for group, (config, _) in sorted(groups.all().items())
         }
@@ -196,7 +193,7 @@ class Cluster:
         # The pool has no targets in etcd yet.
         fresh = Placement(candidates, buckets, rules)
         targets: dict[int, Targets] = {}
-        for pool, known in self.targets.items():
+        for pool, (known, _) in self.members.targets.items():
             policy = policy_of(pool << GROUP_BUCKET_BITS)
             rule = rules.get(policy) if policy else ""
             made = None

@@ -48,7 +48,7 @@ class Consumer(Protocol):
 
 class Replica:
     """The hub. `applied` is the revision up to which all consumers know everything; `barriers` counts the
-    barriers of the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
+    barriers of the engine. Waits end with OSError ETIMEDOUT after the engine's time-out.
 
     Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
     with a record when it changes. `history`, the first consumer, tells when the engine's data can be
@@ -62,7 +62,6 @@ class Replica:
         *,
         faults: Faults | None = None,
         history: History | None = None,
-        timeout_s: float = 60.0,
     ) -> None:
         self._engine = engine
         self._faults = faults or Faults()
@@ -76,7 +75,7 @@ class Replica:
         everything = self._followers.setdefault(b"", [])
         for places in self._followers.values():
             places[:] = sorted({*places, *everything})
-        self._timeout_s = timeout_s
+        self._timeout_s = engine.calls.timeout_s
         self.applied = 0
         self.barriers = 0
         self._ended = False

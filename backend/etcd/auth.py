@@ -56,20 +56,20 @@ class Auth:
     async def add_user(self, name: str, roles: Collection[str]) -> None:
         """Add a user that has a certificate instead of a password."""
         options = pb.UserAddOptions(no_password=True)
-        await self._add(_USER_ADD, pb.AuthUserAddRequest(name=name, options=options))
+        await self._change(_USER_ADD, pb.AuthUserAddRequest(name=name, options=options))
         for role in roles:
             if role == ROOT:
-                await self._add(_ROLE_ADD, pb.AuthRoleAddRequest(name=ROOT))
+                await self._change(_ROLE_ADD, pb.AuthRoleAddRequest(name=ROOT))
             await self._call(_USER_GRANT, pb.AuthUserGrantRoleRequest(user=name, role=role))
 
     async def delete_user(self, name: str) -> None:
-        await self._delete(_USER_DELETE, pb.AuthUserDeleteRequest(name=name))
+        await self._change(_USER_DELETE, pb.AuthUserDeleteRequest(name=name))
 
     async def set_role(
         self, role: str, read: Collection[KeyRange], write: Collection[KeyRange]
     ) -> None:
         """Make a role that may read and write these ranges of keys (start, end), and no others."""
-        await self._add(_ROLE_ADD, pb.AuthRoleAddRequest(name=role))
+        await self._change(_ROLE_ADD, pb.AuthRoleAddRequest(name=role))
         answer = await self._call(_ROLE_GET, pb.AuthRoleGetRequest(role=role))
         present = {(one.permType, one.key, one.range_end) for one in answer.perm}
         wanted = {(pb.Permission.READ, *one) for one in read}
@@ -84,21 +84,15 @@ class Auth:
             )
 
     async def delete_role(self, role: str) -> None:
-        await self._delete(_ROLE_DELETE, pb.AuthRoleDeleteRequest(role=role))
+        await self._change(_ROLE_DELETE, pb.AuthRoleDeleteRequest(role=role))
 
     async def _call(self, method: Method[_Response], request: Message) -> _Response:
         return await self._client.call(method, request, timeout_s=self._timeout_s)
 
-    async def _add(self, method: Method[pb.AuthResponse], request: Message) -> None:
+    async def _change(self, method: Method[pb.AuthResponse], request: Message) -> None:
+        """Add or delete something that may have been added or deleted already."""
         try:
             await self._call(method, request)
         except RpcError as error:
-            if "already exists" not in error.text:
-                raise
-
-    async def _delete(self, method: Method[pb.AuthResponse], request: Message) -> None:
-        try:
-            await self._call(method, request)
-        except RpcError as error:
-            if "not found" not in error.text:
+            if "already exists" not in error.text and "not found" not in error.text:
                 raise

@@ -16,19 +16,15 @@ class Source(Protocol):
     async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None: ...
 
 
-async def _at_once(count: int) -> None:
-    pass
-
-
 async def read_hashed(
     device: Source,
     extent: Extent,
     into: FileRange,
     *,
     is_sparse: bool,
-    take: Callable[[int], Awaitable[None]] = _at_once,
+    take: Callable[[int], Awaitable[None]] | None = None,
     piece_bytes: int = 0,
-    came: Callable[[int], None] = lambda count: None,
+    came: Callable[[int], None] | None = None,
 ) -> Stripe:
     """Read a whole extent. The returned Stripe has its digest. With `is_sparse` its holes stay holes.
     Otherwise it is read in pieces of `piece_bytes` (0: in one): `take` is called with the length before
@@ -40,10 +36,12 @@ async def read_hashed(
     piece = piece_bytes or into.length
     for start in range(0, into.length, piece):
         length = min(piece, into.length - start)
-        await take(length)
+        if take is not None:
+            await take(length)
         landed = partial(_landed_at, found, start) if start else found.landed
         await device.read(extent, start, into.part(start, length), landed)
-        came(length)
+        if came is not None:
+            came(length)
     return found
 
 

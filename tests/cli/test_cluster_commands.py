@@ -459,7 +459,7 @@ def test_nodes_are_named_as_the_status_shows_them() -> None:
         ]
         members.apply(1, [Event(1, key, encode(record)) for key, record in records])
     members.apply(1, [Event(1, key_of(b"n", A), None)])
-    found = overview.Cluster(members, Groups(), {}, 1)
+    found = overview.Cluster(members, Groups(), 1)
     for name in (f"{A:016x}", f"0x{A:X}", "a1", "h0", "z/h0"):
         assert found.find_node(name) == A  # it is down
     assert found.find_node("10.0.0.2:9002") == C

@@ -311,7 +311,8 @@ async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(keys:
 
 async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: EtcdKeys) -> None:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
-        replica = Replica(engine, (), timeout_s=0.1)
+        engine.calls.timeout_s = 0.1
+        replica = Replica(engine, ())
         await replica.start(nursery)
         assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
         nursery.cancel_scope.cancel()

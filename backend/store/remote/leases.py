@@ -28,7 +28,7 @@ from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
 from .member import Member
-from .promise import Followers, Sureness
+from .promise import Followers
 from .rests import Rests
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ _IDLE_S = 10.0
 _OPENS_PER_CHANGE = 4
 _CHANGES_FREE = 8
 _FOLLOWED_MAX = 256
+# Clocks run at slightly different rates.
+_MARGIN_SHARE = 0.1
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
 
@@ -76,7 +78,7 @@ class Leases:
         # Directories, with the leases under which they are followed; 0: not any more, but the key that says
         # so may still be there.
         self._held: dict[int, int] = {}
-        self._sureness = Sureness()
+        self._sure_until_s = 0.0  # to know everything, by now_s()
         self._followers = Followers(member.members)
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
@@ -150,7 +152,7 @@ class Leases:
 
     def _left_s(self) -> float:
         """Return for how many seconds this mount's knowledge may be believed."""
-        return max(0.0, min(self._session.valid_until, self._sureness.until_s) - now_s())
+        return max(0.0, min(self._session.valid_until, self._sure_until_s) - now_s())
 
     def _path(self, directory: int) -> set[int]:
         """Return the directory and all directories above it."""
@@ -210,8 +212,8 @@ class Leases:
             await self._replica.wait_applied(revision)
             if self._followed_under != lease:
                 self._followed_under = lease
-                self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
-            elif not self._sureness.left_s():
+                self._be_sure(asked_s)
+            elif now_s() >= self._sure_until_s:
                 await self._confirm()
             if lease == self._session.lease:
                 self._held[directory] = lease
@@ -352,12 +354,17 @@ class Leases:
         wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
         await self._replica.wait_applied(await self._engine.barrier())
-        if not self._sureness.left_s() or self._members.acked(lease) < self._owed:
+        if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
             seen = self._replica.applied.to_bytes(8, "big")
             revision = await self._transact(Put(seen_key(lease), seen, lease))
             await self._replica.wait_applied(revision)
         if lease == self._session.lease:
-            self._sureness.confirmed(asked_s, self._members.lease_ttl_s)
+            self._be_sure(asked_s)
+
+    def _be_sure(self, asked_s: float) -> None:
+        """Note that everything that etcd had at `asked_s` (by now_s()) is known here."""
+        until_s = asked_s + self._members.lease_ttl_s * (1 - _MARGIN_SHARE)
+        self._sure_until_s = max(self._sure_until_s, until_s)
 
     async def _stay_sure(self) -> None:
         """Confirm again and again while anything is followed; a task of its own."""

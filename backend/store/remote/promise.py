@@ -12,29 +12,12 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from ...cluster.lease import now_s
 from ...cluster.membership import Members
 
 log = logging.getLogger(__name__)
 
 # A kernel goes on using what it was told, and answers on their way, for so long after the belief has ended.
 _AFTERGLOW_S = 1.5
-# Clocks run at slightly different rates.
-_MARGIN_SHARE = 0.1
-
-
-class Sureness:
-    """The time until which this mount is sure to know everything."""
-
-    def __init__(self) -> None:
-        self.until_s = 0.0  # by now_s()
-
-    def left_s(self) -> float:
-        return max(0.0, self.until_s - now_s())
-
-    def confirmed(self, asked_s: float, patience_s: float) -> None:
-        """Note that everything that etcd had at `asked_s` (by now_s()) is known here."""
-        self.until_s = max(self.until_s, asked_s + patience_s * (1 - _MARGIN_SHARE))
 
 
 class Followers:
