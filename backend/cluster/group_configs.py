@@ -141,7 +141,7 @@ class Groups(RecordKeeper):
                 await engine.transact([(put.key, 0) for put in puts], puts)
                 return
             except Conflict:
-                found = await engine.page(
+                found = await engine.range(
                     group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
                 )
                 known = {int.from_bytes(record.key[1:], "big") for record in found}

@@ -128,7 +128,7 @@ async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
 
 async def _pages(engine: EtcdEngine, start: bytes, end: bytes) -> AsyncIterator[list[KeyValue]]:
     """Yield the records of a range, which may be too many to be held at once."""
-    while page := await engine.page(start, end, _SCAN_KEYS):
+    while page := await engine.range(start, end, _SCAN_KEYS):
         yield page
         start = page[-1].key + b"\0"
 

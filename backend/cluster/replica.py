@@ -75,7 +75,6 @@ class Replica:
         everything = self._followers.setdefault(b"", [])
         for places in self._followers.values():
             places[:] = sorted({*places, *everything})
-        self._timeout_s = engine.calls.timeout_s
         self.applied = 0
         self.barriers = 0
         self._ended = False
@@ -104,15 +103,15 @@ class Replica:
         if self.applied >= revision:
             return
         self._check_open()
-        event = trio.Event()
+        event, timeout_s = trio.Event(), self._engine.calls.timeout_s
         heapq.heappush(self._waiting, (revision, next(self._order), event))
-        with trio.move_on_after(self._timeout_s):
+        with trio.move_on_after(timeout_s):
             await event.wait()
         if self.applied < revision:
             self._check_open()
             raise OSError(
                 errno.ETIMEDOUT,
-                f"revision {revision} has not come from the watch for {self._timeout_s:g} s;"
+                f"revision {revision} has not come from the watch for {timeout_s:g} s;"
                 f" all is known up to {self.applied}",
             )
 

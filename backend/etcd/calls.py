@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import trio
 
@@ -41,6 +42,16 @@ class Answered(Protocol):
     def header(self) -> pb.ResponseHeader: ...
 
 
+class Ending(Protocol):
+    """A watch, for whoever ends it."""
+
+    def fail(self, error: OSError) -> None:
+        """End the iteration with an error, after what is here already."""
+
+    def close(self) -> None:
+        """End the iteration, after what is here already."""
+
+
 class Calls:
     """Calls of one process. `revision` is the newest one in any answer, `known` the newest transaction that
     came by a snapshot or a watch: the key "s" as it was then.
@@ -54,8 +65,9 @@ class Calls:
         self.timeout_s = timeout_s
         self.revision = 0
         self.known: KeyValue | None = None
-        # Called by `doubt` with its error, and by `trust`.
-        self.doubt_listeners: list[Callable[[WentBack], None]] = []
+        # They end together, and with an error when etcd is doubted.
+        self.watches: WeakSet[Ending] = WeakSet()
+        # Called by `trust`.
         self.trust_listeners: list[Callable[[], None]] = []
         self._went_back: WentBack | None = None
         # Further calls are refused. Calls under way go on until the client is closed.
@@ -112,8 +124,8 @@ class Calls:
         nothing."""
         if self._went_back is None:
             self._went_back = error
-            for listener in self.doubt_listeners:
-                listener(error)
+            for watch in list(self.watches):
+                watch.fail(error)
 
     def trust(self) -> None:
         """Trust etcd again, as if nothing had been known before."""

@@ -18,7 +18,7 @@ from .errors import RpcError, Status
 from .leases import EtcdLeases
 from .methods import RANGE
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
-from .watch import Watch, Watches
+from .watch import Watch
 
 PAGE_KEYS = 1000
 _PAGE_RETRIES = 5
@@ -49,8 +49,7 @@ class EtcdEngine:
         calls = self.calls = Calls(client, prefix, timeout_s)
         self.leases = EtcdLeases(calls, owner)
         self.admin = EtcdAdmin(calls)
-        self._watches = Watches(calls)
-        self.fenced = EtcdTransactions(calls, self._watches, self.leases, reader=reader)
+        self.fenced = EtcdTransactions(calls, self.leases, reader=reader)
         self.transactions = 0  # asked for, each once
 
     async def open(self) -> None:
@@ -66,7 +65,8 @@ class EtcdEngine:
             await self.fenced.end()
         finally:
             self.calls.client.close()
-            self._watches.close()
+            for watch in list(self.calls.watches):
+                watch.close()
 
     async def __aenter__(self) -> Self:
         try:
@@ -99,12 +99,8 @@ class EtcdEngine:
             return KeyValue(key, found.value, found.mod_revision)
         return None
 
-    async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
-        """Return the keys with start <= key < end in order."""
-        return (await self._pages(start, end, 0))[1]
-
-    async def page(self, start: bytes, end: bytes, limit: int) -> list[KeyValue]:
-        """Return the first `limit` keys of a range. The next page starts at the last key + b"\\0"."""
+    async def range(self, start: bytes, end: bytes, limit: int = 0) -> list[KeyValue]:
+        """Return the keys with start <= key < end in order, the first `limit` of them (0: all)."""
         return (await self._pages(start, end, limit))[1]
 
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
@@ -155,7 +151,7 @@ class EtcdEngine:
         """Return an iterator over every transaction with events of start <= key < end after a revision,
         each once and in order, this process's own too. It ends when the engine is closed, and raises
         Compacted when the events are too old to be kept."""
-        return self._watches.begin(start, end, from_revision)
+        return Watch(self.calls, start, end, from_revision)
 
     async def _pages(self, start: bytes, end: bytes, limit: int) -> tuple[int, list[KeyValue]]:
         """Return a range, or its first `limit` keys, as of one revision."""

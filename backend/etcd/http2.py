@@ -21,7 +21,7 @@ from .errors import ConnectionLost, ProtocolError, RpcError
 
 # Kinds of frames, and their flags.
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
-PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
+PING, GOAWAY, WINDOW_UPDATE = 6, 7, 8
 END_STREAM = ACK = 1
 END_HEADERS, PADDED, PRIORITY = 4, 8, 32
 # settings
@@ -82,7 +82,6 @@ class Http2:
         self._peer_stream_window = _DEFAULT_WINDOW
         self._peer_frame_bytes = FRAME_BYTES
         self._received_bytes = 0
-        self._block: tuple[int, int, bytearray] | None = None
         self._decoder = hpack.Decoder(max_header_list_size=_HEADER_BLOCK_BYTES)
         self._decoder.max_allowed_table_size = 0
         self._decoded: OrderedDict[bytes, dict[str, str]] = OrderedDict()
@@ -155,21 +154,14 @@ class Http2:
 
     def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         self.frames_received += 1
-        if (self._block is not None) != (kind == CONTINUATION):
-            raise ProtocolError("a header block is interrupted")
         if flags & PADDED and kind in (DATA, HEADERS):
             raise ProtocolError("a frame is padded, which etcd never does")
         if kind == DATA:
             self._on_data(flags, number, payload)
         elif kind == HEADERS:
-            if flags & PRIORITY:
-                raise ProtocolError("a call has a priority, which etcd never gives")
-            self._on_block(flags, number, flags & END_STREAM, bytearray(payload))
-        elif kind == CONTINUATION and self._block is not None:
-            of, ends, block = self._block
-            if of != number or len(block) > _HEADER_BLOCK_BYTES:
-                raise ProtocolError("a header block is interrupted or too large")
-            self._on_block(flags, number, ends, block + payload)
+            if flags & PRIORITY or not flags & END_HEADERS:
+                raise ProtocolError("a call has a priority, or headers of more than a frame")
+            self._on_headers(flags, number, payload)
         elif kind == SETTINGS and not flags & ACK:
             self._on_settings(payload)
         elif kind == WINDOW_UPDATE and len(payload) == 4:
@@ -205,19 +197,15 @@ class Http2:
         if flags & END_STREAM:
             raise ProtocolError("a gRPC answer has no status")
 
-    def _on_block(self, flags: int, number: int, ends: int, block: bytearray) -> None:
-        if not flags & END_HEADERS:
-            self._block = (number, ends, block)
-            return
-        self._block = None
-        whole = bytes(block)
-        headers = self._decoded.get(whole) or self._decode(whole)
+    def _on_headers(self, flags: int, number: int, block: bytes) -> None:
+        headers = self._decoded.get(block) or self._decode(block)
         stream = self.streams.get(number)
         if stream is None:
             return
-        if ends:
+        is_last = bool(flags & END_STREAM)
+        if is_last:
             self._forget(stream)
-        stream.on_headers(headers, bool(ends))
+        stream.on_headers(headers, is_last)
 
     def _decode(self, block: bytes) -> dict[str, str]:
         try:

@@ -27,7 +27,7 @@ from .client import PAUSES_S, Uncertain, Unsent, longer
 from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .methods import DELETE, RANGE, REVOKE, TXN
-from .watch import Watches
+from .watch import Watch
 
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
@@ -56,9 +56,8 @@ class _Fence(NamedTuple):
 class EtcdTransactions:
     """The transactions of one process, and its fence. `mark` is the key whose value identifies each."""
 
-    def __init__(self, calls: Calls, watches: Watches, leases: EtcdLeases, *, reader: bool) -> None:
+    def __init__(self, calls: Calls, leases: EtcdLeases, *, reader: bool) -> None:
         self._calls = calls
-        self._watches = watches
         self._leases = leases
         self._process = secrets.token_bytes(8)
         key = FENCE_KIND + leases.owner.to_bytes(OWNER_BYTES, "big") + self._process
@@ -246,7 +245,7 @@ class EtcdTransactions:
             return last.revision
         if last.revision <= since:
             return None
-        history = self._watches.begin(self.mark, self.mark + b"\0", since)
+        history = Watch(self._calls, self.mark, self.mark + b"\0", since)
         try:
             with trio.move_on_at(deadline):
                 async for change in history:

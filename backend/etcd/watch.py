@@ -4,7 +4,6 @@ import errno
 import logging
 from collections import deque
 from typing import Self
-from weakref import WeakSet
 
 import trio
 
@@ -23,10 +22,13 @@ class Watch:
     """The changes of keys with prefix + start <= key < prefix + end after a revision.
 
     Etcd's past is checked before the watch goes on after an interruption, which may end the iteration.
-    Iterating may be cancelled and gone on with.
+    Iterating may be cancelled and gone on with. Raises WentBack where etcd is doubted.
     """
 
     def __init__(self, calls: Calls, start: bytes, end: bytes, from_revision: int) -> None:
+        calls.check_open()
+        calls.check_trusted()
+        calls.watches.add(self)
         self._calls = calls
         self._client = calls.client
         self._skip = len(calls.prefix)
@@ -142,28 +144,3 @@ class Watch:
             self._failing = True
         with trio.move_on_after(self._pauses.take_s()):
             await self._closed.wait()
-
-
-class Watches:
-    """The watches of one process, which end together, and with an error when etcd is doubted."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._begun: WeakSet[Watch] = WeakSet()
-        calls.doubt_listeners.append(self._fail)
-
-    def begin(self, start: bytes, end: bytes, from_revision: int) -> Watch:
-        """Return a watch of start <= key < end after a revision. Raises WentBack."""
-        self._calls.check_open()
-        self._calls.check_trusted()
-        watch = Watch(self._calls, start, end, from_revision)
-        self._begun.add(watch)
-        return watch
-
-    def _fail(self, error: OSError) -> None:
-        for watch in list(self._begun):
-            watch.fail(error)
-
-    def close(self) -> None:
-        for watch in list(self._begun):
-            watch.close()

@@ -61,7 +61,7 @@ async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(engine: Etcd
     assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
     assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
     pages, start = [], b""
-    while page := await engine.page(start, b"d", 2):
+    while page := await engine.range(start, b"d", 2):
         assert len(page) <= 2
         pages += page
         start = page[-1].key + b"\0"
@@ -112,7 +112,7 @@ async def test_a_closed_engine_refuses_everything(engine: EtcdEngine) -> None:
         engine.range(b"", END),
         engine.transact((), [Put(b"a", b"1")]),
         engine.get(b"a"),
-        engine.page(b"", END, 1),
+        engine.range(b"", END, 1),
         engine.snapshot(b"", END),
         engine.barrier(),
     ):
@@ -138,7 +138,7 @@ async def test_a_range_of_any_length_is_of_one_revision(engine: EtcdEngine) -> N
             # What is old lies before what is new: it was overwritten in that order.
             values = [one.value for one in found if one.key in set(keys[::100])]
             assert values == sorted(values)
-    assert len(await engine.page(b"k", b"l", 2222)) == 2222
+    assert len(await engine.range(b"k", b"l", 2222)) == 2222
     await engine.close()
 
 
