@@ -18,7 +18,7 @@ from ...namespace import fail
 from ..pins import Pinned
 from .figures import CacheFigures
 from .holds import Holds
-from .places import Borrowed, Incoming, Place
+from .places import Place
 
 # The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
 # without asking us.
@@ -44,8 +44,6 @@ class Contents(ExtentStore, Pinned):
         # Where contents lie that are in the directory of a store node.
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
-        self._held: dict[ContentId, str] = {}
-        self._lent: set[ContentId] = set()  # of those that are held
         self._kept: OrderedDict[ContentId, int] = OrderedDict()
         # Working copies that are being published: other hosts may know them as versions before we do.
         self._publishing: set[ContentId] = set()
@@ -60,8 +58,6 @@ class Contents(ExtentStore, Pinned):
     def close(self) -> None:
         for holds in self._holds.values():
             holds.close()
-        self._held.clear()
-        self._lent.clear()
         self._empty()
         super().close()
 
@@ -95,19 +91,15 @@ class Contents(ExtentStore, Pinned):
 
         Raises OSError (ENOSPC, EMFILE, EACCES)."""
         extent = self._new_number()
-        place = Incoming(store, f"{extent:x}")
+        place = Place(store, extent, is_incoming=True)
         fd = os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._places[extent] = place
         return extent, fd
 
-    def adoptable(self, extent: ContentId) -> str:
-        """Return the name of a working copy that a store node here can take over; "" for others."""
-        place = self._places.get(extent)
-        return place.name if isinstance(place, Incoming) else ""
-
     def hands_over(self, extent: ContentId) -> bool:
         """Return whether a store node here can take a working copy's very file over."""
-        return isinstance(self._places.get(extent), Incoming)
+        place = self._places.get(extent)
+        return place is not None and place.is_incoming
 
     @contextmanager
     def publishing(self, extent: ContentId) -> Iterator[None]:
@@ -118,8 +110,8 @@ class Contents(ExtentStore, Pinned):
             yield
         except BaseException:
             place = self._places.get(extent)
-            if isinstance(place, Incoming) and not os.path.exists(place.path):
-                os.link(self._held[extent], place.path)
+            if place is not None and place.is_incoming and not os.path.exists(place.path):
+                os.link(place.held, place.path)
             raise
         finally:
             self._publishing.discard(extent)
@@ -128,7 +120,12 @@ class Contents(ExtentStore, Pinned):
         """Note that the working copy, of so many stripes, is a version now."""
         place = self._places.get(extent)
         # A node that has adopted the file may have ended since.
-        if isinstance(place, Incoming) and stripes == 1 and self.borrow(extent, place.store):
+        if (
+            place is not None
+            and place.is_incoming
+            and stripes == 1
+            and self.borrow(extent, place.store)
+        ):
             place.free()  # of an earlier attempt that failed
         self.keep(extent, size)
 
@@ -140,8 +137,8 @@ class Contents(ExtentStore, Pinned):
         if place is None:
             os.link(super().path(extent), super().path(renamed))
         else:
-            renamed_place = Incoming(place.store, f"{renamed:x}")
-            os.link(self._held.get(extent) or place.path, renamed_place.path)
+            renamed_place = Place(place.store, renamed, is_incoming=True)
+            os.link(place.held or place.path, renamed_place.path)
             self._places[renamed] = renamed_place
         return renamed
 
@@ -149,7 +146,7 @@ class Contents(ExtentStore, Pinned):
         """Return whether the published content's file is in the directory of a store node here, and must
         not be written."""
         place = self._places.get(extent)
-        return isinstance(place, Borrowed) or (place is not None and extent in self._kept)
+        return place is not None and (not place.is_incoming or extent in self._kept)
 
     def take_out(self, extent: ContentId) -> ContentId:
         """Make a working copy of a published content that is kept here, without copying a byte: the content
@@ -172,17 +169,11 @@ class Contents(ExtentStore, Pinned):
 
     def open(self, extent: ContentId, flags: int = os.O_RDONLY) -> int:
         place = self._places.get(extent)
-        if place is None:
-            return super().open(extent, flags)
-        if extent in self._held:
-            return os.open(self._held[extent], flags | os.O_CLOEXEC)
-        return place.open(flags)
+        return super().open(extent, flags) if place is None else place.open(flags)
 
     def stat(self, extent: ContentId) -> os.stat_result:
         place = self._places.get(extent)
-        if place is None:
-            return super().stat(extent)
-        return os.stat(self._held.get(extent) or place.path)
+        return super().stat(extent) if place is None else os.stat(place.held or place.path)
 
     def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
@@ -236,20 +227,23 @@ class Contents(ExtentStore, Pinned):
     def borrow(self, extent: ContentId, store: str) -> bool:
         """Use a content of one stripe in the directory `store` of the store node on this host. Return False
         if it is not there."""
-        place = Borrowed(store, extent)
+        place, before = Place(store, extent, is_incoming=False), self._places.get(extent)
         try:
             os.close(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC))
             if place.is_another():
                 return False
         except OSError:
             return False
+        if before is not None:
+            place.held, before.held = before.held, ""
+            place.is_lent = before.is_lent
         self._places[extent] = place
         return True
 
     def has(self, extent: ContentId) -> bool:
         """Return whether the published content can be opened here, and count that as a use of it."""
         place = self._places.get(extent)
-        if place is not None and extent not in self._held and not os.path.exists(place.path):
+        if place is not None and not place.held and not os.path.exists(place.path):
             # The node has freed it, or removed what was left in incoming/ by a session that has ended.
             self.lose(extent)
             return False
@@ -260,7 +254,7 @@ class Contents(ExtentStore, Pinned):
 
     def lose(self, extent: ContentId) -> None:
         """Note that a content is no longer in the store directory where it was."""
-        del self._places[extent]
+        self._places.pop(extent).let_go()
         self.kept_bytes -= self._kept.pop(extent, 0)
 
     def keep(self, extent: ContentId, size: int) -> None:
@@ -274,12 +268,12 @@ class Contents(ExtentStore, Pinned):
         about to adopt, by a second name. Raises OSError ESTALE if the node has freed it: the file has a
         newer version."""
         place = self._places.get(extent)
-        if place is not None and extent not in self._held:
+        if place is not None and not place.held:
             holds = self._holds.get(place.store)
             if holds is None:
                 holds = self._holds[place.store] = Holds(place.store)
             try:
-                self._held[extent] = holds.add(place.path, f"{extent:x}")
+                place.hold(holds)
             except FileNotFoundError:
                 self.lose(extent)
                 raise fail(errno.ESTALE) from None
@@ -290,10 +284,10 @@ class Contents(ExtentStore, Pinned):
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
         store node that has its file never uses it for another content. Raises OSError ESTALE if the node
         has freed it, or has it in another file now; it is fetched when it is opened again."""
-        place, held = self._places.get(extent), self._held.get(extent)
-        if not isinstance(place, Borrowed) or held is None or extent in self._lent:
+        place = self._places.get(extent)
+        if place is None or place.is_incoming or place.is_lent or not place.held:
             return
-        status = os.stat(held)
+        status = os.stat(place.held)
         try:
             # Others are never used again. The two names may be of different files, if the content was freed
             # and came again meanwhile.
@@ -306,15 +300,12 @@ class Contents(ExtentStore, Pinned):
             if self.counts.get(extent) == 1:
                 self.lose(extent)
             raise fail(errno.ESTALE)
-        self._lent.add(extent)
+        place.is_lent = True
 
     def _unpinned(self, extent: ContentId) -> None:
-        if extent in self._held:
-            self._lent.discard(extent)
-            try:
-                os.unlink(self._held.pop(extent))
-            except FileNotFoundError:
-                pass  # the store is gone
+        place = self._places.get(extent)
+        if place is not None:
+            place.let_go()
 
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working

@@ -8,47 +8,39 @@ and sockets. So before such a program opens a content, that gets a name in the n
 
 import errno
 import os
-from dataclasses import dataclass
 
 from ...model.records import ContentId
+from .holds import Holds
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A working copy in a place where the node with the directory `store` adopts it when it is
-    published."""
+class Place:
+    """A content's file in the node's directory `store`: an extent of the node's, which nobody may write,
+    or, while it `is_incoming`, a working copy that the node adopts when it is published. `held` is a second
+    name that keeps the file while it is pinned, "" if it has none; `is_lent`: the node was told that its
+    pages may be kept."""
 
-    store: str
-    name: str
+    def __init__(self, store: str, extent: ContentId, *, is_incoming: bool) -> None:
+        self.store = store
+        self.is_incoming = is_incoming
+        self.path = (
+            f"{store}/incoming/{extent:x}" if is_incoming else f"{store}/extents/{extent:x}.0"
+        )
+        self._lent = f"{store}/lent/{extent:x}.0"
+        self._second_name = f"{extent:x}"
+        self.held = ""
+        self.is_lent = False
 
-    @property
-    def path(self) -> str:
-        return f"{self.store}/incoming/{self.name}"
+    def hold(self, holds: Holds) -> None:
+        """Give the file a second name. Raises FileNotFoundError if the node has freed it."""
+        if not self.held:
+            self.held = holds.add(self.path, self._second_name)
 
-    def open(self, flags: int) -> int:
-        return os.open(self.path, flags | os.O_CLOEXEC)
-
-    def free(self) -> None:
-        try:
-            os.unlink(self.path)
-        except FileNotFoundError:
-            pass  # adopted by the node
-
-
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """A file of the node with the directory `store`, which nobody may write."""
-
-    store: str
-    extent: ContentId
-
-    @property
-    def path(self) -> str:
-        return f"{self.store}/extents/{self.extent:x}.0"
-
-    @property
-    def _lent(self) -> str:
-        return f"{self.store}/lent/{self.extent:x}.0"
+    def let_go(self) -> None:
+        """Remove the second name."""
+        self.is_lent = False
+        if self.held:
+            _unlink(self.held)  # the store may be gone
+            self.held = ""
 
     def tell(self) -> str:
         """Tell the node that its extent is about to be opened. Return the name in lent/ that tells it."""
@@ -69,6 +61,8 @@ class Borrowed:
 
     def open(self, flags: int) -> int:
         """Open the file. Raises FileNotFoundError if the node has freed it."""
+        if self.held or self.is_incoming:
+            return os.open(self.held or self.path, flags | os.O_CLOEXEC)
         lent = self.tell()
         fd = os.open(self.path, flags | os.O_CLOEXEC)
         try:
@@ -81,7 +75,14 @@ class Borrowed:
             raise
 
     def free(self) -> None:
-        """Leave the file to its node."""
+        """Remove a working copy; leave an extent to its node."""
+        self.let_go()
+        if self.is_incoming:
+            _unlink(self.path)  # the node may have adopted it
 
 
-Place = Incoming | Borrowed
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

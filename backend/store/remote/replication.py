@@ -77,8 +77,8 @@ class Publisher:
                 session = await self._valid_session(ino, begun_in)
                 if size and (transfer is None or session_of(version.extent) != session):
                     version = self._numbered(version, session, begun_as, ending)
-                    adoptable = self._contents.adoptable(version.extent)
-                    transfer = Transfer(self._cluster, version, fd, adoptable, before)
+                    is_adoptable = self._contents.hands_over(version.extent)
+                    transfer = Transfer(self._cluster, version, fd, is_adoptable, before)
                 try:
                     with self._contents.publishing(version.extent):
                         return await self._commit(version, transfer)

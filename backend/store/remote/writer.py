@@ -33,10 +33,10 @@ _FULL_S = 5.0
 class Transfer:
     """One version on its way, whose layout is decided.
 
-    `adoptable` names the file in the incoming directory of the store node on this host, which adopts it if
-    it is of one stripe. Digests are computed while it is sent, if the mount verifies. `before`: the inode
-    as it was; if that is the version's base, stripes that have stayed the same are not sent, as nodes have
-    them (Device.share).
+    If it `is_adoptable`, its file is in the incoming directory of the store node on this host, which adopts
+    it if it is of one stripe. Digests are computed while it is sent, if the mount verifies. `before`: the
+    inode as it was; if that is the version's base, stripes that have stayed the same are not sent, as nodes
+    have them (Device.share).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Transfer:
         cluster: Cluster,
         version: NewVersion,
         fd: int,
-        adoptable: str = "",
+        is_adoptable: bool = False,
         before: Inode | None = None,
     ) -> None:
         assert version.layout is not None
@@ -53,12 +53,12 @@ class Transfer:
         self._layout = version.layout
         self._fd = fd
         self._size = version.size
-        self._adoptable = adoptable if self._layout.stripes(self._size) == 1 else ""
+        self._is_adoptable = is_adoptable and self._layout.stripes(self._size) == 1
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
         # An adopted file is the very file that the program may still have mapped.
-        self._wants_digests = cluster.verify and not (version.mapped and self._adoptable)
+        self._wants_digests = cluster.verify and not (version.mapped and self._is_adoptable)
         self._mapped = version.mapped
         may_share = version.base is not None and before is not None and _may_share(version, before)
         self._base = before if may_share else None
@@ -139,7 +139,7 @@ class Transfer:
         found = cluster.groups.get(cluster.group(self._layout, 0))
         return (
             self._size > cluster.small_bytes
-            and not self._adoptable
+            and not self._is_adoptable
             and found is not None
             and all(cluster.peers.shows_bytes(node) for node in found[0].members)
         )
@@ -233,8 +233,8 @@ class Transfer:
         device = cluster.peers.device(chain[0])
         if stripe in self._shared and await self._share(extent, target, chain, length):
             pass
-        elif chain[0] == cluster.here and self._adoptable:
-            await device.adopt(extent, target, self._adoptable)
+        elif chain[0] == cluster.here and self._is_adoptable:
+            await device.adopt(extent, target, f"{self._content:x}")
         elif length <= cluster.small_bytes:
             await self._put(extent, Target(group, revision, ()), chain, offset, length)
         else:
