@@ -1,7 +1,7 @@
 """The key-value engine of a cluster: a prefix of an etcd, shared with other processes.
 
 Revisions are etcd's, so they grow with what happens under other prefixes, too, and a transaction
-that has operations always makes one: it puts the key "s", by which `barrier` learns the revision of
+always makes one: it puts the key "s", by which `barrier` learns the revision of
 the newest transaction, and whose value names its process.
 """
 
@@ -127,8 +127,8 @@ class EtcdEngine:
     async def transact(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
-        """Apply all operations if every compare holds, and return the revision of that, which is a new one
-        if there are operations. It is durable then.
+        """Apply all operations if every compare holds, and return the revision of that, which is a new one.
+        It is durable then.
 
         Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than
         TRANSACTION_OPERATIONS compares or operations, or two on one key.
@@ -137,9 +137,6 @@ class EtcdEngine:
             raise ValueError("a key may occur in one operation of a transaction only")
         if max(len(compares), len(operations)) > TRANSACTION_OPERATIONS:
             raise ValueError(f"etcd takes {TRANSACTION_OPERATIONS} operations in a transaction")
-        if not operations:
-            self.calls.check_trusted()
-            return await self.fenced.compare(compares)
         self.transactions += 1
         return await self.fenced.carry_out(compares, operations)
 

@@ -14,7 +14,7 @@ for changes of its own keys, its session for example. Its transactions put a key
 
 import errno
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import trio
@@ -77,54 +77,9 @@ class EtcdTransactions:
     ) -> int:
         """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded and NoSpace, after
         which nothing has changed, and OSError."""
-        prefix = self._calls.prefix
         # Random: no other process can claim this transaction before it is applied.
         identity = self._process + secrets.token_bytes(8)
-        request = pb.TxnRequest()
-        _add_compares(request, prefix, compares)
-        request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
-        for one in (*operations, Put(self.mark, identity)):
-            operation = request.success.add()
-            if isinstance(one, Delete):
-                operation.request_delete_range.key = prefix + one.key
-            else:
-                put = operation.request_put
-                put.key, put.value, put.lease = prefix + one.key, one.value, one.lease
-        return await self._apply(compares, request, identity)
-
-    async def compare(self, compares: Sequence[Compare]) -> int:
-        """Return the revision at which all compares hold. Raises Conflict, OSError."""
-        request = pb.TxnRequest()
-        _add_compares(request, self._calls.prefix, compares)
-        answer = await self._calls.call(TXN, request)
-        self._calls.check_trusted()
-        if not answer.succeeded:
-            raise Conflict(_differing(compares, answer) or b"")
-        return answer.header.revision
-
-    async def settle(self) -> None:
-        """Return when no transaction can be applied any more whose caller was not told its outcome."""
-        self._calls.check_trusted()
-        await self._end_tries(self._fence, trio.current_time() + self._calls.timeout_s)
-
-    def _forget(self) -> None:
-        """Put the fence anew before the next transaction: another etcd may have answered for it."""
-        self._fence = None
-
-    async def end(self) -> None:
-        """End the fence's lease, unless that takes too long: it ends by itself."""
-        if not self._lease:
-            return
-        try:
-            with trio.move_on_after(_REVOKE_S):
-                request = pb.LeaseRevokeRequest(ID=self._lease)
-                await self._calls.client.attempt(REVOKE, request, _REVOKE_S)
-        except (RpcError, Unsent, Uncertain):
-            pass
-
-    async def _apply(
-        self, compares: Sequence[Compare], request: pb.TxnRequest, identity: bytes
-    ) -> int:
+        request = self._request_of(compares, (*operations, Put(self.mark, identity)))
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
@@ -183,6 +138,68 @@ class EtcdTransactions:
                 raise Conflict(key)
             self._drop_fence(fence)
             was_cut_off = True
+
+    def _request_of(
+        self, compares: Sequence[Compare], operations: Iterable[Put | Delete]
+    ) -> pb.TxnRequest:
+        """Return a transaction, and for each compare the question that tells, if it fails, whether the
+        compare held. The compare of the fence is the last one."""
+        prefix, request = self._calls.prefix, pb.TxnRequest()
+        for compare in compares:
+            asked = request.failure.add().request_range
+            asked.keys_only = True
+            if isinstance(compare, Empty):
+                asked.key, asked.range_end, asked.limit = (
+                    prefix + compare.start,
+                    prefix + compare.end,
+                    1,
+                )
+                request.compare.add(
+                    key=asked.key,
+                    range_end=asked.range_end,
+                    target=pb.Compare.CREATE,
+                    create_revision=0,
+                )
+            elif isinstance(compare, Exists):
+                asked.key = prefix + compare.key
+                request.compare.add(
+                    key=asked.key,
+                    target=pb.Compare.CREATE,
+                    result=pb.Compare.GREATER,
+                    create_revision=0,
+                )
+            else:
+                asked.key = prefix + compare[0]
+                request.compare.add(key=asked.key, target=pb.Compare.MOD, mod_revision=compare[1])
+        request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
+        for one in operations:
+            operation = request.success.add()
+            if isinstance(one, Delete):
+                operation.request_delete_range.key = prefix + one.key
+            else:
+                put = operation.request_put
+                put.key, put.value, put.lease = prefix + one.key, one.value, one.lease
+        return request
+
+    async def settle(self) -> None:
+        """Return when no transaction can be applied any more whose caller was not told its outcome."""
+        self._calls.check_trusted()
+        await self._end_tries(self._fence, trio.current_time() + self._calls.timeout_s)
+
+    def _forget(self) -> None:
+        """Put the fence anew before the next transaction: another etcd may have answered for it."""
+        self._fence = None
+
+    async def end(self) -> None:
+        """End the fence's lease, unless that takes too long: it ends by itself."""
+        if not self._lease:
+            return
+        try:
+            with trio.move_on_after(_REVOKE_S):
+                request = pb.LeaseRevokeRequest(ID=self._lease)
+                await self._calls.client.attempt(REVOKE, request, _REVOKE_S)
+        except (RpcError, Unsent, Uncertain):
+            pass
 
     def _drop_fence(self, fence: _Fence) -> None:
         if self._fence is fence:
@@ -274,37 +291,6 @@ def _last_in(answer: pb.RangeResponse) -> _Last:
     for last in answer.kvs:
         return _Last(last.mod_revision, last.value)
     return _Last(0, b"")
-
-
-def _add_compares(request: pb.TxnRequest, prefix: bytes, compares: Sequence[Compare]) -> None:
-    """Add compares to a transaction, and for each the question that tells, when it fails, whether it
-    held."""
-    for compare in compares:
-        asked = request.failure.add().request_range
-        asked.keys_only = True
-        if isinstance(compare, Empty):
-            asked.key, asked.range_end, asked.limit = (
-                prefix + compare.start,
-                prefix + compare.end,
-                1,
-            )
-            request.compare.add(
-                key=asked.key,
-                range_end=asked.range_end,
-                target=pb.Compare.CREATE,
-                create_revision=0,
-            )
-        elif isinstance(compare, Exists):
-            asked.key = prefix + compare.key
-            request.compare.add(
-                key=asked.key,
-                target=pb.Compare.CREATE,
-                result=pb.Compare.GREATER,
-                create_revision=0,
-            )
-        else:
-            asked.key = prefix + compare[0]
-            request.compare.add(key=asked.key, target=pb.Compare.MOD, mod_revision=compare[1])
 
 
 def _differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | None:

@@ -31,12 +31,7 @@ class Abandoned:
     """The abandoned contents of a mount's session."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._engine = cluster.engine
-        self._replica = cluster.replica
-        self._members = cluster.members
-        self._peers = cluster.peers
-        self._session = cluster.session
-        self._inodes = cluster.namespace.inodes
+        self._cluster = cluster
         self._contents: dict[ContentId, _GivenUp] = {}  # the oldest first
         self._news = trio.Event()
 
@@ -70,9 +65,9 @@ class Abandoned:
         doubtful = {content for content, one in self._contents.items() if not one.is_certain}
         if not doubtful:
             return
-        await self._engine.settle()
-        await self._replica.barrier()
-        for inode in self._inodes.values():
+        await self._cluster.engine.settle()
+        await self._cluster.replica.barrier()
+        for inode in self._cluster.tree.inodes.values():
             if inode.extent in doubtful:
                 del self._contents[inode.extent]
         for content in doubtful & self._contents.keys():
@@ -81,11 +76,11 @@ class Abandoned:
     async def _tell(self) -> None:
         told: dict[int, list[ContentId]] = {}  # by node
         for content, (nodes, is_certain) in list(self._contents.items()):
-            nodes -= {node for node in nodes if self._members.is_removed(node)}
-            if not nodes or session_of(content) != self._session.number:
+            nodes -= {node for node in nodes if self._cluster.members.is_removed(node)}
+            if not nodes or session_of(content) != self._cluster.session.number:
                 del self._contents[content]
             elif is_certain:
-                for node in nodes & self._members.nodes.keys():
+                for node in nodes & self._cluster.members.nodes.keys():
                     told.setdefault(node, []).append(content)
         async with trio.open_nursery() as nursery:
             for node, contents in told.items():
@@ -96,7 +91,7 @@ class Abandoned:
     async def _tell_node(self, node: int, contents: list[ContentId]) -> None:
         for content in contents:
             try:
-                await self._peers.device(node).abort(content)
+                await self._cluster.peers.device(node).abort(content)
             except OSError as error:
                 log.info("content %x stays on node %x for now: %s", content, node, error)
                 return

@@ -23,7 +23,7 @@ import trio
 
 from ...files.digest import Digests, Stripe, digest_of_bytes
 from ...files.sparse import allocated_bytes, is_sparse
-from ...model.records import ContentId, Layout
+from ...model.records import NO_CONTENT, ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
@@ -86,8 +86,6 @@ class Fetcher:
         self._cluster = cluster
         # Mounts read from the members of a group in different orders.
         self._salt = cluster.session.number
-        self._verify = cluster.verify
-        self._describe = cluster.namespace.describe
         self._running: dict[ContentId, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}
@@ -142,7 +140,7 @@ class Fetcher:
             raise Declined("it is small")
         if is_sparse(size, inode.blocks):
             raise Declined("it has holes")
-        is_checked = self._verify and bool(inode.digests)
+        is_checked = self._cluster.verify and bool(inode.digests)
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
         await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
@@ -196,14 +194,17 @@ class Fetcher:
 
     async def _from_any(
         self,
-        group: int,
-        content: ContentId,
-        ino: int,
+        inode: Inode,
+        stripe: int,
         wrong: set[int],
         take: Callable[[int], Awaitable[T]],
+        content: ContentId = NO_CONTENT,
     ) -> tuple[int, T]:
-        """Call `take` with one member of a group after another until it succeeds. Return that member, and
-        what it gave. Members whose bytes were `wrong` are skipped."""
+        """Call `take` with one member after another of a stripe's group until it succeeds. Return that
+        member, and what it gave. Members whose bytes were `wrong` are skipped. `content`: if it is not the
+        inode's present one."""
+        content = content or inode.extent
+        group = self._cluster.group(inode.layout, stripe)
         deadline = time.monotonic() + self._cluster.timeout_s
         told: set[int] = set()
         while True:
@@ -228,12 +229,12 @@ class Fetcher:
             found = self._cluster.groups.get(group)
             wanted = found[0].in_sync if found else ()
             if wrong and (wrong.issuperset(wanted) or (sources and absent == len(sources))):
-                raise self._all_wrong(ino, wrong)
+                raise self._all_wrong(inode.ino, wrong)
             if sources and absent == len(sources):
                 raise Gone
             if time.monotonic() > deadline:
                 if wrong:
-                    raise self._all_wrong(ino, wrong)
+                    raise self._all_wrong(inode.ino, wrong)
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
@@ -244,9 +245,10 @@ class Fetcher:
                 await self._cluster.members.changed()
 
     def _all_wrong(self, ino: int, nodes: set[int]) -> Wrong:
+        where = self._cluster.tree.describe(ino)
         return Wrong(
-            f"{self._describe(ino)} cannot be read: no replica has the bytes that were published, store "
-            f"nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
+            f"{where} cannot be read: no replica has the bytes that were published, "
+            f"store nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
         )
 
     def _report_wrong(
@@ -260,7 +262,7 @@ class Fetcher:
             self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
         log.warning(
             "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
-            self._describe(inode.ino),
+            self._cluster.tree.describe(inode.ino),
             " or ".join(f"{node:x}" for node in sorted(nodes)),
             where,
             inode.version,
@@ -297,12 +299,12 @@ class Fetcher:
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
             if is_sparse(inode.size, inode.blocks):
-                await self._read_hashed(inode, stripe, there, set())
+                await self._from_any(inode, stripe, set(), self._hashing(inode, stripe, there))
             else:
                 await self._read(inode, inode.extent, stripe, 0, there)
 
         try:
-            if self._verify and digests.are_there:
+            if self._cluster.verify and digests.are_there:
                 read_part = partial(self._read_checked, inode, digests, into)
                 await for_each_stripe(digests.parts, read_part)
             else:
@@ -324,9 +326,10 @@ class Fetcher:
             nodes, found = [], []
             for stripe, passed_over in zip(stripes, wrong, strict=True):
                 there = into.part(*inode.layout.span(inode.size, stripe))
-                node, digest = await self._read_hashed(inode, stripe, there, passed_over)
+                take = self._hashing(inode, stripe, there)
+                node, read = await self._from_any(inode, stripe, passed_over, take)
                 nodes.append(node)
-                found.append(digest)
+                found.append(await read.finish())
             if digests.match(part, found):
                 self.figures.checked_bytes += sum(
                     inode.layout.span(inode.size, stripe)[1] for stripe in stripes
@@ -339,19 +342,17 @@ class Fetcher:
             for passed_over, node in zip(wrong, nodes, strict=True):
                 passed_over.add(node)
 
-    async def _read_hashed(
-        self, inode: Inode, stripe: int, into: FileRange, wrong: set[int]
-    ) -> tuple[int, bytes]:
-        """Read a whole stripe. Returns the node that it came from, and its digest."""
-        has_holes = is_sparse(inode.size, inode.blocks)
+    def _hashing(
+        self, inode: Inode, stripe: int, into: FileRange
+    ) -> Callable[[int], Awaitable[Stripe]]:
+        """Return what reads a whole stripe from a node, and returns the stripe, which has its digest."""
+        has_holes, extent = is_sparse(inode.size, inode.blocks), Extent(inode.extent, stripe)
 
         def take(node: int) -> Awaitable[Stripe]:
-            device, extent = self._cluster.peers.device(node), Extent(inode.extent, stripe)
+            device = self._cluster.peers.device(node)
             return read_hashed(device, extent, into, is_sparse=has_holes)
 
-        group = self._cluster.group(inode.layout, stripe)
-        node, found = await self._from_any(group, inode.extent, inode.ino, wrong, take)
-        return node, await found.finish()
+        return take
 
     async def _read(
         self, inode: Inode, content: ContentId, stripe: int, start: int, into: FileRange
@@ -359,8 +360,7 @@ class Fetcher:
         def take(node: int) -> Awaitable[None]:
             return self._cluster.peers.device(node).read(Extent(content, stripe), start, into)
 
-        group = self._cluster.group(inode.layout, stripe)
-        await self._from_any(group, content, inode.ino, set(), take)
+        await self._from_any(inode, stripe, set(), take, content)
 
     # -- small -----------------------------------------------------------------------------------
 
@@ -389,8 +389,7 @@ class Fetcher:
             if batch.data.get(extent) is None:
                 raise fail(errno.ENOENT)
 
-        group = self._cluster.group(inode.layout, 0)
-        await self._from_any(group, inode.extent, inode.ino, wrong, take)
+        await self._from_any(inode, 0, wrong, take)
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
         """Return those inodes whose small contents this node can send in the same answer."""
@@ -433,7 +432,7 @@ class Fetcher:
 
     def _is_right(self, inode: Inode, data: bytes) -> bool:
         digests = Digests(inode.digests, 1)
-        if not (self._verify and digests.are_there):
+        if not (self._cluster.verify and digests.are_there):
             return True
         if not digests.match(0, [digest_of_bytes(data)]):
             return False
