@@ -1,48 +1,40 @@
 """The interface between a mount and its store, which is this host's own or a cluster's."""
 
+import errno
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..files.extents import ExtentStore
 from ..model.records import ContentId, Layout
-from ..namespace import Inode, Namespace, NewVersion
+from ..namespace import Inode, Namespace, NewVersion, fail
 
 if TYPE_CHECKING:
     from .remote.freshness import Freshness
     from .remote.locks import SharedLocks
 
+_HERE = Layout()
+
 
 class Store(Protocol):
-    """Contents by number and the namespace that names them. Methods raise OSError."""
+    """Contents by number and the namespace that names them. Methods raise OSError. Those that matter to
+    stores of several hosts only have the answer of a store of one host."""
 
     namespace: Namespace
+    # The contents that are on this host, as files.
+    extents: ExtentStore
     # Bytes. Larger files are refused with EFBIG.
     size_max: int
-
-    @property
-    def locks(self) -> "SharedLocks | None":
-        """Return the locks that other hosts see, too; None where there are no others."""
-
-    @property
-    def extents(self) -> ExtentStore:
-        """Return the contents that are on this host, as files."""
-
-    @property
-    def sends(self) -> bool:
-        """Return whether publishing sends the bytes to other hosts, to which they can be compared later
-        (`is_same`). The file of a version must not be written then; on one host it is written in place."""
-
-    @property
-    def freshness(self) -> "Freshness | None":
-        """Return how far the namespace may be believed; None where nobody else changes it."""
-
-    @property
-    def reads_into(self) -> bool:
-        """Return whether `read_into` reads files: where they may not be on this host."""
-
-    @property
-    def waits(self) -> bool:
-        """Return whether publishing waits for a disk or for the network."""
+    # Publishing waits for a disk or for the network.
+    waits: bool
+    # Publishing sends the bytes to other hosts, to which they can be compared later (`is_same`). The file
+    # of a version must not be written then; on one host it is written in place.
+    sends: bool = False
+    # `read_into` reads files: they may not be on this host.
+    reads_into: bool = False
+    # The locks that other hosts see, too; None where there are no others.
+    locks: "SharedLocks | None" = None
+    # Tells how far the namespace may be believed; None where nobody else changes it.
+    freshness: "Freshness | None" = None
 
     def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
@@ -53,16 +45,19 @@ class Store(Protocol):
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content after it has closed it: its
         file must never hold other bytes."""
+        return
 
     def retire(self, extent: ContentId) -> None:
         """Free a content that no version names any more, as soon as nothing pins it."""
 
     def layout(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
+        return _HERE
 
     async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
         """Return, for each stripe group of a file, the group and the store nodes that keep it, the primary
         first. Raises OSError ENODATA where there are no store nodes."""
+        raise fail(errno.ENODATA, "it is on this host")
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """Make an empty working copy for a file. Return its number and a read-write descriptor that the
@@ -76,6 +71,7 @@ class Store(Protocol):
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether `publish` of this content failed, although it may have become a version."""
+        return False
 
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version that cannot become the file's next one as a new file beside it, and return that
@@ -84,20 +80,25 @@ class Store(Protocol):
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version one that may be written, and return its number from now on. It may
         be a copy. Raises OSError (ENOSPC)."""
+        return extent
 
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         """Give back what `begin_in_place` returned, if it holds what it did then. Return whether it stands
         for the inode's version again. A copy does not."""
+        return False
 
     def is_lent(self, extent: ContentId) -> bool:
         """Return whether the extent is the very file of a store node on this host."""
+        return False
 
     def hands_over(self, extent: ContentId) -> bool:
         """Return whether publishing this content gives its very file to a store node on this host."""
+        return False
 
     async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         """Return whether the content holds the bytes of the inode's version. False if that cannot be
         known."""
+        return False
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
@@ -105,17 +106,23 @@ class Store(Protocol):
     async def bring(self, ino: int) -> Inode:
         """Bring the file's current version to this host. Return the inode as it then is. A content that is
         not here afterwards (`is_here`) is too large to be kept here: use `read`."""
+        return self.namespace.inode(ino)
 
     async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
         """Read the file's current version, whole, to the start of memory that a program lends, by two
         descriptors that are the store's from now on. Return the inode as it was then. Raises OSError
         EOPNOTSUPP, with the reason, if the file should be opened instead; EFBIG, EINVAL."""
+        os.close(memory)
+        os.close(lifeline)
+        raise fail(errno.EOPNOTSUPP, "it is on this host")
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content is on this host."""
+        return True
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
+        return
 
     async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         """Return some bytes of a content that is not on this host."""
@@ -123,19 +130,24 @@ class Store(Protocol):
     def prefetch(self, ino: int) -> None:
         """Begin to bring a file, or all files below a directory, to this host. Raises OSError
         EOPNOTSUPP where everything is here."""
+        raise fail(errno.EOPNOTSUPP)
 
     def prefetch_progress(self, ino: int) -> dict[str, Any]:
         """Return how many files and bytes the newest prefetch of this inode has to bring, and has
         brought."""
+        raise fail(errno.EOPNOTSUPP)
 
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
 
     async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
         """Prepare for an extended attribute that was checked and is about to be set."""
+        return
 
     def figures(self) -> list[Any]:
         """Return dataclasses of figures (figures.py)."""
+        return []
 
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
+        return {}

@@ -5,12 +5,10 @@ it), current (a file's newest version), retired (superseded or given up). A reti
 nothing pins it; working and retired extents do not survive a crash.
 """
 
-import errno
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
 
 import trio
 
@@ -18,14 +16,14 @@ from ..files.extents import ExtentStore
 from ..files.storedir import in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
-from ..model.records import NO_CONTENT, ContentId, Layout
-from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree, fail
+from ..model.records import NO_CONTENT, ContentId
+from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
+from .api import Store
 from .aside import make_aside
 from .pins import Pinned
 
 log = logging.getLogger(__name__)
 
-_HERE = Layout()
 # The names in a store directory, and what stores had before.
 _NAMES = "names"
 _FORMER = "kv.sqlite"
@@ -57,11 +55,9 @@ async def embedded_store(directory: str) -> AsyncIterator["EmbeddedStore"]:
                 store.end()
 
 
-class EmbeddedStore(Pinned):
+class EmbeddedStore(Pinned, Store):
     """The Store of a mount that uses no cluster; made by `embedded_store`."""
 
-    sends = reads_into = False
-    locks = freshness = None
     size_max = 2**63 - 1
 
     def __init__(self, records: Map, extents: ExtentStore, *, waits: bool) -> None:
@@ -144,9 +140,6 @@ class EmbeddedStore(Pinned):
             self.retire(before)
         return inode
 
-    def may_have_published(self, extent: ContentId) -> bool:
-        return False
-
     async def save_aside(self, version: NewVersion) -> str:
         made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
         published = await self.publish(version._replace(ino=made.ino, base=None))
@@ -154,74 +147,19 @@ class EmbeddedStore(Pinned):
             self.retire(version.extent)
         return name
 
-    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
-        return extent
-
-    def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
-        return False
-
-    def lend(self, extent: ContentId) -> None:
-        pass
-
-    def is_lent(self, extent: ContentId) -> bool:
-        return False
-
-    def hands_over(self, extent: ContentId) -> bool:
-        return False
-
-    async def is_same(self, inode: Inode, extent: ContentId) -> bool:
-        return False
-
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
         if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
-
-    # -- what is all here: nothing to ask for ----------------------------------------------------
-
-    def layout(self, parent: int, name: bytes) -> Layout:
-        return _HERE
-
-    async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
-        raise fail(errno.ENODATA, "it is on this host")
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         extent, fd = self.extents.allocate()
         self._working.add(extent)
         return extent, fd
 
-    async def bring(self, ino: int) -> Inode:
-        return self.namespace.inode(ino)
-
-    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
-        os.close(memory)
-        os.close(lifeline)
-        raise fail(errno.EOPNOTSUPP, "it is on this host")
-
-    def count_open(self, extent: ContentId) -> None:
-        """Do nothing: all contents are here."""
-
-    def is_here(self, extent: ContentId) -> bool:
-        return True
-
     async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         with self.extents.opened(extent) as fd:
             return os.pread(fd, size, offset)
 
-    def prefetch(self, ino: int) -> None:
-        raise fail(errno.EOPNOTSUPP)
-
-    def prefetch_progress(self, ino: int) -> dict[str, Any]:
-        raise fail(errno.EOPNOTSUPP)
-
     def statvfs(self) -> os.statvfs_result:
         return self.extents.statvfs()
-
-    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        pass
-
-    def figures(self) -> list[Any]:
-        return []
-
-    def status(self) -> dict[str, Any]:
-        return {}

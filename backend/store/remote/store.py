@@ -10,6 +10,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
+from ...files.extents import ExtentStore
 from ...files.storedir import lock_directory
 from ...model.records import SIZE_MAX, MountRecord
 from ...namespace import ROOT_INO, Inode
@@ -25,6 +26,7 @@ from .freshness import Freshness
 from .in_place import InPlace
 from .layouts import Layouts
 from .lent import Lender
+from .locks import SharedLocks
 from .prefetch import Prefetcher
 from .replication import Publisher
 from .space import Space
@@ -115,8 +117,9 @@ class RemoteStore:
         self.peers = cluster.peers
         self.members = cluster.members
         self.namespace = cluster.namespace
-        self.extents = contents = cluster.contents
-        self.locks = cluster.locks
+        contents = cluster.contents
+        self.extents: ExtentStore = contents
+        self.locks: SharedLocks | None = cluster.locks
         cluster.members.node_changed.append(cluster.peers.node_changed)
         space = Space(cluster.members, contents)
         self._fetcher = Fetcher(cluster)
@@ -125,7 +128,7 @@ class RemoteStore:
         layouts = Layouts(cluster)
         self._publisher = publisher = Publisher(cluster, layouts, space, rdma.forget)
         in_place = InPlace(cluster, versions, publisher)
-        self.freshness = Freshness(cluster, versions)
+        self.freshness: Freshness | None = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
         cluster.changes.inode_listeners.append(space.inode_changed)
         cluster.nursery.start_soon(layouts.prepare)
@@ -195,8 +198,8 @@ class RemoteStore:
             deferred_changes=cluster.deferred.count,
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
-            locked=self.locks.count(),
-            lock_transactions=self.locks.transactions,
+            locked=cluster.locks.count(),
+            lock_transactions=cluster.locks.transactions,
             session_valid_seconds=cluster.session.left_s(),
             lent_buffers=len(self._lender),
             prefetched_bytes=self._prefetcher.fetched_bytes,
@@ -209,7 +212,7 @@ class RemoteStore:
         )
         return [
             self._versions.figures, self._publisher.figures, self._fetcher.figures,
-            self.extents.figures(), looked_up, self._rdma.figures(),
+            cluster.contents.figures(), looked_up, self._rdma.figures(),
         ]  # fmt: skip
 
     def status(self) -> dict[str, Any]:
