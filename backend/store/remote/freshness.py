@@ -37,7 +37,7 @@ class Freshness:
         directories = self._directories_of(inode)
         return (
             bool(directories)
-            and all(map(self._leases.covers, directories))
+            and all(map(self._leases.believable_s, directories))
             and not self._claims.exclusive_of_others(directories)
         )
 

@@ -107,18 +107,9 @@ class Leases:
 
     # -- following -------------------------------------------------------------------------------
 
-    def covers(self, directory: int) -> bool:
-        """Return whether every change below the directory is known here, by promise."""
-        if not self._held or not self._left_s():
-            return False
-        covering = self._held_above(directory)
-        if covering:
-            self._use(covering)
-        return bool(covering)
-
-    def believable_s(self, directory: int, *, used: bool) -> float:
-        """Return for how many seconds the kernel may believe answers about the directory; 0.0: not at
-        all."""
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """Return for how many seconds the kernel may believe answers about the directory, below which every
+        change is known here, by promise; 0.0: not at all."""
         left_s = self._left_s() if self._held else 0.0
         if not left_s:
             return 0.0

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import trio
@@ -136,12 +137,10 @@ class SharedLocks:
         ETIMEDOUT, ENOLCK.
         """
         state = self._state(ino)
-        state.wanting.append(claim)
-        state.asking += not wait
         yield_until = time.monotonic() + _YIELD_S
         give_up = time.monotonic() + 2 * self._session.ttl_s + self._timeout_s
         asked = 0
-        try:
+        with self._wanting(ino, state, claim, asking=not wait):
             while True:
                 await self._session.wait_valid(self._timeout_s)
                 moved = state.moved
@@ -156,7 +155,7 @@ class SharedLocks:
                     if wait:
                         await self._want(ino, state)
                     elif not asked:
-                        asked = await self._ask(ino, state)
+                        asked = await self._want(ino, state, asks=True)
                     elif now > give_up or is_blocked(
                         [other for other in others if other.answers >= asked], claim
                     ):
@@ -169,9 +168,19 @@ class SharedLocks:
                         await moved.wait()
                 elif not await self._grow(ino, state, claim):
                     await self._replica.barrier()
+
+    @contextmanager
+    def _wanting(
+        self, ino: int, state: _Inode, claim: Claim, *, asking: bool = False
+    ) -> Iterator[None]:
+        """Want a claim meanwhile; `asking`: without waiting for it."""
+        state.wanting.append(claim)
+        state.asking += asking
+        try:
+            yield
         finally:
             state.wanting.remove(claim)
-            state.asking -= not wait
+            state.asking -= asking
             if state.mine.wanted:
                 self._settle_soon(ino, state)
 
@@ -179,8 +188,7 @@ class SharedLocks:
         """Return what another host's processes hold that conflicts with a lock. Raises OSError
         ETIMEDOUT."""
         state = self._state(ino)
-        state.wanting.append(claim)
-        try:
+        with self._wanting(ino, state, claim):
             await self._session.wait_valid(self._timeout_s)
             if not self.is_alone(ino):
                 await self._replica.barrier()
@@ -194,10 +202,6 @@ class SharedLocks:
                 with trio.move_on_after(_LOOK_AGAIN_S):
                     await moved.wait()
             return None
-        finally:
-            state.wanting.remove(claim)
-            if state.mine.wanted:
-                self._settle_soon(ino, state)
 
     async def store_names(self) -> None:
         """Return when etcd has all changes of names that were answered before. Raises OSError."""
@@ -266,21 +270,15 @@ class SharedLocks:
             self._settle_soon(ino, state)  # in case the lock is not taken after all
         return True
 
-    async def _want(self, ino: int, state: _Inode) -> None:
-        """Record which locks processes here wait for, so that a sole host reduces its claim."""
+    async def _want(self, ino: int, state: _Inode, *, asks: bool = False) -> int:
+        """Record which locks processes here wait for, so that a sole host reduces its claim. With `asks`,
+        also if that is recorded: the hosts that are in the way of a lock say if their processes hold what
+        their entries say. Return the revision that their answers name at least; 0: ask again."""
         async with state.changing:
             wanted = merged(state.wanting)
-            if not state.mine.sole and wanted != state.mine.wanted:
-                await self._put(ino, state, state.entry(state.mine.held, wanted))
-
-    async def _ask(self, ino: int, state: _Inode) -> int:
-        """Ask the hosts that are in the way of a lock if their processes hold what their entries say.
-        Return the revision that their answers name at least; 0: ask again."""
-        async with state.changing:
-            if state.mine.sole:
+            if state.mine.sole or not (asks or wanted != state.mine.wanted):
                 return 0
-            entry = state.entry(state.mine.held, merged(state.wanting))
-            return await self._put(ino, state, entry)
+            return await self._put(ino, state, state.entry(state.mine.held, wanted))
 
     def _settle_soon(self, ino: int, state: _Inode) -> None:
         if not state.settling:
