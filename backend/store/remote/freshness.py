@@ -27,6 +27,7 @@ class Freshness:
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
+        self._exclusive = cluster.claim_entries.exclusive
         # Another mount may have changed a directory, and have told nobody: `freshen` has it told.
         self.is_deferred_elsewhere = cluster.claims.is_exclusive_elsewhere
 
@@ -55,7 +56,7 @@ class Freshness:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often becomes
         believable."""
-        if self._claims.is_exclusive_elsewhere(directory):
+        if directory in self._exclusive and self._claims.is_exclusive_elsewhere(directory):
             return 0.0
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:

@@ -51,9 +51,8 @@ class Publisher:
         """Return the number of an empty working copy for a file, and a descriptor that the caller closes.
         Raises OSError (ENOSPC, EMFILE)."""
         self._contents.make_room(0)
-        store = self._cluster.store_here
-        group = self._cluster.group(self._layouts.of(inode), 0)
-        if store and self._cluster.has_member_here(group):
+        cluster, store = self._cluster, self._cluster.store_here
+        if store and cluster.has_member_here(cluster.group(self._layouts.of(inode), 0)):
             # A working copy that grows beyond a stripe is sent after all.
             return self._contents.allocate_in(store)
         return self._contents.allocate()

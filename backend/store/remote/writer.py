@@ -123,8 +123,9 @@ class Transfer:
     @property
     def sent_bytes(self) -> int:
         """Return how many bytes of the content nodes did not have already."""
-        shared = sum(self._layout.span(self._size, stripe)[1] for stripe in self._shared)
-        return self._size - shared
+        if not self._shared:
+            return self._size
+        return self._size - sum(self._layout.span(self._size, each)[1] for each in self._shared)
 
     # -- digests ---------------------------------------------------------------------------------
 
