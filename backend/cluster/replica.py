@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compacted, Event, KeyValue, WentBack
+from ..kv import Compacted, Compare, Delete, Event, KeyValue, Put, WentBack
 from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
@@ -114,6 +114,15 @@ class Replica:
                 f"revision {revision} has not come from the watch for {timeout_s:g} s;"
                 f" all is known up to {self.applied}",
             )
+
+    async def transact(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        """Apply a transaction (see EtcdEngine.transact), and return its revision when all consumers know
+        it. Raises Conflict, OSError."""
+        revision = await self._engine.transact(compares, operations)
+        await self.wait_applied(revision)
+        return revision
 
     async def barrier(self) -> None:
         """Return when all consumers know every change that was acknowledged before this call.

@@ -71,7 +71,6 @@ class Claims:
 
     def __init__(self, member: Member, leases: Leases, *, defers: bool) -> None:
         self._member = member
-        self._engine = member.engine
         self._replica = member.replica
         self._members = member.members
         self._session = member.session
@@ -294,10 +293,7 @@ class Claims:
     async def _wish(self, directory: int) -> None:
         lease = self._session.lease
         if lease not in self._entries.wishes.get(directory, ()):
-            revision = await self._engine.transact(
-                (), [Put(wish_key(directory, lease), b"", lease)]
-            )
-            await self._replica.wait_applied(revision)
+            await self._replica.transact((), [Put(wish_key(directory, lease), b"", lease)])
 
     async def _follow(self, directory: int) -> None:
         if not self._leases.follows(directory):
@@ -307,11 +303,10 @@ class Claims:
         """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
         are."""
         try:
-            revision = await self._engine.transact(conditions, [Delete(key) for key in deleted])
+            await self._replica.transact(conditions, [Delete(key) for key in deleted])
         except Conflict:
             await self._replica.barrier()
             return False
-        await self._replica.wait_applied(revision)
         return True
 
     # -- giving up ---------------------------------------------------------------------------------
@@ -393,7 +388,7 @@ class Claims:
             await self._deferred.store()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
-            await self._replica.wait_applied(await self._engine.transact(conditions, [claim]))
+            await self._replica.transact(conditions, [claim])
         except Conflict as conflict:
             log.debug("the claim of directory %d has gone: %s", directory, conflict)
         except OSError as error:

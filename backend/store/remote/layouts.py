@@ -28,7 +28,6 @@ class Layouts:
         self._namespace = cluster.namespace
         self._cluster = cluster
         self._members = cluster.members
-        self._engine = cluster.engine
 
     def of_name(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
@@ -116,8 +115,7 @@ class Layouts:
             number = policy_id(rule, self._members.policies)
             key = policy_key(number)
             try:
-                revision = await self._engine.transact([(key, 0)], [Put(key, rule.encode())])
-                await replica.wait_applied(revision)
+                await replica.transact([(key, 0)], [Put(key, rule.encode())])
             except Conflict:
                 await replica.barrier()
 
@@ -141,4 +139,4 @@ class Layouts:
             return
         pool = pool_of(layout.replicas, layout.policy)
         target = self._members.placement().target
-        await cluster.groups.want(self._engine, pool, cluster.settings, target, cluster.timeout_s)
+        await cluster.groups.want(cluster.engine, pool, cluster.settings, target, cluster.timeout_s)

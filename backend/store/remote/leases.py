@@ -197,10 +197,9 @@ class Leases:
             self._for_good.add(directory)
         async with self._changing:
             lease, asked_s = self._session.lease, now_s()
-            revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
             # Earlier changes have been applied here then, and hosts that commit later know of this
             # follower.
-            await self._replica.wait_applied(revision)
+            await self._transact(Put(followed_key(directory, lease), b"", lease))
             if self._followed_under != lease:
                 self._followed_under = lease
                 self._be_sure(asked_s)
@@ -211,9 +210,9 @@ class Leases:
                 self._ways.clear()
                 self._owe(self._replica.applied)  # somebody may be waiting already
 
-    async def _transact(self, operation: Put | Delete) -> int:
+    async def _transact(self, operation: Put | Delete) -> None:
         self.transactions += 1
-        return await self._engine.transact((), (operation,))
+        await self._replica.transact((), (operation,))
 
     async def unfollow(self, directory: int) -> None:
         """Follow a directory no more; the kernel forgets what it believes below it. Raises OSError."""
@@ -333,7 +332,9 @@ class Leases:
             seen = self._replica.applied
             lease = self._session.lease
             try:
-                await self._transact(Put(seen_key(lease), seen.to_bytes(8, "big"), lease))
+                self.transactions += 1
+                put = Put(seen_key(lease), seen.to_bytes(8, "big"), lease)
+                await self._engine.transact((), (put,))
                 self.acknowledgements += 1
             except OSError as error:
                 log.warning("followers' promise not kept for now: %s", error)
@@ -347,8 +348,7 @@ class Leases:
         await self._replica.wait_applied(await self._engine.barrier())
         if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
             seen = self._replica.applied.to_bytes(8, "big")
-            revision = await self._transact(Put(seen_key(lease), seen, lease))
-            await self._replica.wait_applied(revision)
+            await self._transact(Put(seen_key(lease), seen, lease))
         if lease == self._session.lease:
             self._be_sure(asked_s)
 

@@ -44,10 +44,8 @@ class SharedContents(Contents):
         member, content = self._member, inode.extent
         lease = member.session.lease
         self._on_nodes.add(content)
-        revision = await member.engine.transact(
-            (member.session.compare(),), (Put(pin_key(content, lease), b"", lease),)
-        )
-        await member.replica.wait_applied(revision)
+        put = Put(pin_key(content, lease), b"", lease)
+        await member.replica.transact([member.session.compare()], [put])
         current = member.tree.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
