@@ -1,8 +1,8 @@
 """Numbers of contents: the session that writes one, and a counter."""
 
 import errno
-from collections.abc import Callable
 
+from ...cluster.lease import Session
 from ...model.records import CONTENT_NUMBER_BITS, ContentId
 from ...namespace import fail
 
@@ -10,16 +10,16 @@ _NUMBERS = 1 << CONTENT_NUMBER_BITS
 
 
 class ContentNumbers:
-    """The content numbers that a mount gives. `session` returns its present session."""
+    """The content numbers that a mount gives."""
 
-    def __init__(self, session: Callable[[], int]) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._last = 0
         self._last_of = 0
 
     def new(self) -> ContentId:
         """Return a new number. Raises OSError ENOSPC if the session has none left."""
-        session = self._session()
+        session = self._session.number
         if session != self._last_of:
             self._last_of, self._last = session, 0
         self._last += 1

@@ -17,7 +17,7 @@ class SharedContents(Contents):
     in etcd that ends with the session."""
 
     def __init__(self, member: Member, directory: str) -> None:
-        new_number = ContentNumbers(lambda: member.session.number).new
+        new_number = ContentNumbers(member.session).new
         cache_size = member.config.mount.cache_size
         super().__init__(directory, new_number, member.changes.content_gone, cache_size)
         self._member = member
