@@ -109,7 +109,7 @@ class Deferred:
         self._lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
         self._is_running = False
-        tree.is_ahead_of = self._is_ahead_of
+        tree.news = self._news
 
     @property
     def is_empty(self) -> bool:
@@ -158,6 +158,12 @@ class Deferred:
         keys += [time_key(ino) for ino, time_ns in commit.times if time_ns is None]
         keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
         return any(key in self._waiting or key in self._under_way for key in keys)
+
+    def _news(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Return the events of a transaction that show no earlier state of a record than the tree has."""
+        if self.is_empty:
+            return events
+        return [event for event in events if not self._is_ahead_of(event)]
 
     def _is_ahead_of(self, event: Event) -> bool:
         """Return whether the tree has a later state of a record than an event."""

@@ -24,28 +24,26 @@ class Refused:
     """The names that wait, by the directory that they wait for."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[RefusedName]] = {}
+        self.waiting: dict[int, list[RefusedName]] = {}
         self._freed: list[int] = []
 
     def add(self, until: int, name: RefusedName) -> None:
         """Have a name wait for the directory `until`."""
-        self._waiting.setdefault(until, []).append(name)
+        self.waiting.setdefault(until, []).append(name)
 
     def forget(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Forget names whose records have changed."""
-        if not self._waiting:
-            return
         changed = set(names)
-        for until, waiting in list(self._waiting.items()):
+        for until, waiting in list(self.waiting.items()):
             left = [one for one in waiting if one[:2] not in changed]
             if left:
-                self._waiting[until] = left
+                self.waiting[until] = left
             else:
-                del self._waiting[until]
+                del self.waiting[until]
 
     def free(self, ino: int) -> None:
         """Note that a directory was made, or lost its name."""
-        if ino in self._waiting:
+        if ino in self.waiting:
             self._freed.append(ino)
 
     def freed(self, inodes: Mapping[int, Inode]) -> Iterator[RefusedName]:
@@ -53,7 +51,7 @@ class Refused:
         that was renamed has a name all the same: those that would be a second one wait on."""
         freed, self._freed = self._freed, []
         for directory in freed:
-            for name in self._waiting.pop(directory, ()):
+            for name in self.waiting.pop(directory, ()):
                 found = inodes.get(directory)
                 if name.ino == directory and (found is None or found.name):
                     self.add(directory, name)

@@ -150,17 +150,16 @@ class SharedCommitter:
         kept = [inode.ino for inode in self._known_here(commit)]
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
         conditions = compares(commit, revisions, self._is_claimed)
+        changed_in = _has_files_in(commit)
         if self._claims is not None:
             made_in = _makes_names_in(commit)
-            conditions += [(claim_key(one), self._claims.revision(one)) for one in made_in]
-            conditions += [
-                (claim_key(one), self._claims.known_revision(one))
-                for one in _has_files_in(commit)
-                if one not in made_in
-            ]
+            for one in made_in:
+                conditions.append((claim_key(one), self._claims.revision(one)))
+            for one in changed_in - made_in:
+                conditions.append((claim_key(one), self._claims.known_revision(one)))
         with tree.keeping(commit):
             try:
-                with self._taking_claims(commit) as (claimed, changes):
+                with self._taking_claims(commit, changed_in) as (claimed, changes):
                     conditions += [*claimed, *guards]
                     revision = await self._transact(conditions, changes, commit, kept)
             except Conflict as conflict:
@@ -182,11 +181,11 @@ class SharedCommitter:
         return self._claims is not None and self._claims.revision(directory) > 0
 
     def _taking_claims(
-        self, commit: Commit
+        self, commit: Commit, directories: set[int]
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
         if self._claims is None:
             return nullcontext(([], []))
-        changed = _has_files_in(commit) if commit.names or commit.may_wait else ()
+        changed = directories if commit.names or commit.may_wait else ()
         made = [commit.new.ino] if commit.new is not None and commit.new.is_dir else []
         return self._claims.taking(changed, made, [one.ino for one in commit.gone if one.is_dir])
 
@@ -370,10 +369,14 @@ class SharedCommitter:
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:
         """Return the directories that a commit changes, or whose inodes it changes."""
-        found = {ino for ino, _ in commit.times}
+        found = set()
+        for ino, _ in commit.times:
+            found.add(ino)
         for inode in commit.inodes:
             found.update((inode.ino,) if inode.is_dir else self._tree.parents_of(inode.ino))
-        found.update(inode.ino for inode in commit.gone if inode.is_dir)
+        for inode in commit.gone:
+            if inode.is_dir:
+                found.add(inode.ino)
         return tuple(found)
 
     async def freshen(self) -> None:
@@ -388,25 +391,26 @@ class SharedCommitter:
 
 def _makes_names_in(commit: Commit) -> set[int]:
     """Return the directories that get names, change or go."""
-    found = {parent for parent, _, ino in commit.names if ino}
-    found.update(
-        inode.ino
-        for inode in (*commit.inodes, *commit.gone)
-        if inode.is_dir and inode is not commit.new
-    )
+    found = set()
+    for parent, _, ino in commit.names:
+        if ino:
+            found.add(parent)
+    for inode in (*commit.inodes, *commit.gone):
+        if inode.is_dir and inode is not commit.new:
+            found.add(inode.ino)
     return found
 
 
-def _has_files_in(commit: Commit) -> frozenset[int]:
+def _has_files_in(commit: Commit) -> set[int]:
     """Return the directories of the names and files that a commit changes. Of a file with several names
     nothing is deferred, so its directories do not matter."""
-    found = {parent for parent, _, _ in commit.names}
-    found.update(
-        inode.parent
-        for inode in (*commit.inodes, *commit.gone)
-        if inode.name and not (inode.is_dir or inode.more)
-    )
-    return frozenset(found)
+    found = set()
+    for parent, _, _ in commit.names:
+        found.add(parent)
+    for inode in (*commit.inodes, *commit.gone):
+        if inode.name and not (inode.is_dir or inode.more):
+            found.add(inode.parent)
+    return found
 
 
 def _is_large(change: Put | Delete) -> bool:

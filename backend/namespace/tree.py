@@ -67,7 +67,8 @@ class Tree(Names):
         self.holders: list[Callable[[int], bool]] = []
         # By subvolume, the next inode number that is not reserved, and the revision of that record.
         self._blocks: dict[int, tuple[int, int]] = {}
-        self.is_ahead_of: Callable[[Event], bool] = lambda event: False  # see deferred
+        # Returns those of some events that show no earlier state than the tree has (see deferred).
+        self.news: Callable[[Sequence[Event]], Sequence[Event]] = lambda events: events
         self._listener = listener
         self._is_loaded = False
         # Inodes that mutations under way make, which their callers need, and those that they remove.
@@ -115,25 +116,25 @@ class Tree(Names):
             self.take(Event(record.mod_revision, record.key, record.value) for record in some)
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        events = [event for event in events if not self.is_ahead_of(event)]
-        numbers = {int.from_bytes(event.key[1:9], "big") for event in events}
-        names = [
-            (int.from_bytes(event.key[1:9], "big"), event.key[9:])
-            for event in events
-            if event.key.startswith(b"d")
-        ]
-        with self._telling(numbers, names):
+        events = self.news(events)
+        if self._listener is None:
+            self.take(events)
+            return
+        numbers: set[int] = set()
+        names = []
+        for _, key, _ in events:
+            ino = int.from_bytes(key[1:9], "big")
+            numbers.add(ino)
+            if key.startswith(b"d"):
+                names.append((ino, key[9:]))
+        with self._telling(self._listener, numbers, names):
             self.take(events)
 
     @contextlib.contextmanager
     def _telling(
-        self, numbers: Iterable[int], changed_names: Iterable[tuple[int, bytes]]
+        self, listener: Listener, numbers: Iterable[int], changed_names: Iterable[tuple[int, bytes]]
     ) -> Iterator[None]:
         """Tell the listener what becomes of these inodes and names."""
-        listener = self._listener
-        if listener is None:
-            yield
-            return
         inodes = {ino: self.inodes.get(ino) for ino in numbers}
         names = [(*name, self.ino_behind(*name)) for name in changed_names]
         yield
@@ -149,9 +150,11 @@ class Tree(Names):
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
         times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
-        changed = [inode for inode, _ in inodes]
-        size = sum(len(record) for _, record in inodes)
-        self.records.begin(size + 1024 * (len(names) + len(inodes)), urgent=True)
+        changed, size = [], 1024 * (len(names) + len(inodes))
+        for inode, record in inodes:
+            changed.append(inode)
+            size += len(record)
+        self.records.begin(size, urgent=True)
         touched = self.watches.touched(names, changed) if self.watches.in_use else ()
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
@@ -173,8 +176,9 @@ class Tree(Names):
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
                     self.records.delete(_quota_key(ino))
-        self._refused.forget(name[:2] for name in names)
-        for parent, name, target, revision in removals_first(names):
+        if self._refused.waiting:
+            self._refused.forget(name[:2] for name in names)
+        for parent, name, target, revision in names if len(names) < 2 else removals_first(names):
             self._set_name(parent, name, target, revision)
         for parent, name, target, revision in self._refused.freed(self.inodes):
             self._faults.mended(name_key(parent, name))
@@ -183,6 +187,17 @@ class Tree(Names):
             self._take_names_from(ino)
             if ino in self.inodes:
                 self._let_go(self.inodes[ino])
+        if self._linked_directories:
+            self._refuse_misplaced()
+        self.inodes.write()
+        self.records.commit()
+        self.inodes.settle()
+        if self.quotas.in_use:
+            self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
+        if touched:
+            self.watches.changed(touched)
+
+    def _refuse_misplaced(self) -> None:
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._faults.add(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
@@ -191,13 +206,6 @@ class Tree(Names):
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
-        self.inodes.write()
-        self.records.commit()
-        self.inodes.settle()
-        if self.quotas.in_use:
-            self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
-        if touched:
-            self.watches.changed(touched)
 
     def _take_inode(self, inode: Inode, record: bytes) -> None:
         ino = inode.ino
@@ -260,16 +268,15 @@ class Tree(Names):
     def keep(self, commit: Commit) -> None:
         """Apply a commit without storing it: its inodes and names are known here alone, without a revision,
         until a later commit stores them. Raises as `enact`."""
-        if commit.new is not None:
-            self.enact(commit, revision=0)  # whoever is told here knows nothing of it yet
-            return
         for inode in commit.gone:
             inode.maker = 0  # no other host has taken its name
+        if commit.new is not None or self._listener is None:
+            self.enact(commit, revision=0)  # whoever is told here knows nothing of a new one yet
+            return
         numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]
-        with self._telling(numbers, [name[:2] for name in commit.names]):
+        with self._telling(self._listener, numbers, [name[:2] for name in commit.names]):
             self.enact(commit, revision=0)
-        if self._listener is not None:
-            self._listener.kept()
+        self._listener.kept()
 
     def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> None:
         """Store a commit and apply it. Raises NoSpace, OSError; then nothing has changed."""
