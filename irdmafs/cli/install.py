@@ -69,52 +69,38 @@ TimeoutStopSec=1min
 {_SERVICE}"""
 
 
-class _Link(NamedTuple):
-    """A symbolic link to a program of this installation."""
+class _Part(NamedTuple):
+    """A file that is installed: a symbolic link to a program of this installation, or a unit of systemd.
+    `content`: the target of the link, or the text of the unit."""
 
     path: str
-    target: str
+    content: str
+    is_link: bool
 
-    def is_there(self) -> bool:
-        return os.path.islink(self.path) and os.readlink(self.path) == self.target
+    def found(self) -> str:
+        """Return the content that has the path; "" if nothing has it, or a file of another kind."""
+        try:
+            if self.is_link:
+                return os.readlink(self.path)
+            with open(self.path, errors="replace") as file:
+                return file.read()
+        except OSError:
+            return ""
 
     def is_foreign(self) -> bool:
         """Return whether something else has this name."""
-        if not os.path.islink(self.path):
-            return os.path.lexists(self.path)
-        return os.path.basename(os.readlink(self.path)) != os.path.basename(self.target)
+        if not os.path.lexists(self.path):
+            return False
+        if self.is_link:
+            return os.path.basename(self.found()) != os.path.basename(self.content)
+        return not self.found().startswith(_MARK)
 
     def make(self) -> None:
-        os.symlink(self.target, self.path)
-
-
-class _Unit(NamedTuple):
-    """A unit of systemd."""
-
-    path: str
-    text: str
-
-    def is_there(self) -> bool:
-        return not self.is_foreign() and _text(self.path) == self.text
-
-    def is_foreign(self) -> bool:
-        """Return whether something else has this name."""
-        return os.path.lexists(self.path) and not _text(self.path).startswith(_MARK)
-
-    def make(self) -> None:
-        with open(self.path, "w") as file:
-            file.write(self.text)
-
-
-_Part = _Link | _Unit
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except FileNotFoundError:
-        return ""
+        if self.is_link:
+            os.symlink(self.content, self.path)
+        else:
+            with open(self.path, "w") as file:
+                file.write(self.content)
 
 
 def _parts(root: str) -> Iterator[_Part]:
@@ -122,12 +108,12 @@ def _parts(root: str) -> Iterator[_Part]:
     for fstype in ("irdmafs", FSTYPE):
         for kind in ("mount", "umount"):
             path = os.path.join(root, _HELPERS, f"{kind}.{fstype}")
-            yield _Link(path, os.path.join(programs, f"{kind}.irdmafs"))
+            yield _Part(path, os.path.join(programs, f"{kind}.irdmafs"), is_link=True)
     # Specifiers of systemd begin with %.
     irdmafs = os.path.join(programs, "irdmafs").replace("%", "%%")
     for name, text in (("mount", _MOUNT_UNIT), ("serve", _SERVE_UNIT)):
         path = os.path.join(root, _UNITS, f"irdmafs-{name}@.service")
-        yield _Unit(path, text.format(irdmafs=f'"{irdmafs}"'))
+        yield _Part(path, text.format(irdmafs=f'"{irdmafs}"'), is_link=False)
 
 
 def _programs() -> str:
@@ -171,7 +157,7 @@ def install(root: str, dry_run: bool) -> None:
             raise MountError(f"{part.path} is not of irdmafs: move it away; nothing was changed")
 
     def make(part: _Part) -> bool:
-        if part.is_there():
+        if part.found() == part.content:
             return False
         if not dry_run:
             os.makedirs(os.path.dirname(part.path), exist_ok=True)
