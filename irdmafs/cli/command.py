@@ -109,9 +109,6 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
-    _claim(chosen, cluster)
-    for warning in chosen.warnings:
-        say(f"warning: {warning}", err=True)
     config = MountConfig(
         mountpoint=mountpoint,
         store=chosen.path,
@@ -120,7 +117,6 @@ def mount(
         cluster=cluster,
         **own,
     )
-
     answered = False
 
     def ready(text: str) -> None:
@@ -133,34 +129,28 @@ def mount(
         sys.stdout.flush()
 
     try:
+        _claim(chosen.path, cluster)
+        for warning in chosen.warnings:
+            say(f"warning: {warning}", err=True)
         if config.foreground:
             background.run_here(config, ready)
         else:
             ready(background.start(config))
     except background.DaemonFailedError:
         raise
-    except ConfigError:
-        if chosen.created:
-            stores.discard_store(chosen.path)
-        raise
-    except KeyboardInterrupt:
+    except (ConfigError, KeyboardInterrupt):
         if chosen.created and not answered:
             stores.discard_store(chosen.path)
         raise
 
 
-def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
+def _claim(store: str, cluster: ClusterConfig | None) -> None:
     """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents."""
-    try:
-        stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
-        if cluster is not None:
-            stores.claim_cache(store.path, cluster.path or "FILE")
-            if cluster.mount.cache_size is not None:
-                _check_cache_size(store.path, cluster.mount.cache_size)
-    except ConfigError:
-        if store.created:
-            stores.discard_store(store.path)
-        raise
+    stores.refuse_other_purpose(store, "cache" if cluster else "mount")
+    if cluster is not None:
+        stores.claim_cache(store, cluster.path or "FILE")
+        if cluster.mount.cache_size is not None:
+            _check_cache_size(store, cluster.mount.cache_size)
 
 
 def _check_cache_size(path: str, cache_bytes: int) -> None:
@@ -214,7 +204,7 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
     is_trusted = found.user in (None, 0, os.geteuid())
     store = stores.default_store_path(mountpoint)
     if report.state == "stale":
-        mounting.heal(mountpoint)
+        mounting.unmount(mountpoint, lazy=True)
     else:
         if is_trusted:
             store = report.status.get("store", store)

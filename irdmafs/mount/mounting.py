@@ -222,6 +222,7 @@ MountState = Literal["ok", "stale", "hung", "denied"]
 
 def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
     """Return whether a mount answers. "denied": only the user who mounted it may enter."""
+    # statfs, not stat: stat may be answered from attributes that the kernel still holds.
     try:
         ask_mount(path, timeout_s=timeout_s)
     except TimeoutError:
@@ -233,30 +234,6 @@ def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
             return "denied"
         raise
     return "ok"
-
-
-def is_stale(path: str) -> bool:
-    """Return whether the daemon behind this mountpoint is gone while the mount is still there."""
-    # statfs, not stat: stat may be answered from attributes that the kernel still holds.
-    try:
-        return mount_state(path) == "stale"
-    except OSError:
-        return False
-
-
-def heal(path: str) -> None:
-    """Unmount a stale irdmafs mount. Raises MountError where it is not one."""
-    mount = find_mount(path)
-    if mount is None:
-        raise MountError(f"{path} is not a mountpoint")
-    if mount.fstype != FSTYPE:
-        raise MountError(
-            f"{path} is a {mount.fstype} mount, not one of irdmafs; "
-            f"if it is stale, remove it with: umount -l {path}"
-        )
-    if not is_stale(path):
-        raise MountError(f"{path} is mounted and not stale")
-    unmount(path, lazy=True)
 
 
 def can_mount() -> bool:
@@ -400,7 +377,12 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
         return real
     while mount is not None and (state := mount_state(real)) != "ok":
         if state == "stale":
-            heal(real)
+            if mount.fstype != FSTYPE:
+                raise MountError(
+                    f"{path} is a {mount.fstype} mount, not one of irdmafs; "
+                    f"if it is stale, remove it with: umount -l {path}"
+                )
+            unmount(real, lazy=True)
             mount = find_mount(real)
         elif state == "hung":
             raise MountError(
