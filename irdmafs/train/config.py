@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -96,15 +97,12 @@ class TrainConfig:
 
     def toml(self) -> str:
         """Return the text of config.toml."""
-        lines = []
-        for name, value in asdict(self).items():
-            if name != "options" and value is not None:
-                lines.append(f"{name} = {_toml(value)}")
-        lines += [
-            "",
-            "[options]",
-            *(f"{name} = {_toml(value)}" for name, value in self.options.items()),
-        ]
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        options = values.pop("options")
+        # Texts, numbers and lists in JSON are also valid TOML.
+        lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+        lines += ["", "[options]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in options.items()]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -139,11 +137,3 @@ _VALUES: Mapping[str, tuple[Any, str]] = {
     "keep": (Annotated[int, Meta(ge=2)], "a whole number that is at least 2"),
     "whole_every": (Annotated[int, Meta(ge=0)], "a whole number that is at least 0"),
 }
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -9,8 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +41,7 @@ from .folders import Seen, seen
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
-from .status import StatusFile, text_of
+from .status import text_of
 from .trees import Folder, Trees, look
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,8 @@ _TIDY_S = 0.05
 _TIDY_LEAST = 8
 # The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
+# So often the coordinator looks whether there is something else to show as the status.
+_SHOW_S = 0.5
 # The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
 # The most digits of a worker's clock.
@@ -75,7 +76,8 @@ class Coordinator:
         self._train = train
         self._layout = layout
         self._trees = trees
-        self._status = StatusFile(train.status)
+        # The text of the file `status`, and when it was looked at.
+        self._shown, self._shown_s = "", 0.0
         # The pushes that were read, and those that were refused by this configuration, by their names in
         # push/. A name that was refused is looked at again if another file has it.
         self._config: TrainConfig | None = None
@@ -116,13 +118,25 @@ class Coordinator:
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
         if not enough:
-            progress = (config, newest, waiting, awaited, self._members)
-            self._status.show(partial(text_of, self._train, *progress))
+            self._show_status(config, newest, waiting, awaited)
             return not self._looks.keys() >= set(self._trees.look(self._train.push).names)
-        plan = next_plan(config, newest, found, self._members, time.time_ns())
+        plan = next_plan(config, newest, found, self._members)
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
         return True
+
+    def _show_status(
+        self, config: TrainConfig, newest: Plan, waiting: Collection[Push], awaited: Sequence[str]
+    ) -> None:
+        """Write the file `status` anew, now and then, if there is something else to show. Raises
+        OSError."""
+        now_s = time.monotonic()
+        if now_s >= self._shown_s + _SHOW_S:
+            self._shown_s = now_s
+            text = text_of(self._train, config, newest, waiting, awaited, self._members)
+            if text != self._shown:
+                self._shown = text
+                replace(self._train.status, text.encode())
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
         made = self._train.path / f".plan.{secrets.token_hex(8)}"

@@ -53,8 +53,8 @@ _NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.E
 LOOK_S = 1.0
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
-# So many small files are not read again as long as they are the same.
-_READ_KEPT = 8
+# So many plans are not read again.
+_PLANS_KEPT = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 
@@ -71,7 +71,6 @@ class TrainDirectory:
         self.models = Path(directory)
         self.path = self.models / name
         self._keeps_open = keeps_open
-        self._read: dict[Path, tuple[Seen, Any]] = {}
         self.reopen()
 
     def close(self) -> None:
@@ -82,6 +81,8 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
+        # What the configuration, the layout and the members were when they were read.
+        self._read: dict[Path, tuple[Seen, Any]] = {}
         # Plans by their paths: the last ones that were read. A plan never changes.
         self._plans: dict[Path, Plan] = {}
         # The counter of changes below versions/, and the plan that was the newest then.
@@ -187,18 +188,18 @@ class TrainDirectory:
                 plan = msgspec.json.decode(read_small(path), type=Plan)
             except msgspec.MsgspecError as error:
                 raise TrainError(f"{path}: {error}") from None
-            _keep(self._plans, path, plan)
+            self._plans[path] = plan
+            if len(self._plans) > _PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
         return plan
 
     def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
         """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
         other OSErrors, TrainError, and what `read` raises."""
         now = seen(_files.look_up(os.stat, path))
-        known = self._read.pop(path, None)
-        if known is None or known[0] != now:
-            known = (now, read(read_small(path)))
-        _keep(self._read, path, known)
-        value: T = known[1]
+        if path not in self._read or self._read[path][0] != now:
+            self._read[path] = (now, read(read_small(path)))
+        value: T = self._read[path][1]
         return value
 
     def newest_plan(self, counter: int | None = None) -> Plan:
@@ -239,13 +240,6 @@ class TrainDirectory:
             return self._once(self.members, partial(msgspec.json.decode, type=dict[str, int]))
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
-
-
-def _keep(kept: dict[Path, T], path: Path, value: T) -> None:
-    """Add a value to those that are kept, and drop the oldest ones."""
-    kept[path] = value
-    while len(kept) > _READ_KEPT:
-        del kept[next(iter(kept))]
 
 
 def _attempts(version: int, names: Iterable[str]) -> list[int]:

@@ -174,9 +174,9 @@ class Run(NamedTuple):
     scaled: Slice | None = None
 
 
-def runs_of(shard: Shard, header: Header, *, cut: bool) -> list[Run]:
+def runs_of(shard: Shard, header: Header) -> list[Run]:
     """Return where a file has the elements of a shard, in their order; parameters that it lacks are left
-    out. `cut`: the file has the shard's slices, otherwise whole parameters."""
+    out. The file has whole parameters, or the shard's slices of them."""
     runs: list[Run] = []
     for part in shard.slices:
         found = header.tensors.get(part.parameter.name)
@@ -184,7 +184,8 @@ def runs_of(shard: Shard, header: Header, *, cut: bool) -> list[Run]:
         if found is None or not count:
             continue
         assert code_of(found.dtype) in FLOAT_CODES, "the push was checked"
-        offset = found.offset + (0 if cut else part.start * found.dtype.itemsize)
+        first = part.start if found.shape == part.parameter.shape else 0
+        offset = found.offset + first * found.dtype.itemsize
         scaled = part if part.scales in header.tensors else None
         run = Run(part.at, count, found.dtype, offset, scaled)
         if runs and _follows(runs[-1], run):

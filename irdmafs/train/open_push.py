@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
+from ..client import _files
 from ..client._dtypes import Array
+from ..client._safetensors import encode
+from .directory import SPARE, TrainDirectory, discard, make_home
 from .errors import Refused
+from .folders import Directories, Directory
 from .layout import ModelLayout, Shard
-from .pushes import arrays_of
-from .staging import Staging
+from .plan import Push
+from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
 
 # Shards that are written at once: enough that the link is never idle, and few enough that one after the
 # other is there.
 _AT_ONCE = 3
+
+
+class Staging:
+    """A worker's directory in staging/, in which nobody else writes."""
+
+    def __init__(self, train: TrainDirectory, worker: str) -> None:
+        """Make the directory, and remove those of workers that had the name before. Raises OSError."""
+        self.train = train
+        self.path = make_home(train.staging, worker, partial(discard, train))
+        self._directories = Directories()
+
+    def begin(self, name: str) -> tuple[Path, Directory]:
+        """Return a directory for the files of a push. It is that of a push that has counted, if the worker
+        has got one back: writing its files anew costs half of making new ones. Raises OSError."""
+        path = self.path / name
+        try:
+            os.rename(self.path / SPARE, path)
+        except FileNotFoundError:
+            path.mkdir()
+        return path, self._directories.open(path)
+
+    def remove(self) -> None:
+        """Remove the directory. Raises OSError."""
+        self._directories.close()
+        discard(self.train, self.path)
 
 
 class OpenPush:
@@ -33,25 +64,24 @@ class OpenPush:
         layout: ModelLayout,
         shards: Sequence[Shard],
         staging: Staging,
-        name: str,
-        more: Mapping[str, str],
+        push: Push,
         *,
         finite: bool,
         publish: Callable[[Path, float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`shards`: in the order in which `finish` writes them. `name`: of the directory in `staging` for
-        their files; `more`: their metadata; `finite`: NaN and infinity are refused. `publish`: gives
-        the push its name, by the path of the directory, the weight and the learning rate, and returns its
-        step. `noting`: a context that is told why the push is refused. Raises OSError."""
+        """`shards`: in the order in which `finish` writes them. `push`: as far as it is known by now;
+        `finite`: NaN and infinity are refused. `publish`: gives the push its name, by the path of its
+        directory in staging/, the weight and the learning rate, and returns its step. `noting`: a context
+        that is told why the push is refused. Raises OSError."""
         self._layout = layout
         self._shards = shards
         self._staging = staging
-        self._more = more
+        self._metadata = {STEP: str(push.step)}
         self._finite = finite
         self._publish = publish
         self._noting = noting
-        self._path, self._directory = staging.begin(name)
+        self._path, self._directory = staging.begin(name_in_shards(push))
         self._holders: dict[str, list[Shard]] = {}
         for shard in shards:
             for part in shard.slices:
@@ -77,8 +107,8 @@ class OpenPush:
                     writing = self._written.pop(shard.name)
                     if not writing.cancel():
                         self._in_vain.append(writing)
-                elif self._is_complete(shard):
-                    self._write(shard)
+                elif all(part.parameter.name in self._values for part in shard.slices):
+                    self._begin_writing(shard)
 
     def put_all(self, values: Mapping[str, Array]) -> None:
         """Add values that were checked. Their files are written by `finish`."""
@@ -89,45 +119,47 @@ class OpenPush:
         """Publish the push, as Worker.push() does, and return its step. Parameters that were not put are
         left out. Raises Refused and OSError, after which nothing of the push is there."""
         with self._noting():
-            step = self._finish(weight, lr)
+            try:
+                step = self._finish(weight, lr)
+            except BaseException:
+                self.abort()
+                raise
         self._threads.shutdown()
         return step
 
     def _finish(self, weight: float, lr: float | None) -> int:
-        try:
-            # The version of a file that is published last stays.
-            for writing in self._in_vain:
-                with contextlib.suppress(Refused):
-                    writing.result()
-            with self._lock:
-                for shard in self._shards:
-                    if shard.name not in self._written:
-                        self._write(shard)
-            for writing in self._written.values():
+        # The version of a file that is published last stays.
+        for writing in self._in_vain:
+            with contextlib.suppress(Refused):
                 writing.result()
-            if not self._values:
-                raise Refused(errno.EINVAL, "it has no tensor")
-            return self._publish(self._path, weight, lr)
-        except BaseException:
-            self.abort()
-            raise
+        with self._lock:
+            for shard in self._shards:
+                if shard.name not in self._written:
+                    self._begin_writing(shard)
+        for writing in self._written.values():
+            writing.result()
+        if not self._values:
+            raise Refused(errno.EINVAL, "it has no tensor")
+        return self._publish(self._path, weight, lr)
 
     def abort(self) -> None:
-        """Drop the push."""
+        """Drop the push. If its files cannot be removed, the next worker of the name removes them."""
         self._threads.shutdown(cancel_futures=True)
-        self._staging.drop(self._path)
+        with contextlib.suppress(OSError):
+            discard(self._staging.train, self._path)
 
-    def _is_complete(self, shard: Shard) -> bool:
-        return all(part.parameter.name in self._values for part in shard.slices)
+    def _begin_writing(self, shard: Shard) -> None:
+        slices = slices_of(shard, self._values)
+        self._written[shard.name] = self._threads.submit(self._write, shard, slices)
 
-    def _write(self, shard: Shard) -> None:
-        values = {
-            name: self._values[name]
-            for part in shard.slices
-            for name in (part.parameter.name, part.scales)
-            if name in self._values
-        }
-        self._written[shard.name] = self._threads.submit(
-            self._staging.write, self._path, self._directory, shard, values, self._more,
-            finite=self._finite,
-        )  # fmt: skip
+    def _write(self, shard: Shard, slices: Mapping[str, Array]) -> None:
+        """Publish the file of a shard. Raises Refused and OSError."""
+        if self._finite:
+            check_finite(slices)
+        contents = list(encode(slices, self._metadata))
+        try:
+            name = os.fspath(self._directory.file(shard.name))
+            os.close(_files.write_version(name, contents, self._directory.view))
+        except OSError as error:
+            error.filename = self._staging.train.shown(os.fspath(self._path / shard.name))
+            raise

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ..client import FormatError
 from . import refusals
@@ -33,18 +32,11 @@ from .folders import Directories, is_published
 from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import PartFolders, Reduction
+from .shard_files import ShardFile
 from .speculation import Foreseen, Staged
 from .trees import Folder, look
 
 log = logging.getLogger(__name__)
-
-
-class _Made(NamedTuple):
-    """The plan by which a shard was made. `foreseen`: the files that it was made from, if it was made
-    before there was a plan."""
-
-    plan: Plan
-    foreseen: Foreseen | None
 
 
 class Part:
@@ -65,7 +57,8 @@ class Part:
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
         self._folders: PartFolders | None = None
-        self._made: dict[str, _Made] = {}
+        # The plan by which each shard was made: a foreseen one has the files that it was made from.
+        self._made: dict[str, Plan | Foreseen] = {}
         # Reductions that wait for the norms of other parts, and where their version is being made.
         self._begun: tuple[Path, dict[str, Reduction]] | None = None
         # The version before the last plan, and its directories.
@@ -85,12 +78,9 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                before, open_push = self._open_before(plan), foreseen.file
-                reduction = Reduction(
-                    shard, plan, self._blocks, before, open_push, nonfinite=config.nonfinite
-                )
+                reduction = self._reduction(config, shard, plan, foreseen.files.__getitem__)
                 reduction.write(folders)
-                self._made[shard.name] = _Made(plan, foreseen)
+                self._made[shard.name] = foreseen
                 self._staged.used(foreseen)
                 return True
             return False
@@ -149,37 +139,44 @@ class Part:
             norms = found
         for shard in missing:
             reductions[shard.name].write(folders, norms)
-            self._made[shard.name] = _Made(plan, None)
+            self._made[shard.name] = plan
         self._begun = None
         return True
 
     def _missing(self, plan: Plan) -> list[Shard]:
         """Return the shards that are to be made: all but those that were made by this plan, from the files
         that its pushes have now."""
-        is_ahead = any(one.foreseen is not None for one in self._made.values())
-        pushes = self._staged.published() if is_ahead else None
-
-        def is_made(shard: Shard) -> bool:
-            one = self._made.get(shard.name)
-            if one is None or one.foreseen is None or pushes is None:
-                return one is not None and one.plan == plan
-            return one.foreseen.is_of(shard, plan, pushes)
-
-        return [shard for shard in self._shards if not is_made(shard)]
+        missing = []
+        pushes: Folder | None = None
+        for shard in self._shards:
+            made = self._made.get(shard.name)
+            if isinstance(made, Foreseen):
+                pushes = pushes or self._staged.published()
+                is_made = made.is_of(shard, plan, pushes)
+            else:
+                is_made = made == plan
+            if not is_made:
+                missing.append(shard)
+        return missing
 
     def _reductions(
         self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
     ) -> dict[str, Reduction]:
         if self._begun is None or self._begun[0] != target:
-            found = {}
-            before = self._open_before(plan)
-            for shard in shards:
-                open_push = partial(self._staged.open_published, shard)
-                found[shard.name] = Reduction(
-                    shard, plan, self._blocks, before, open_push, nonfinite=config.nonfinite
+            found = {
+                shard.name: self._reduction(
+                    config, shard, plan, partial(self._staged.open_published, shard)
                 )
+                for shard in shards
+            }
             self._begun = (target, found)
         return self._begun[1]
+
+    def _reduction(
+        self, config: TrainConfig, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
+    ) -> Reduction:
+        before, nonfinite = self._open_before(plan), config.nonfinite
+        return Reduction(shard, plan, self._blocks, before, open_push, nonfinite=nonfinite)
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the square of the norm over all shards, for each update in their order; None if other

@@ -58,11 +58,6 @@ class Plan(msgspec.Struct, frozen=True):
     clip_norm: float
     apart: bool = False
     updates: int = 0
-    made_ns: int = 0
-
-    def is_like(self, other: Plan) -> bool:
-        """Return whether two plans make the same version from the same pushes."""
-        return msgspec.structs.replace(self, made_ns=0) == msgspec.structs.replace(other, made_ns=0)
 
     def each_update(self) -> list[Update]:
         """Return the updates that make this version, in their order."""
@@ -72,12 +67,10 @@ class Plan(msgspec.Struct, frozen=True):
         return [Update(first + n, push.lr, (push,)) for n, push in enumerate(self.pushes)]
 
 
-def first_plan(config: TrainConfig, now_ns: int) -> Plan:
+def first_plan(config: TrainConfig) -> Plan:
     """Return the plan of version 0, which no push is in."""
-    return Plan(
-        0, (), {}, config.rule, dict(config.options), config.learning_rate, config.clip_norm,
-        made_ns=now_ns,
-    )  # fmt: skip
+    lr, options = config.learning_rate, dict(config.options)
+    return Plan(0, (), {}, config.rule, options, lr, config.clip_norm)
 
 
 def pending(pushes: Iterable[Push], clocks: Mapping[str, int]) -> list[Push]:
@@ -117,11 +110,7 @@ def is_wanted(
 
 
 def next_plan(
-    config: TrainConfig,
-    newest: Plan,
-    pushes: Iterable[Push],
-    members: Collection[str],
-    now_ns: int = 0,
+    config: TrainConfig, newest: Plan, pushes: Iterable[Push], members: Collection[str]
 ) -> Plan | None:
     """Return the plan of the version after `newest`; None: not yet."""
     waiting = pending(pushes, newest.clocks)
@@ -152,7 +141,7 @@ def next_plan(
     for push in taken:
         clocks[push.worker] = max(clocks.get(push.worker, 0), push.step)
     return msgspec.structs.replace(
-        first_plan(config, now_ns), version=newest.version + 1, pushes=tuple(counted), clocks=clocks,
+        first_plan(config), version=newest.version + 1, pushes=tuple(counted), clocks=clocks,
         lr=lr, apart=apart, updates=newest.updates + (len(counted) if apart else 1),
     )  # fmt: skip
 

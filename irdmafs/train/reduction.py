@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from .plan import Plan, PushInPlan
 from .pushes import has_nonfinite
 from .rules import Rule, make_rule
 from .scales import BlockScales
-from .shard_files import ShardFile, new_file
+from .shard_files import NewFile, ShardFile
 
 MASTER = "master"
 # The value of "state" in the metadata of params/K where there is no state/K.
@@ -91,15 +91,15 @@ class Reduction:
         plan: Plan,
         blocks: Blocks,
         before: PartFolders,
-        open_push: Callable[[str], tuple[ShardFile, bool]],
+        open_push: Callable[[str], ShardFile],
         *,
         nonfinite: Nonfinite,
     ) -> None:
         """`before`: of the part in the version before. `open_push`: returns the checked file with the shard
-        of the push that has a name, and whether this file has nothing else; raises Refused, FormatError and
-        OSError. `nonfinite`: a push with NaN or infinity is bad: if it is "skip" it is found here, if it is
-        "refuse" by write(). Raises FileNotFoundError for a push that is gone, and BadPush for a bad one and
-        for one that does not fit the parameters."""
+        of the push that has a name; raises Refused, FormatError and OSError. `nonfinite`: a push with NaN
+        or infinity is bad: if it is "skip" it is found here, if it is "refuse" by write(). Raises
+        FileNotFoundError for a push that is gone, and BadPush for a bad one and for one that does not fit
+        the parameters."""
         self._open_push = open_push
         self._nonfinite = nonfinite
         self._shard = shard
@@ -129,14 +129,14 @@ class Reduction:
             if not counted.weight:
                 continue
             try:
-                file, cut = self._open_push(counted.path)
+                file = self._open_push(counted.path)
             except FormatError as error:
                 raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
             except Refused as error:
                 raise BadPush(counted.path, str(error)) from None
             if self._nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
-            for run in runs_of(self._shard, file.header, cut=cut):
+            for run in runs_of(self._shard, file.header):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
     def square_norms(self) -> list[float]:
@@ -249,12 +249,13 @@ def _combine_into(combined: F32, span: _Span, update: int, block: slice) -> None
     _combine(span.terms[update], first, combined[first:last])
 
 
-class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
+class _ShardFiles:
     """params/K of a version that is being made, and state/K if anything is kept there. All elements are to
     be written, by any threads; the files are published at the end of the block, unless that raises."""
 
     def __init__(self, folders: PartFolders, shard: Shard, rule: Rule, version: int) -> None:
         self._shard = shard
+        self._files: list[NewFile] = []
         kept = rule.state if shard.is_fp32 else (MASTER, *rule.state)
         said = {VERSION: str(version)}
         state = dict.fromkeys(kept, ("F32", (shard.size,)))
@@ -265,18 +266,22 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         elif shard.name in folders.kept:
             # The files are written anew, and the rule that wrote them had a state.
             folders.state.file(shard.name).unlink(missing_ok=True)
-        self._making = [new_file(folder, shard.name, head) for folder, head in heads.items()]
+        with contextlib.ExitStack() as stack:
+            for folder, head in heads.items():
+                file = NewFile(folder, shard.name, head)
+                stack.callback(file.discard)
+                self._files.append(file)
+            stack.pop_all()
+        self._params, *self._state = self._files
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._params, *self._state = [stack.enter_context(file) for file in self._making]
-            stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Closing a file sends it to its node and tells the cluster: do it for both at the same time.
-        with ThreadPoolExecutor(len(self._making)) as pool:
-            list(pool.map(lambda file: file.__exit__(*error), self._making))
+        end = NewFile.publish if kind is None else NewFile.discard
+        with ThreadPoolExecutor(len(self._files)) as pool:
+            list(pool.map(end, self._files))
 
     def write_state(self, state: Mapping[str, F32], first: int) -> None:
         """Write elements from `first` on of arrays of state/K. Raises OSError."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 from pathlib import Path
 
 import msgspec
@@ -162,7 +161,7 @@ def _first_version(
         make_part(target / part)
     for shard in layout.shards:
         first_state(target / shard.part, shard, values, rule)
-    plan = first_plan(config, time.time_ns())
+    plan = first_plan(config)
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
     assemble(train, layout, 0, target)
     os.rename(target, train.version(0))

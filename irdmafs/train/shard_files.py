@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,13 +132,30 @@ def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> 
 
 
 class NewFile:
-    """A .safetensors file that is being made. Threads may write its elements at the same time."""
+    """A .safetensors file that is being made. Threads may write its elements at the same time. It has no
+    version until it is published.
 
-    def __init__(self, fd: int, head: Head) -> None:
-        """Raises OSError."""
-        self._fd = fd
+    It is written, not mapped: a mount publishes a copy of a file that may be mapped still.
+    """
+
+    def __init__(self, directory: Directory, name: str, head: Head) -> None:
+        """Make the file, or write it anew. Nobody else writes in the directory. Raises OSError."""
+        path = os.fspath(directory.file(name))
+        self._fd = _files.open_anew(path, os.O_WRONLY, directory.view)
         self._head = head
-        _files.write_at(fd, memoryview(head.text), 0)
+        try:
+            _files.write_at(self._fd, memoryview(head.text), 0)
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Close the file, whole. Raises OSError."""
+        os.close(self._fd)
+
+    def discard(self) -> None:
+        """Close the file without publishing it."""
+        _files.discard(self._fd)
 
     def write(self, name: str, values: Array, first: int = 0) -> None:
         """Write elements of a tensor, from `first` on. Raises OSError."""
@@ -153,19 +169,3 @@ class NewFile:
     def _write(self, values: Array, offset: int) -> None:
         if values.size:
             _files.write_at(self._fd, values.reshape(-1).view(np.uint8).data, offset)
-
-
-@contextlib.contextmanager
-def new_file(directory: Directory, name: str, head: Head) -> Iterator[NewFile]:
-    """Give a file to be written, and publish it, whole, at the end of the block, unless that raises: it has
-    no version until it is closed. Nobody else writes in the directory.
-
-    It is written, not mapped: a mount publishes a copy of a file that may be mapped still.
-    """
-    fd = _files.open_anew(os.fspath(directory.file(name)), os.O_WRONLY, directory.view)
-    try:
-        yield NewFile(fd, head)
-    except BaseException:
-        _files.discard(fd)
-        raise
-    os.close(fd)

@@ -40,14 +40,10 @@ class Foreseen(NamedTuple):
     files: dict[str, ShardFile]
     seen: dict[str, Seen]
 
-    def file(self, push: str) -> tuple[ShardFile, bool]:
-        """Return the file of a push, which has the shard and nothing else."""
-        return self.files[push], True
-
     def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
         """Return whether a plan is the foreseen one, and its pushes, which are in push/ now, have the files
         that were opened."""
-        return plan.is_like(self.plan) and all(
+        return plan == self.plan and all(
             pushes.folder(push.path).files.get(shard.name) == self.seen[push.path]
             for push in plan.pushes
             if push.weight
@@ -147,9 +143,9 @@ class Staged:
         """Return what is in push/ now. Raises OSError."""
         return self._trees.look_again(self._train.push)
 
-    def open_published(self, shard: Shard, name: str) -> tuple[ShardFile, bool]:
-        """Return the file with a shard of the push that has a name in push/, and whether it has nothing
-        else. Raises Refused, FormatError and OSError."""
+    def open_published(self, shard: Shard, name: str) -> ShardFile:
+        """Return the file with a shard of the push that has a name in push/. Raises Refused, FormatError
+        and OSError."""
         path, most = self._train.push / name, self._header_max_bytes
         try:
             directory = Directory(path)
@@ -159,7 +155,7 @@ class Staged:
             # The mount was told of the push before it was told of the plan.
             file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
         check_shard(shard, file.header, cut=cut)
-        return file, cut
+        return file
 
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""

@@ -6,19 +6,16 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from . import refusals
 from .config import TrainConfig
-from .directory import COORDINATOR, TrainDirectory, read_small, replace
+from .directory import COORDINATOR, TrainDirectory, read_small
 from .errors import TrainError
 from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name
 
-# So often the coordinator looks whether there is something to show.
-_PERIOD_S = 0.5
 # At most so many workers are listed that take no part and of whom nothing has counted: whoever may push may
 # do so under any number of names.
 _STRANGERS_MAX = 20
@@ -62,25 +59,6 @@ def text_of(
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
             lines.append(f"{when}  {one.path}: {one.reason}")
     return "\n".join(lines) + "\n"
-
-
-class StatusFile:
-    """The file `status`, which the coordinator writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written = ""
-        self._looked_s = 0.0
-
-    def show(self, make_text: Callable[[], str]) -> None:
-        """Write the file anew, now and then, if there is something else to show. Raises OSError."""
-        now_s = time.monotonic()
-        if now_s >= self._looked_s + _PERIOD_S:
-            self._looked_s = now_s
-            text = make_text()
-            if text != self._written:
-                self._written = text
-                replace(self._path, text.encode())
 
 
 def how_to_reduce(train: TrainDirectory) -> str:

@@ -20,13 +20,12 @@ from .errors import Refused, TrainError
 from .folders import Directories, Past
 from .layout import Shard
 from .liveness import Lock, is_locked
-from .open_push import OpenPush
+from .open_push import OpenPush, Staging
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
-from .pushes import STEP, arrays_of, check_turn, inspect, name_in_shards
+from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
-from .staging import Staging
 from .status import is_reduced, no_reducer
 from .trees import count_changes
 from .watch import Watch
@@ -195,13 +194,12 @@ class Worker:
         if not self._lock.is_held:
             self._take_part_again()
         expected = self._next_push(weight, lr)
-        name = name_in_shards(expected)
-        noting = partial(self._watch.noting, name)
+        noting = partial(self._watch.noting, name_in_shards(expected))
         with noting():
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self.layout, self._in_turns, self._staging, name, {STEP: str(expected.step)},
+            self.layout, self._in_turns, self._staging, expected,
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
 

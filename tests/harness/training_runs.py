@@ -17,17 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from harness.mountpoint import eventually
 from irdmafs.client import FormatError
-from irdmafs.train import (
-    Reducer,
-    Refused,
-    TrainConfig,
-    Worker,
-    begin,
-    coordinator,
-    reducer,
-    status,
-    worker,
-)
+from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin, coordinator, reducer, worker
 from irdmafs.train.directory import STATE, TrainDirectory
 from irdmafs.train.layout import Shard
 from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file
@@ -57,7 +47,7 @@ def hurry(set_: Callable[[ModuleType, str, float], object]) -> None:
         set_(module, "LOOK_S", LOOK_S)
     set_(reducer, "_LEAVE_S", LOOK_S)
     set_(worker, "_LOOK_S", LOOK_S)
-    set_(status, "_PERIOD_S", LOOK_S)
+    set_(coordinator, "_SHOW_S", LOOK_S)
 
 
 def model(seed: int = 0, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:

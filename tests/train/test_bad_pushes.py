@@ -196,7 +196,7 @@ def test_push_in_shards_with_nan_that_nobody_has_checked_counts_for_nothing(
     train = TrainDirectory(run)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         with monkeypatch.context() as unchecked:
-            unchecked.setattr("irdmafs.train.staging.check_finite", lambda _: None)
+            unchecked.setattr("irdmafs.train.open_push.check_finite", lambda _: None)
             a.push(ones(np.nan))
         b.push(ones())
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made without it")

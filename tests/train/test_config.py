@@ -1,6 +1,7 @@
 """A configuration is read as it was written, and an error names the key and what it may be; names of pushes
 say what they were made of."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from irdmafs.train.config import TrainConfig, _toml
+from irdmafs.train.config import TrainConfig
 from irdmafs.train.errors import TrainError
 from irdmafs.train.plan import Push
 from irdmafs.train.pushes import name_in_file, name_in_shards, push_by_name, push_in_shards
@@ -76,7 +77,8 @@ def test_bad_value_is_an_error_that_names_the_key(key: str, value: Any) -> None:
         config = TrainConfig(**{key: value})
     except TrainError as error:
         assert key in str(error)
-        text = f"{key} = {_toml(value)}\n"
+        number = {"NaN": "nan", "Infinity": "inf"}.get(json.dumps(value), json.dumps(value))
+        text = f"{key} = {number}\n"
         with pytest.raises(TrainError, match=key) as caught:
             TrainConfig.read(PATH, text.encode())
         assert str(caught.value).startswith("config.toml: ")

@@ -45,7 +45,7 @@ def drain(config: TrainConfig, newest: Plan, there: list[Push], members: set[str
 def test_each_push_counts_once_and_in_the_order_of_its_worker(
     sync: str, order: list[str], data: st.DataObject
 ) -> None:
-    config, there, plans = config_of(sync), list[Push](), [first_plan(config_of(sync), 0)]
+    config, there, plans = config_of(sync), list[Push](), [first_plan(config_of(sync))]
     for push in pushes_of(order):
         there.append(push)
         members = data.draw(st.sets(st.sampled_from(WORKERS)))
@@ -77,7 +77,7 @@ def test_plan_does_not_depend_on_the_order_in_which_pushes_came(
     config, pushes = config_of(sync, workers), pushes_of(order)
     shuffled = list(pushes)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    newest = first_plan(config, 0)
+    newest = first_plan(config)
     plan = next_plan(config, newest, pushes, members)
     assert next_plan(config, newest, shuffled, members) == plan
     if plan is not None:
@@ -100,7 +100,7 @@ def test_plan_is_made_when_those_are_there_who_are_waited_for(
         made = len(came) >= wanted
     else:
         made = bool(came) and set(wanted) <= came
-    plan = next_plan(config, first_plan(config, 0), pushes, members)
+    plan = next_plan(config, first_plan(config), pushes, members)
     assert (plan is not None) == made
     enough, awaited = is_wanted(config, pending(pushes, {}), members)
     assert enough == made

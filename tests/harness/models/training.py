@@ -242,7 +242,7 @@ class Model(Machine[State]):
         read = {key.path: key for key in sorted(present)}
         pushes = [Push(key.worker, key.step, path) for path, key in read.items()]
         known = dict(clocks) if self._rules.only_pending_pushes_count else {}
-        newest = msgspec.structs.replace(first_plan(self._config, 0), clocks=known)
+        newest = msgspec.structs.replace(first_plan(self._config), clocks=known)
         plan = next_plan(self._config, newest, pushes, ())
         if plan is None:
             return None
