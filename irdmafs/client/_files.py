@@ -29,9 +29,8 @@ _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
 _KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 _NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
-_IOV_MAX = 1024
-# Buffers are gathered up to this size before they are written; larger ones are written at once.
-_GATHER_BYTES = 64 << 20
+# Small buffers are gathered up to this size before they are written.
+_GATHER_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -246,16 +245,9 @@ def discard(fd: int) -> None:
 
 
 def write_all(fd: int, contents: Iterable[memoryview]) -> None:
-    """Write buffers of bytes one after the other, each straight from its memory."""
-    batch: list[memoryview] = []
-    batch_bytes = 0
-    for buffer in contents:
-        batch.append(buffer)
-        batch_bytes += buffer.nbytes
-        if batch_bytes >= _GATHER_BYTES or len(batch) == _IOV_MAX:
-            _write_batch(fd, batch)
-            batch, batch_bytes = [], 0
-    _write_batch(fd, batch)
+    """Write buffers of bytes one after the other, large ones straight from their memory."""
+    with open(fd, "wb", buffering=_GATHER_BYTES, closefd=False) as file:
+        file.writelines(contents)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -265,17 +257,3 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         if not written:
             raise OSError(errno.EIO, "The filesystem accepts no more bytes")
         data, offset = data[written:], offset + written
-
-
-def _write_batch(fd: int, batch: list[memoryview]) -> None:
-    # One call takes 2 GiB less a page at most, and may take less.
-    position = 0
-    while position < len(batch):
-        written = os.writev(fd, batch[position:])
-        if written == 0 and any(buffer.nbytes for buffer in batch[position:]):
-            raise OSError(errno.EIO, "The filesystem accepts no more bytes")
-        while position < len(batch) and written >= batch[position].nbytes:
-            written -= batch[position].nbytes
-            position += 1
-        if written:
-            batch[position] = batch[position][written:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -54,17 +54,23 @@ class Header:
         return view(path, data, self.tensors[name])
 
 
-def header_size(path: str, first: bytes, size: int) -> int:
-    """Return the bytes of JSON in a file of ``size`` bytes that begins with ``first``. Raises
-    FormatError."""
+def header_text(
+    path: str, read: Callable[[int], bytes], size: int, most: int = HEADER_MAX_BYTES
+) -> bytes:
+    """Return the header of a file of ``size`` bytes, ``most`` at the most, as text; ``read`` returns the
+    file's first bytes. Raises FormatError."""
+    first = read(LENGTH_BYTES)
     if len(first) < LENGTH_BYTES:
         raise FormatError(path, f"not a .safetensors file: it has only {len(first)} bytes")
     (length,) = struct.unpack_from("<Q", first)
     if LENGTH_BYTES + length > size:
         raise FormatError(path, f"a header of {length} bytes is announced in {size} bytes of file")
-    if length > HEADER_MAX_BYTES:
-        raise FormatError(path, f"the header has {length} bytes, more than {HEADER_MAX_BYTES}")
-    return int(length)
+    if length > most:
+        raise FormatError(path, f"the header has {length} bytes, more than {most}")
+    text = read(LENGTH_BYTES + length)[LENGTH_BYTES:]
+    if len(text) != length:
+        raise FormatError(path, "the header is cut off")
+    return text
 
 
 def parse_header(path: str, text: bytes, size: int) -> Header:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self, overload
 from . import _device, _files, _npy, _safetensors
 from ._buffer import Buffer
 from ._dtypes import Array, array_of
-from ._errors import FormatError
 from ._files import look_up
 from ._names import NPY, SAFETENSORS, check_name, is_addressable, split_name, walk
 
@@ -336,9 +335,8 @@ class Store(MutableMapping[str, Array]):
         size = buffer.fill(path)
         if size == 0:
             raise _unpublished(path)
-        start = _safetensors.LENGTH_BYTES
-        length = _safetensors.header_size(path, buffer.head(start), size)
-        header = _safetensors.parse_header(path, buffer.head(start + length)[start:], size)
+        text = _safetensors.header_text(path, buffer.head, size)
+        header = _safetensors.parse_header(path, text, size)
         wanted = header.tensors.keys() if names is None else header.tensors.keys() & names
         return {name: buffer.show(path, header.tensors[name]) for name in wanted}
 
@@ -382,11 +380,7 @@ class Store(MutableMapping[str, Array]):
         size = status.st_size
         if size == 0:
             raise _unpublished(path)
-        start = _safetensors.LENGTH_BYTES
-        length = _safetensors.header_size(path, _files.read_at(fd, start, 0), size)
-        text = _files.read_at(fd, length, start)
-        if len(text) != length:
-            raise FormatError(path, "the header is cut off")
+        text = _safetensors.header_text(path, lambda count: _files.read_at(fd, count, 0), size)
         identity = (status.st_dev, status.st_ino, size, _files.read_version(fd))
         known = self._parsed.get(path)
         if known is not None and known.identity == identity and known.text == text:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..client import FormatError, _files
+from ..client import _files
 from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
-from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, parse_header
+from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
 from .directory import VERSION
 from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
@@ -125,10 +125,8 @@ def _copy_to_device(source: Any, target: Any, part: Slice) -> None:
 
 def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
     """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
-    length = header_size(path, _files.read_at(fd, 8, 0), size)
-    if length > most:
-        raise FormatError(path, f"the header has {length} bytes, more than {most}")
-    return parse_header(path, _files.read_at(fd, length, 8), size)
+    text = header_text(path, lambda count: _files.read_at(fd, count, 0), size, most)
+    return parse_header(path, text, size)
 
 
 class NewFile:
