@@ -24,7 +24,7 @@ import numpy as np
 from ..backend.model.sizes import meminfo
 from . import _device
 from ._dtypes import Array, Layout
-from ._files import Mapping, naming, open_to_read, read_version, view
+from ._files import naming, open_to_read, read_version, view
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,12 @@ class Buffer:
         self.version: int | None = None
         self.filled_by: Literal["mount", "copy", ""] = ""
         self._lock = threading.Lock()
-        memory = _HostMemory(size) if device is None else _DeviceMemory(size, device)
-        self._memory: _HostMemory | _DeviceMemory = memory
+        memory: _HostMemory | _device.LentMemory
+        if device is None or _device.is_host(device):
+            memory = _HostMemory(size, as_tensors=device is not None)
+        else:
+            memory = _device.LentMemory(size, device)
+        self._memory = memory
         try:
             self._lifeline, other_end = os.pipe2(os.O_CLOEXEC)
         except OSError:
@@ -155,7 +159,9 @@ def _close(descriptors: list[int]) -> None:
 
 
 class _HostMemory:
-    def __init__(self, size: int) -> None:
+    """A memfd, which numpy arrays show, or torch tensors."""
+
+    def __init__(self, size: int, *, as_tensors: bool) -> None:
         available = meminfo("MemAvailable")
         if size > available:
             # The kernel would find out page by page, and kill some process.
@@ -166,10 +172,11 @@ class _HostMemory:
             os.posix_fallocate(self.fd, 0, size)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self.bytes: Array = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+            self._array: Array = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
         except BaseException:
             os.close(self.fd)
             raise
+        self.bytes: Any = _device.wrapped(self._array) if as_tensors else self._array
 
     def settle(self) -> None:
         pass
@@ -178,48 +185,17 @@ class _HostMemory:
         pass
 
     def head(self, size: int) -> bytes:
-        return self.bytes[:size].tobytes()
+        return self._array[:size].tobytes()
 
     def copy(self, path: str, fd: int, size: int) -> None:
         done = 0
         with naming(path):
             while done < size:
-                count = os.preadv(fd, [self.bytes[done:size].data], done)
+                count = os.preadv(fd, [self._array[done:size].data], done)
                 if not count:
                     raise OSError(errno.EIO, "The file shrank while it was read")
                 done += count
 
-    def show(self, path: str, layout: Layout) -> Array:
-        return view(path, self.bytes, layout)
-
-
-class _DeviceMemory:
-    """Device memory allocated by torch. `fd` is -1 for memory that cannot be lent."""
-
-    def __init__(self, size: int, device: object) -> None:
-        self._host: _HostMemory | None = None
-        if _device.is_host(device):
-            self._host = _HostMemory(size)
-            self.bytes, self.fd = _device.wrapped(self._host.bytes), self._host.fd
-        else:
-            self.bytes, self.fd = _device.lendable(size, device)
-
-    def settle(self) -> None:
-        """Wait until nothing uses the memory any more."""
-        _device.settle(self.bytes)
-
-    def see(self) -> None:
-        """Make data that a network card wrote visible."""
-        _device.see_writes(self.bytes)
-
-    def head(self, size: int) -> bytes:
-        return bytes(self.bytes[:size].cpu().numpy())
-
-    def copy(self, path: str, fd: int, size: int) -> None:
-        if self._host is not None:
-            self._host.copy(path, fd, size)
-        else:
-            _device.copy_bytes(Mapping(path, fd, size).bytes, self.bytes[:size])
-
     def show(self, path: str, layout: Layout) -> Any:
-        return _device.view(path, self.bytes, layout)
+        shows = view if self.bytes is self._array else _device.view
+        return shows(path, self.bytes, layout)

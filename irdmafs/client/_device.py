@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _files
 from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, size_bytes
 from ._errors import FormatError
 
@@ -241,22 +242,48 @@ def wrapped(array: Array) -> Any:
     return _torch().from_numpy(array)
 
 
-def lendable(size: int, device: object) -> tuple[Any, int]:
-    """Return a tensor of ``size`` bytes on a device, and the descriptor of a dma-buf that begins with it;
-    -1 if there can be none."""
-    torch = _torch()
-    target = torch.device(device)
-    if target.type != "cuda":
-        return torch.empty(size, dtype=torch.uint8, device=target), -1
-    # The exported range begins and ends at a page boundary of the host.
-    whole = size + -size % mmap.PAGESIZE
-    room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device=target)
-    start = -room.data_ptr() % mmap.PAGESIZE
-    tensor = room[start : start + size]
-    fd, why_not = _export(torch, target, tensor.data_ptr(), whole)
-    if why_not:
-        log.info("%d bytes of %s are filled by copying: %s", size, target, why_not)
-    return tensor, fd
+class LentMemory:
+    """Memory of a device that torch has allocated. `fd` is that of a dma-buf that begins with it; -1 if
+    there can be none."""
+
+    def __init__(self, size: int, device: object) -> None:
+        torch = _torch()
+        target = torch.device(device)
+        self.fd = -1
+        if target.type != "cuda":
+            self.bytes = torch.empty(size, dtype=torch.uint8, device=target)
+            return
+        # The exported range begins and ends at a page boundary of the host.
+        whole = size + -size % mmap.PAGESIZE
+        room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device=target)
+        start = -room.data_ptr() % mmap.PAGESIZE
+        self.bytes = room[start : start + size]
+        self.fd, why_not = _export(torch, target, self.bytes.data_ptr(), whole)
+        if why_not:
+            log.info("%d bytes of %s are filled by copying: %s", size, target, why_not)
+
+    def settle(self) -> None:
+        """Wait until the device has done all work on the memory: a network card would not wait."""
+        if self.bytes.device.type == "cuda":
+            _torch().cuda.current_stream(self.bytes.device).synchronize()
+
+    def see(self) -> None:
+        """Make data that a network card has written visible to kernels that are launched from now on."""
+        if self.bytes.device.type == "cuda":
+            with _torch().cuda.device(self.bytes.device):
+                # Where writes are ordered anyway, flushing may be unsupported, which is an error.
+                _driver().cuFlushGPUDirectRDMAWrites(_FLUSH_CONTEXT, _FLUSH_TO_OWNER)
+
+    def head(self, size: int) -> bytes:
+        return bytes(self.bytes[:size].cpu().numpy())
+
+    def copy(self, path: str, fd: int, size: int) -> None:
+        """Copy an open file here, and return when it is there."""
+        source = _files.Mapping(path, fd, size).bytes
+        _copy(_torch(), self.bytes.device, [(source.ctypes.data, self.bytes[:size])])
+
+    def show(self, path: str, layout: Layout) -> Any:
+        return view(path, self.bytes, layout)
 
 
 def _export(torch: Any, target: Any, address: int, size: int) -> tuple[int, str]:
@@ -279,27 +306,6 @@ def _export(torch: Any, target: Any, address: int, size: int) -> tuple[int, str]
 
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
-
-
-def settle(tensor: Any) -> None:
-    """Wait until the device has done all work on the memory: a network card would not wait."""
-    if tensor.device.type == "cuda":
-        _torch().cuda.current_stream(tensor.device).synchronize()
-
-
-def see_writes(tensor: Any) -> None:
-    """Make data that a network card has written visible to kernels that are launched from now on."""
-    if tensor.device.type != "cuda":
-        return
-    with _torch().cuda.device(tensor.device):
-        # Where writes are ordered anyway, flushing may be unsupported, which is an error.
-        _driver().cuFlushGPUDirectRDMAWrites(_FLUSH_CONTEXT, _FLUSH_TO_OWNER)
-
-
-def copy_bytes(source: Array, tensor: Any) -> None:
-    """Copy mapped bytes to a tensor of the same size, and return when they are there."""
-    torch = _torch()
-    _copy(torch, tensor.device, [(source.ctypes.data, tensor)])
 
 
 def view(path: str, memory: Any, layout: Layout) -> Any:
