@@ -27,7 +27,7 @@ from ..fuse.connection import Connection, ProtocolError
 from ..mount import mounting
 from ..mount.stores import SHM_ROOT, mount_tmpfs
 from ..mount_options import MountError, MountOptions
-from .check import Check, Verdict
+from . import Check, Verdict
 from .rdma import check_memlock, check_rdma
 
 _FUSE_DEVICE = "/dev/fuse"

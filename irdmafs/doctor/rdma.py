@@ -13,7 +13,7 @@ from ..backend.transport.verbs import devices
 from ..backend.transport.verbs.devices import Device, Gid, Obstacle, Port
 from ..backend.transport.verbs.library import Library, VerbsMissing, load
 from ..backend.transport.verbs.rdma import Choice
-from .check import Check, Verdict
+from . import Check, Verdict
 
 _NAME = "RDMA"
 _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}

@@ -11,7 +11,7 @@ import trio
 from ..backend.cluster.config import ClusterConfig
 from ..backend.model.values import ConfigError
 from ..backend.trust.security import Credentials, CredentialsError, Role, identity_in
-from .check import Check
+from . import Check
 
 if TYPE_CHECKING:
     from ..backend.cluster.config_sections import ClusterSection

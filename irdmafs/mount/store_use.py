@@ -45,10 +45,10 @@ def mountpoint_of(store: str) -> str | None:
     return read_note(store, MOUNTPOINT_FILE) or None
 
 
-def note_mountpoint(store: str, mountpoint: str) -> None:
-    """Record the mountpoint in the store. Raises OSError."""
-    with open(os.path.join(store, MOUNTPOINT_FILE), "wb") as file:
-        file.write(os.fsencode(mountpoint))
+def write_note(store: str, name: str, text: str) -> None:
+    """Write a small file of a store. Raises OSError."""
+    with open(os.path.join(store, name), "wb") as file:
+        file.write(os.fsencode(text))
 
 
 def wait_until_free(store: str) -> None:

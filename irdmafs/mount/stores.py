@@ -36,7 +36,14 @@ from .mounting import (
     mount_filesystem,
     unmount_filesystem,
 )
-from .store_use import is_locked, mountpoint_of, note_mountpoint, read_note, wait_until_free
+from .store_use import (
+    MOUNTPOINT_FILE,
+    is_locked,
+    mountpoint_of,
+    read_note,
+    wait_until_free,
+    write_note,
+)
 
 # Unlike /tmp, it is not cleaned by age, and only root can write to it.
 TMPFS_ROOT = "/run/irdmafs/stores"
@@ -140,7 +147,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
             _private_directory(TMPFS_ROOT)
             with _locked(TMPFS_ROOT):
                 store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
-            note_mountpoint(store.path, mountpoint)
+            write_note(store.path, MOUNTPOINT_FILE, mountpoint)
             return store
         except PermissionError as error:
             refused = f"no tmpfs of its own for the store ({error.strerror})"
@@ -156,7 +163,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     created = _private_directory(path)
     wait_until_free(path)
     warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
-    note_mountpoint(path, mountpoint)
+    write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
 
 
@@ -262,7 +269,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         wait_until_free(path)
     if size is not None:
         resize(path, size)
-    note_mountpoint(path, mountpoint)
+    write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
 
 
@@ -343,8 +350,7 @@ def claim_cache(path: str, config: str) -> None:
         return  # the error of the daemon names the user of the store
     try:
         empty_cache(path)
-        with open(os.path.join(path, _CLUSTER_FILE), "wb") as file:
-            file.write(os.fsencode(config))
+        write_note(path, _CLUSTER_FILE, config)
     except OSError as error:
         raise MountError(f"cannot use the store {path}: {error.strerror}") from error
 

@@ -14,8 +14,8 @@ from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, add_device, need_ports
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.rdma import Choice
 from irdmafs.cli.cluster import rdma_wanted
+from irdmafs.doctor import Check
 from irdmafs.doctor import rdma as rdma_checks
-from irdmafs.doctor.check import Check
 
 
 def doctor(*arguments: str | Path, prefix: Sequence[str] = (), expected: int = 0) -> dict[str, Any]:
