@@ -204,22 +204,18 @@ def mount_tmpfs(path: str, size: int) -> tuple[str, ...]:
     huge pages); raises PermissionError where mounting is forbidden, else MountError."""
     data = f"mode=0700,size={size}"
     try:
-        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, f"huge=within_size,{data}")
-        return ()
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise _refusal(path, error) from error
-    try:
+        try:
+            mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, f"huge=within_size,{data}")
+            return ()
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
         mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, data)
+    except PermissionError:
+        raise
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise MountError(f"cannot mount a tmpfs on {path}: {error.strerror}") from error
     return ("this kernel has no huge pages for tmpfs: large files are slower",)
-
-
-def _refusal(path: str, error: OSError) -> Exception:
-    if isinstance(error, PermissionError):
-        return error
-    return MountError(f"cannot mount a tmpfs on {path}: {error.strerror}")
 
 
 def resize(path: str, size: int) -> None:

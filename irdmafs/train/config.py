@@ -30,9 +30,6 @@ class Sync(NamedTuple):
     kind: SyncKind
     number: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.number}" if self.number or self.kind == "ssp" else self.kind
-
 
 def parse_sync(text: str) -> Sync:
     """Read "bsp", "async", "quorum:3", "ssp:2" or "local:100". Raises TrainError."""

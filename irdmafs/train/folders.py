@@ -90,10 +90,12 @@ class Directory:
 
 
 class Directories:
-    """Directories that are used again and again under changing names: the last ones, by their inodes."""
+    """Directories that are used again and again under changing names: the last ones, by their inodes.
+    `past`: their files that have been used."""
 
     def __init__(self) -> None:
         self._opened: OrderedDict[int, Directory] = OrderedDict()
+        self.past = Past()
 
     def get(self, ino: int, path: Path) -> Directory:
         """Return a directory which has this path, or had it. Raises OSError if another one has it now."""

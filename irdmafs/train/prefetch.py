@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..client import FormatError
 from .directory import LOOK_S, PARAMS, TrainDirectory, owner_of
-from .folders import Directories, Directory, Past, Seen
+from .folders import Directories, Directory, Seen
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, copy_shard
 from .trees import GATHER_S, Folder, look
@@ -38,20 +38,18 @@ class Prefetch:
         layout: ModelLayout,
         version: int,
         directories: Directories,
-        past: Past,
         out: Mapping[str, Any] | None,
         *,
         shown: bool,
     ) -> None:
-        """`directories`: of earlier parts; `past`: the files of earlier versions; both are added to. `out`:
-        arrays or tensors that each shard that is here is copied into, of which the version may get another
-        one yet. `shown`: as in ShardFile."""
+        """`directories`: of earlier parts, which are added to. `out`: arrays or tensors that each shard
+        that is here is copied into, of which the version may get another one yet. `shown`: as in
+        ShardFile."""
         self.out = out
         self._version = version
         self._train = train
         self._layout = layout
         self._directories = directories
-        self._past = past
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
         # Parts that were found in ahead/. None before the first look.
@@ -75,7 +73,7 @@ class Prefetch:
                 continue
             if there.folder(shard.part, PARAMS).files.get(shard.name) == fetch.status:
                 found[shard.name] = fetch.file.result()
-                self._past.add(fetch.status)
+                self._directories.past.add(fetch.status)
         return found
 
     def close(self) -> None:
@@ -130,7 +128,7 @@ class Prefetch:
 
     def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
         before = folder.files.get(shard.name)
-        if before is None or before in self._past:
+        if before is None or before in self._directories.past:
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
@@ -144,7 +142,7 @@ class Prefetch:
             file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
-            self._past.add(before)
+            self._directories.past.add(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise

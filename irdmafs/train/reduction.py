@@ -31,7 +31,7 @@ from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION
 from .errors import BadPush, Refused
 from .folders import Directory
-from .layout import Run, Shard, Slice, runs_of
+from .layout import Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import has_nonfinite
 from .rules import Rule, make_rule
@@ -272,7 +272,7 @@ class _ShardFiles:
                 stack.callback(file.discard)
                 self._files.append(file)
             stack.pop_all()
-        self._params, *self._state = self._files
+        self.params, *self._state = self._files
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +293,7 @@ class _ShardFiles:
         """Write elements from `first` on of the master weights, and the parameters that they make. Raises
         OSError."""
         if self._shard.is_fp32:
-            self._params.write_flat(master, first)
+            self.params.write_flat(master, first)
             return
         self.write_state({MASTER: master}, first)
         for part in self._shard.slices:
@@ -301,11 +301,7 @@ class _ShardFiles:
             if start < stop:
                 with np.errstate(all="ignore"):
                     converted = master[start - first : stop - first].astype(part.parameter.type)
-                self.write_parameter(part, converted, start - part.at)
-
-    def write_parameter(self, part: Slice, values: Array, first: int = 0) -> None:
-        """Write elements from `first` on of the slice of a parameter. Raises OSError."""
-        self._params.write(part.parameter.name, values, first)
+                self.params.write(part.parameter.name, converted, start - part.at)
 
 
 class _Buffers(threading.local):
@@ -337,7 +333,7 @@ def first_state(directory: Path, shard: Shard, arrays: Mapping[str, Array], rule
         files.write_state(dict.fromkeys(rule.state, np.zeros(shard.size, np.float32)), 0)
         for part in shard.slices:
             flat = arrays[part.parameter.name].reshape(-1)[part.start : part.stop]
-            files.write_parameter(part, flat)
+            files.params.write(part.parameter.name, flat)
             if not shard.is_fp32:
                 master = np.empty(part.size, np.float32)
                 to_float32(flat, master)

@@ -16,7 +16,7 @@ from ..client import FormatError
 from .config import TrainConfig
 from .directory import LOOK_S, TrainDirectory, owner_of
 from .errors import Refused
-from .folders import Directories, Directory, Past, Seen
+from .folders import Directories, Directory, Seen
 from .layout import ModelLayout, Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
@@ -65,7 +65,6 @@ class Staged:
         self._pushes: dict[str, _Push] = {}
         # The files of shards, by shard, for which some pushes have no file yet.
         self._opened: dict[str, Foreseen] = {}
-        self._past = Past()
         self._directories = Directories()
 
     def close(self) -> None:
@@ -125,7 +124,7 @@ class Staged:
 
     def _open(self, push: _Push, shard: Shard, step: int) -> tuple[ShardFile, Seen] | None:
         before = push.folder.files.get(shard.name)
-        if before is None or before in self._past:
+        if before is None or before in self._directories.past:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
@@ -136,7 +135,7 @@ class Staged:
         except (OSError, FormatError, Refused):
             # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
-        self._past.add(before)
+        self._directories.past.add(before)
         return None
 
     def published(self) -> Folder:
@@ -160,4 +159,4 @@ class Staged:
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""
         for one in foreseen.seen.values():
-            self._past.add(one)
+            self._directories.past.add(one)

@@ -17,7 +17,7 @@ from typing import Any
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories, Past
+from .folders import Directories
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
@@ -65,8 +65,7 @@ class Worker:
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
         self._in_turns = self._turns()
-        # Files of versions that were pulled.
-        self._past = Past()
+        # Of versions that were pulled.
         self._directories = Directories()
         self._prefetch: Prefetch | None = None
         # True if the last pull gave arrays that show the version's files: the next one probably does, too.
@@ -321,7 +320,7 @@ class Worker:
         before = self.version if self.version >= 0 else self.train.newest()
         shown = out is None and self._shows
         self._prefetch = Prefetch(
-            self.train, self.layout, before + 1, self._directories, self._past, out, shown=shown
+            self.train, self.layout, before + 1, self._directories, out, shown=shown
         )
 
     def _end_prefetch(self) -> None:
@@ -372,5 +371,5 @@ class Worker:
             return found
         path = params_of(self.train.version(version), shard)
         file = ShardFile(path, version=version, shown=shown)
-        self._past.add(file.seen)
+        self._directories.past.add(file.seen)
         return file
