@@ -62,10 +62,9 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
         async with _opened_store(config) as (store, cluster):
             calm_the_collector()
             with closing(Processes(config.mountpoint)) as processes:
-                assembly = _Assembly(config, store, cluster, processes)
-                session, status = assembly.mounted()
-                await _Daemon(config, cluster, session, status).run(ready)
-                await assembly.store_reads()
+                daemon = _Daemon(config, store, cluster, processes)
+                await daemon.run(ready)
+                await daemon.store_reads()
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except Damaged as error:
@@ -99,12 +98,13 @@ async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, "Remo
         yield remote, remote
 
 
-class _Assembly:
-    """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
+class _Daemon:
+    """Mounts, makes the parts of a mount, each from the parts that it needs, and runs it until it ends."""
 
     def __init__(
         self, config: MountConfig, store: Store, cluster: "RemoteStore | None", processes: Processes
     ) -> None:
+        """Raises MountError."""
         self._config = config
         self._store = store
         self._cluster = cluster
@@ -112,8 +112,11 @@ class _Assembly:
         self._atimes = Atimes(config.options, store.extents)
         self._tasks = Tasks()
         self._counts = Counts()
+        self._session, self._status = self._mount()
+        found = mounting.find_mount(config.mountpoint)
+        self._mounted = (found.mount_id, found.device) if found is not None else None
 
-    def mounted(self) -> tuple[Session, Status]:
+    def _mount(self) -> tuple[Session, Status]:
         """Mount with the requested session, or with the best one that works. Raises MountError."""
         wanted, reason = self._config.session, ""
         if wanted in ("auto", "kernel"):
@@ -209,20 +212,6 @@ class _Assembly:
         status = Status(self._config, store, self._cluster, kind, self._counts, census)
         block = Superblock(store, cache, coherence, self._atimes, options)
         return Filesystem(block, locking, status.report, acls=acls), status
-
-
-class _Daemon:
-    """Runs a mount until it ends."""
-
-    def __init__(
-        self, config: MountConfig, cluster: "RemoteStore | None", session: Session, status: Status
-    ) -> None:
-        self._config = config
-        self._cluster = cluster
-        self._session = session
-        self._status = status
-        found = mounting.find_mount(config.mountpoint)
-        self._mounted = (found.mount_id, found.device) if found is not None else None
 
     async def run(self, ready: Callable[[str], None]) -> None:
         config = self._config
