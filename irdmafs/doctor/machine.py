@@ -65,7 +65,7 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
     """Run all checks, in a fraction of a second. `choice` is the choice of RDMA devices to check, on the
     route to the host `peer`."""
     device = check_fuse_device()
-    through, can_mount = check_passthrough()
+    through = check_passthrough()
     helper = check_fusermount()
     packages = check_packages()
     rdma = check_rdma(choice or Choice(), peer)
@@ -91,7 +91,9 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
     if packages.verdict != "fail" and all(check.verdict != "fail" for check in rdma):
         if through.verdict == "ok":
             sessions.append("kernel")
-        if can_mount or (not mounting.can_mount() and helper.verdict == "ok"):
+        # This process mounts by itself, if it may, else by the helper.
+        mounts = through.verdict != "fail" if mounting.can_mount() else helper.verdict == "ok"
+        if mounts:
             sessions.append("pyfuse3")
     return Examination(checks, tuple(sessions), "kernel" in sessions)
 
@@ -133,28 +135,23 @@ def check_privilege() -> Check:
                  "in a container: docker run --cap-add SYS_ADMIN")  # fmt: skip
 
 
-def check_passthrough() -> tuple[Check, bool]:
-    """Check whether the kernel supports FUSE passthrough, and whether this process may mount at all."""
+def check_passthrough() -> Check:
+    """Check whether the kernel supports FUSE passthrough; "fail": this process cannot mount at all."""
     name = "passthrough"
     slower = "mounts work without it, through the daemon"
     if not mounting.can_mount():
-        return Check(name, "warn", "not tried: needs CAP_SYS_ADMIN", f"mount as root; {slower}"), (
-            False
-        )
+        return Check(name, "warn", "not tried: needs CAP_SYS_ADMIN", f"mount as root; {slower}")
     try:
         offered, works = negotiate_passthrough()
     except (OSError, MountError) as error:
         return Check(name, "fail", f"no trial mount: {error}", "in a container: docker run --device"
-                     " /dev/fuse --cap-add SYS_ADMIN --security-opt apparmor=unconfined"
-                     ), False  # fmt: skip
+                     " /dev/fuse --cap-add SYS_ADMIN --security-opt apparmor=unconfined")  # fmt: skip
     if works:
-        return Check(name, "ok", "negotiated"), True
+        return Check(name, "ok", "negotiated")
     if offered:
-        return Check(name, "warn", "offered by the kernel, but a tmpfs file was refused", slower), (
-            True
-        )
+        return Check(name, "warn", "offered by the kernel, but a tmpfs file was refused", slower)
     why = "needs Linux 6.9" if _kernel_version() < (6, 9) else "needs CONFIG_FUSE_PASSTHROUGH=y"
-    return Check(name, "warn", "not offered by this kernel", f"{why}; {slower}"), True
+    return Check(name, "warn", "not offered by this kernel", f"{why}; {slower}")
 
 
 @contextmanager

@@ -41,12 +41,19 @@ CODES = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 
 
 class _Scratch(threading.local):
-    """Arrays of PART elements, which every thread has of its own and keeps."""
+    """Arrays which every thread has of its own and keeps, of PART elements, or of a block."""
 
     def __init__(self) -> None:
         self.floats = np.empty((2, PART), np.float32)
         self.doubles = np.empty(PART, np.float64)
         self.flags = np.empty(PART, np.bool_)
+        self._blocks: dict[str, F32] = {}
+
+    def block(self, name: str, size: int) -> F32:
+        """Return the array of a name, with so many elements of undefined values, BLOCK at most."""
+        if name not in self._blocks:
+            self._blocks[name] = np.empty(BLOCK, np.float32)
+        return self._blocks[name][:size]
 
 
 scratch = _Scratch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,12 +17,12 @@ from ..client import FormatError
 from ..client._dtypes import Array
 from ..client._safetensors import head_of
 from .arithmetic import (
-    BLOCK,
     F32,
     Blocks,
     Weight,
     accumulate,
     count_nonfinite,
+    scratch,
     square_sum,
     to_float32,
 )
@@ -171,12 +170,12 @@ class Reduction:
 
         def step(span: _Span, part: slice) -> None:
             first, last = span.start + part.start, span.start + part.stop
-            master = _buffers.of(MASTER, last - first)
+            master = scratch.block(MASTER, last - first)
             np.copyto(master, self._master[first:last])
             state = {}
             # The rule may have been changed since the last version: what it did not keep begins with zeros.
             for key in self.rule.state:
-                state[key] = _buffers.of(key, last - first)
+                state[key] = scratch.block(key, last - first)
                 np.copyto(state[key], kept[key][first:last] if key in kept else np.float32(0))
             for update, terms, scale in zip(self._updates, span.terms, scales, strict=True):
                 if not terms:
@@ -196,7 +195,7 @@ class Reduction:
     def _gradient(self, terms: Sequence[_Term], first: int, last: int) -> F32:
         if self._combined is not None:
             return self._combined[first:last]
-        return _combine(terms, first, _buffers.of("", last - first))
+        return _combine(terms, first, scratch.block("gradient", last - first))
 
 
 def _scales(file: ShardFile, run: Run) -> BlockScales | None:
@@ -302,22 +301,6 @@ class _ShardFiles:
                 with np.errstate(all="ignore"):
                     converted = master[start - first : stop - first].astype(part.parameter.type)
                 self.params.write(part.parameter.name, converted, start - part.at)
-
-
-class _Buffers(threading.local):
-    """Arrays for the elements of a block. Every thread has its own, and keeps them."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, F32] = {}
-
-    def of(self, key: str, size: int) -> F32:
-        """Return an array of so many elements, with undefined values. The key "" is that of gradients."""
-        if key not in self._arrays:
-            self._arrays[key] = np.empty(BLOCK, np.float32)
-        return self._arrays[key][:size]
-
-
-_buffers = _Buffers()
 
 
 def _flat(file: ShardFile, shard: Shard) -> Array:
