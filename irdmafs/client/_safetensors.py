@@ -19,7 +19,6 @@ import msgspec
 
 from ._dtypes import Array, DType, Layout, buffers, code_of, dtype_of_code, size_bytes
 from ._errors import FormatError
-from ._files import view
 
 LENGTH_BYTES = 8
 # The limit of the reference implementation, which must be able to read our files.
@@ -48,10 +47,6 @@ class Header:
     tensors: dict[str, Layout]
     metadata: dict[str, str]
     has_data: bool
-
-    def array(self, path: str, data: Array | None, name: str) -> Array:
-        """Return the tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
-        return view(path, data, self.tensors[name])
 
 
 def header_text(

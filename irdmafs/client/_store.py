@@ -368,7 +368,7 @@ class Store(MutableMapping[str, Array]):
         header = parsed.header
         data = None if mapping is None else mapping.bytes
         wanted = header.tensors if names is None else header.tensors.keys() & names
-        return {name: header.array(path, data, name) for name in wanted}
+        return {name: _files.view(path, data, header.tensors[name]) for name in wanted}
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
         """Return the header of an open .safetensors file, with the mapping that its other arrays use.

@@ -10,16 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .mounting import ask_child, is_under, parse_mountinfo, unescape
 
 _PATIENCE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class MountUser:
+class MountUser(NamedTuple):
     """A process that keeps a mount busy; `how` is "cwd", "root", "program", "mapping" or "file"."""
 
     pid: int
@@ -41,7 +39,7 @@ def holders_of(device: str) -> list[int]:
 
 
 def _ask_child(what: str, argument: str) -> list[Any]:
-    command = [sys.executable, "-m", __name__, what, argument, str(os.getpid())]
+    command = [sys.executable, "-m", __name__, what, argument]
     found, _ = ask_child(command, _PATIENCE_S)
     return [json.loads(line) for line in found.split(b"\n")[:-1]]
 
@@ -57,9 +55,9 @@ def _holders(device: str) -> Iterator[int]:
             yield pid
 
 
-def _users(mountpoint: str, asking: int) -> Iterator[MountUser]:
+def _users(mountpoint: str) -> Iterator[MountUser]:
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        if pid in (os.getpid(), asking):
+        if pid in (os.getpid(), os.getppid()):
             continue
         for how, path in _paths_used_by(pid):
             if is_under(path.removesuffix(" (deleted)"), mountpoint):
@@ -100,13 +98,9 @@ def _command_of(pid: int) -> str:
         return "?"
 
 
-def _main(what: str, argument: str, asking: str) -> None:
-    if what == "holders":
-        for pid in _holders(argument):
-            print(pid, flush=True)
-    else:
-        for user in _users(argument, int(asking)):
-            print(json.dumps(astuple(user)), flush=True)
+def _main(what: str, argument: str) -> None:
+    for found in _holders(argument) if what == "holders" else _users(argument):
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import msgspec
 
 from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
+from .arithmetic import CODES
 from .scales import SUFFIX
 
 # Cuts within a parameter are at multiples of this many elements.
 ALIGN = 64
-FLOAT_CODES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
 
 def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """Return the parameters in the order in which a .safetensors file that we write has their data."""
-    return tuple(sorted(parameters, key=lambda one: (-FLOAT_CODES[one.dtype], one.name)))
+    return tuple(sorted(parameters, key=lambda one: (-one.type.itemsize, one.name)))
 
 
 def _scales_names(parameters: Iterable[Parameter]) -> dict[str, str]:
@@ -183,7 +183,7 @@ def runs_of(shard: Shard, header: Header) -> list[Run]:
         count = part.size
         if found is None or not count:
             continue
-        assert code_of(found.dtype) in FLOAT_CODES, "the push was checked"
+        assert code_of(found.dtype) in CODES, "the push was checked"
         first = part.start if found.shape == part.parameter.shape else 0
         offset = found.offset + first * found.dtype.itemsize
         scaled = part if part.scales in header.tensors else None

@@ -15,12 +15,12 @@ import numpy as np
 from ..client import FormatError, _files
 from ..client._dtypes import Array, Layout, array_of, code_of, size_bytes
 from ..client._safetensors import Header
-from .arithmetic import F32_MAX, count_nonfinite
+from .arithmetic import CODES, F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory
 from .errors import Refused
 from .folders import is_published
-from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
+from .layout import ModelLayout, Parameter, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
 from .scales import SUFFIX, blocks_of
@@ -255,7 +255,7 @@ def _check_tensors(
                 errno.EINVAL,
                 f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}",
             )
-        if code_of(found.dtype) not in FLOAT_CODES:
+        if code_of(found.dtype) not in CODES:
             raise Refused(errno.EINVAL, f"{name!r} has the type {found.dtype}")
 
 

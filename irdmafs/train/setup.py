@@ -11,15 +11,16 @@ import msgspec
 
 from ..client import FormatError, _files
 from ..client._dtypes import Array, code_of
+from .arithmetic import CODES
 from .checkpoint import add_kept_files, assemble, files_of_index, keep_files, shown
 from .config import TrainConfig
 from .directory import FOLDERS, PLAN, TrainDirectory, make_part, remove
 from .errors import TrainError
-from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
+from .layout import ModelLayout, Parameter, canonical
 from .placement import shard_names
 from .plan import first_plan
 from .reduction import first_state
-from .rules import Rule, make_rule
+from .rules import make_rule
 from .shard_files import ShardFile
 from .status import how_to_reduce
 
@@ -46,7 +47,6 @@ def begin(
         raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)
-    rule = make_rule(config.rule, config.options)
     files = sorted(train.models.glob("*.safetensors"))
     if not files:
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
@@ -54,7 +54,7 @@ def begin(
     indexed = _read_indices(train.models, {file.name for file in files})
     made = TrainDirectory(directory, f".train.{os.uname().nodename}.{os.getpid()}")
     try:
-        layout = _make(made, rule, config, values, tuple(indexed), shards)
+        layout = _make(made, config, values, tuple(indexed), shards)
         # Whole from the moment when it has its name, which fails if another has it.
         os.rename(made.path, train.path)
     except BaseException as error:
@@ -90,7 +90,6 @@ def _begun(train: TrainDirectory) -> TrainError:
 
 def _make(
     train: TrainDirectory,
-    rule: Rule,
     config: TrainConfig,
     values: dict[str, tuple[Parameter, Array]],
     indices: tuple[str, ...],
@@ -105,13 +104,11 @@ def _make(
         (train.path / name).mkdir()
     os.setxattr(train.since, _AWAITS, os.fsencode(train.versions.name))
     parameters = canonical(parameter for parameter, _ in values.values())
-    size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
+    size = sum(parameter.size * parameter.type.itemsize for parameter in parameters)
     names, parts = shard_names(train.path, shards, size)
     layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
-    _first_version(
-        train, rule, layout, config, {name: value for name, (_, value) in values.items()}
-    )
+    _make_first_version(train, layout, config, {name: one for name, (_, one) in values.items()})
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
     return layout
@@ -126,7 +123,7 @@ def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Array]]:
             raise TrainError(str(error)) from None
         for name, form in file.header.tensors.items():
             code = code_of(form.dtype)
-            if code not in FLOAT_CODES:
+            if code not in CODES:
                 raise TrainError(f"{path}: {name!r} has the type {code}, which cannot be trained")
             if name in found:
                 raise TrainError(f"{path}: {name!r} is in {found[name][0].file}, too")
@@ -147,18 +144,15 @@ def _read_indices(models: Path, files: set[str]) -> dict[str, frozenset[str]]:
     return found
 
 
-def _first_version(
-    train: TrainDirectory,
-    rule: Rule,
-    layout: ModelLayout,
-    config: TrainConfig,
-    values: dict[str, Array],
+def _make_first_version(
+    train: TrainDirectory, layout: ModelLayout, config: TrainConfig, values: dict[str, Array]
 ) -> None:
     target = train.next / "0"
     target.mkdir()
     add_kept_files(train, keep_files(train, layout), target)
     for part in layout.parts:
         make_part(target / part)
+    rule = make_rule(config.rule, config.options)
     for shard in layout.shards:
         first_state(target / shard.part, shard, values, rule)
     plan = first_plan(config)

@@ -59,7 +59,7 @@ class ShardFile:
 
     def tensor(self, name: str) -> Array:
         """Return a tensor as it lies in the file, read-only. Raises KeyError."""
-        return self.header.array(name, self._data, name)
+        return _files.view(name, self._data, self.header.tensors[name])
 
 
 def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
