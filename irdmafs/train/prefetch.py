@@ -52,8 +52,6 @@ class Prefetch:
         self._directories = directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
-        # Parts that were found in ahead/. None before the first look.
-        self._begun: set[str] | None = None
         self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
         self._lock = threading.Lock()
         self._ended = False
@@ -107,24 +105,18 @@ class Prefetch:
             for home, folder in ahead.folders.items()
             if number in folder.folders
         }
-        begun = self._layout.parts.keys() if self._begun is None else self._begun
-        self._begun = {*(self._begun or ()), *made}
         if any(
-            shard.name not in self._fetches
-            for part in begun - made.keys()
-            for shard in self._layout.parts.get(part, ())
+            shard.name not in self._fetches and shard.part not in made
+            for shard in self._layout.shards
         ):
-            # Shards that were not seen in ahead/ are of a part that has gone from there: it is published as
-            # soon as there is a plan.
+            # A part that has gone from ahead/ is published as soon as there is a plan.
             planned = look(self._train.next).folder(number)
             for part, folder in planned.folders.items():
                 path = self._train.next / number / part / PARAMS
                 made.setdefault(part, (path, folder.folder(PARAMS)))
-        for part, shards in self._layout.parts.items():
-            if part in made:
-                for shard in shards:
-                    if shard.name not in self._fetches:
-                        self._fetch_shard(*made[part], shard)
+        for shard in self._layout.shards:
+            if shard.part in made and shard.name not in self._fetches:
+                self._fetch_shard(*made[shard.part], shard)
 
     def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
         before = folder.files.get(shard.name)

@@ -58,7 +58,6 @@ class Worker:
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
-        self._shards = self.layout.shards
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None
@@ -314,7 +313,7 @@ class Worker:
     def _begin_prefetch(self, out: Mapping[str, Any] | None) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
         self._end_prefetch()
-        if len(self._shards) == 1 or not is_foreseen(self.config):
+        if len(self.layout.shards) == 1 or not is_foreseen(self.config):
             return
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
@@ -351,7 +350,7 @@ class Worker:
                 if out is None:
                     values = gather(self.layout, open_shard)
                 else:
-                    left = [shard for shard in self._shards if shard.name not in copied]
+                    left = [shard for shard in self.layout.shards if shard.name not in copied]
                     in_parallel(partial(copy_shard, open_shard, out), left)
                 break
             except FileNotFoundError:
