@@ -175,7 +175,7 @@ def negotiate_passthrough() -> tuple[bool, bool]:
     with _trial_directory() as path:
         device = os.open(_FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
         try:
-            mounting.mount_fuse(device, path, MountOptions(), "irdmafs-doctor")
+            mounting.mount_fuse(device, path, MountOptions(fsname="irdmafs-doctor"))
             if not _answer_init(device):
                 return False, False
             return True, _accepts_backing(device)

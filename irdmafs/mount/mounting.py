@@ -265,15 +265,14 @@ def mount_flags(options: MountOptions) -> int:
     return sum(flag for word, flag in _FLAGS.items() if word in words)
 
 
-def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | None = None) -> None:
+def mount_fuse(fd: int, mountpoint: str, options: MountOptions) -> None:
     """Mount the /dev/fuse descriptor `fd`; the kernel then sends INIT to it. Raises MountError."""
     data = [f"fd={fd}", "rootmode=40000", f"user_id={os.geteuid()}", f"group_id={os.getegid()}"]
     data.append(_KERNEL_CHECKS)
     if options.allow_other:
         data.append("allow_other")
-    source = options.fsname if fsname is None else fsname
     try:
-        mount_filesystem(source, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
+        mount_filesystem(options.fsname, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
     except OSError as error:
         hint = ""
         if error.errno == errno.EPERM:
