@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -338,10 +338,7 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
         print_json(
             {
                 "mounts": [entry.to_json() for entry in reports],
-                "leftover_stores": [
-                    {"path": left.path, "mountpoint": left.mountpoint, "bytes": left.bytes_used}
-                    for left in leftovers
-                ],
+                "leftover_stores": [asdict(left) for left in leftovers],
             }
         )
     else:
@@ -399,9 +396,7 @@ def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flag
     if as_json:
         print_json(found.to_json())
     else:
-        status.print_checks(
-            (check.name, check.verdict, check.found, check.remedy) for check in found.checks
-        )
+        status.print_checks(map(astuple, found.checks))
         print(found.summary())
     ctx.exit(0 if found.sessions else 1)
 

@@ -235,7 +235,7 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
             print(printable(line))
     if leftovers:
         rows_left = [
-            (left.path, human_bytes(left.bytes_used), left.mountpoint or "-") for left in leftovers
+            (left.path, human_bytes(left.bytes), left.mountpoint or "-") for left in leftovers
         ]
         print()
         print_table(

@@ -87,7 +87,7 @@ class LeftoverStore:
 
     path: str
     mountpoint: str | None
-    bytes_used: int
+    bytes: int
 
 
 def store_name(mountpoint: str) -> str:
