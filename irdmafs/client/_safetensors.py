@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -29,10 +29,13 @@ _ALIGN = 64
 _METADATA = "__metadata__"
 
 
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Length, ...], msgspec.Meta(max_length=_NDIM_MAX)]
+    data_offsets: tuple[_Length, _Length]
 
 
 _decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -106,17 +109,12 @@ def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[i
         dtype = dtype_of_code(entry.dtype)
     except KeyError:
         raise FormatError(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}") from None
-    shape = tuple(entry.shape)
-    if len(shape) > _NDIM_MAX:
-        raise FormatError(path, f"tensor {name!r} has {len(shape)} dimensions")
     first, end = entry.data_offsets
-    if min(shape, default=0) < 0 or first < 0:
-        raise FormatError(path, f"tensor {name!r} has a negative length or offset")
-    needed = size_bytes(dtype, shape)
+    needed = size_bytes(dtype, entry.shape)
     if end - first != needed:
         defect = f"tensor {name!r} takes {needed} bytes, its offsets span {end - first}"
         raise FormatError(path, defect)
-    return dtype, shape, first, end
+    return dtype, entry.shape, first, end
 
 
 class Head(NamedTuple):
@@ -149,7 +147,7 @@ def head_of(
         if name == _METADATA:
             raise ValueError(f"a tensor cannot be named {_METADATA!r} in a .safetensors file")
         end = position + sizes[code] * math.prod(shape)
-        fields[name] = _Entry(code, list(shape), (position, end))
+        fields[name] = _Entry(code, shape, (position, end))
         starts[name] = position
         position = end
     text = msgspec.json.encode(fields)
