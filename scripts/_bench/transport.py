@@ -50,7 +50,7 @@ class Jobs:
         self._content += 1
         extent = Extent(self._content, 0)
         chain = (2,) if what == "write 2 replicas" else ()
-        where, movers = resolver(f"{directory}/addresses"), all_movers(streams=streams)
+        where, movers = resolver(Path(directory)), all_movers(streams=streams)
         async with open_peers(where, movers, name="bench", role="mount") as peers:
             device = peers.device(1)
             # Connections are made before the clock runs, as they live longer than one transfer.
@@ -127,13 +127,8 @@ def measure_link(
         with (directory / "source").open("wb") as file:
             for _ in range(0, size, MIB):
                 file.write(os.urandom(MIB))
-        addresses = directory / "addresses"
-        addresses.mkdir()
         for node, host in enumerate((node_host, next_host), start=1):
-            process = NodeProcess(
-                f"{directory}/{node}", node, str(addresses), host.address, prefix=host.launcher
-            )
-            stack.enter_context(process)
+            stack.enter_context(NodeProcess(directory, node, host.address, prefix=host.launcher))
         plan = {"directory": str(directory), "size": size, "prefaulted": prefaulted}
         where = "_bench.transport:work"
         worker = stack.enter_context(Worker("transport", where, plan, worker_host.launcher))

@@ -31,7 +31,6 @@ from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.server import Listener
 from irdmafs.backend.transport.service import Service
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
-from irdmafs.backend.trust.security import Credentials
 
 
 @dataclass(frozen=True)
@@ -206,13 +205,12 @@ def address_of(
     return NodeAddress(host, control_port, data_port, list(transports), host, store, 0, 0, "test")
 
 
-def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
-    """Looks nodes up in a directory of addresses."""
+def resolver(memory: Path) -> Callable[[int], NodeAddress | None]:
+    """Looks nodes up in the directory of their addresses."""
 
     def resolve(node: int) -> NodeAddress | None:
         try:
-            with open(f"{addresses}/{node:x}") as file:
-                return address_of(*json.load(file))
+            return address_of(*json.loads((memory / "addresses" / f"{node:x}").read_text()))
         except FileNotFoundError:
             return None
 
@@ -235,9 +233,8 @@ class Node(NamedTuple):
 
 @asynccontextmanager
 async def serving(
-    directory: str,
+    memory: Path,
     node: int,
-    addresses: str,
     host: str = "127.0.0.1",
     service: Service[Any] | None = None,
     *,
@@ -247,19 +244,20 @@ async def serving(
     is_gone: Callable[[Peer], bool] = lambda peer: False,
     **options: Any,
 ) -> AsyncIterator[Node]:
-    """A node in this process, with an ExtentDirectory and all movers unless told otherwise; `options` are
-    those that open_peers and Host share."""
+    """A node in this process, with all movers and an ExtentDirectory in `memory` unless told otherwise;
+    `options` are those that open_peers and Host share."""
+    directory, addresses = str(memory / str(node)), memory / "addresses"
     service = service or ExtentDirectory(directory, node)
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data)
     async with (
-        open_peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
+        open_peers(resolver(memory), movers, name=f"{node:x}", role="node", **options) as peers,
         Listener(Host(service, peers.device, host, is_gone=is_gone, **options), movers) as listener,
     ):
         transports = sorted({"tcp", "verbs", *listener.ports})
         ports = (host, listener.control_port, listener.ports["tcp"], directory, transports)
-        os.makedirs(addresses, exist_ok=True)
-        Path(f"{addresses}/{node:x}.new").write_text(json.dumps(ports))
-        os.rename(f"{addresses}/{node:x}.new", f"{addresses}/{node:x}")
+        addresses.mkdir(exist_ok=True)
+        (addresses / f"{node:x}.new").write_text(json.dumps(ports))
+        (addresses / f"{node:x}.new").rename(addresses / f"{node:x}")
         yield Node(service, listener, peers)
 
 
@@ -269,27 +267,18 @@ class NodeProcess:
 
     def __init__(
         self,
-        directory: str,
+        memory: Path,
         node: int,
-        addresses: str,
         host: str = "127.0.0.1",
         *,
         timeout_s: float = 5.0,
-        credentials: Credentials | None = None,
-        encrypt_data: bool = False,
         hold: Path | None = None,
         prefix: tuple[str, ...] = (),
         rdma: bool = False,
     ) -> None:
         self.node = node
-        command = [
-            *prefix, sys.executable, __file__, directory, str(node), addresses, host,
-            "--timeout", str(timeout_s),
-        ]  # fmt: skip
-        if credentials is not None:
-            command += ["--credentials", credentials.ca, credentials.cert, credentials.key]
-        if encrypt_data:
-            command.append("--encrypt-data")
+        command = [*prefix, sys.executable, __file__, str(memory), str(node), host]
+        command += ["--timeout", str(timeout_s)]
         if rdma:
             command.append("--rdma")
         if hold is not None:
@@ -331,29 +320,18 @@ class NodeProcess:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    credentials = Credentials(*arguments.credentials) if arguments.credentials else None
     async with AsyncExitStack() as stack:
-        options: dict[str, Any] = {}
-        if arguments.rdma:
-            options["rdma"] = stack.enter_context(Rdma(Choice()))
+        rdma = stack.enter_context(Rdma(Choice())) if arguments.rdma else None
+        place = arguments.memory, arguments.node, arguments.host
         node = await stack.enter_async_context(
-            serving(
-                arguments.directory,
-                arguments.node,
-                arguments.addresses,
-                arguments.host,
-                credentials=credentials,
-                encrypt_data=arguments.encrypt_data,
-                timeout_s=arguments.timeout,
-                **options,
-            )
+            serving(*place, timeout_s=arguments.timeout, rdma=rdma)
         )
         if arguments.hold is not None:
             node.service.may_seal = trio.Event()
         print("ready", flush=True)
         async with trio.open_nursery() as nursery:
             if arguments.hold is not None:
-                nursery.start_soon(_let_go, Path(arguments.hold), node.service)
+                nursery.start_soon(_let_go, arguments.hold, node.service)
             # Ends with whoever started it.
             await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
             nursery.cancel_scope.cancel()
@@ -367,15 +345,12 @@ async def _let_go(hold: Path, service: ExtentDirectory) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("directory")
+    parser.add_argument("memory", type=Path)
     parser.add_argument("node", type=int)
-    parser.add_argument("addresses")
     parser.add_argument("host")
-    parser.add_argument("--timeout", type=float, default=5.0)
-    parser.add_argument("--credentials", nargs=3)
-    parser.add_argument("--encrypt-data", action="store_true")
+    parser.add_argument("--timeout", type=float)
     parser.add_argument("--rdma", action="store_true")
-    parser.add_argument("--hold")
+    parser.add_argument("--hold", type=Path)
     trio.run(_serve, parser.parse_args())
 
 

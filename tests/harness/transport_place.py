@@ -2,14 +2,14 @@
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from harness.transport_nodes import ExtentDirectory, Node, resolver
+from harness.transport_nodes import ExtentDirectory, Node, resolver, serving
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
@@ -18,6 +18,8 @@ from irdmafs.backend.transport.verbs.rdma import Rdma
 
 KiB = 1 << 10
 MiB = 1 << 20
+# Long enough for a busy machine, short enough to wait for.
+TIMEOUT_S = 2.0
 
 
 class Place:
@@ -76,10 +78,29 @@ async def mounted(
     """A mount's end of the transport, with all movers unless told otherwise; `options` are those of
     open_peers."""
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data, stages=stages)
-    async with open_peers(
-        resolver(f"{memory}/addresses"), movers, name="test", role=role, **options
-    ) as peers:
+    async with open_peers(resolver(memory), movers, name="test", role=role, **options) as peers:
         yield peers
+
+
+@asynccontextmanager
+async def in_cluster(
+    memory: Path,
+    count: int = 3,
+    host: str = "127.0.0.1",
+    *,
+    timeout_s: float = TIMEOUT_S,
+    mount: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Place]:
+    """Nodes on a host, and a mount, with the same `options` but for those in `mount`."""
+    options["timeout_s"] = timeout_s
+    async with AsyncExitStack() as stack:
+        nodes = {
+            node: await stack.enter_async_context(serving(memory, node, host, **options))
+            for node in range(1, count + 1)
+        }
+        peers = await stack.enter_async_context(mounted(memory, **options | dict(mount or {})))
+        yield Place(memory, peers, nodes)
 
 
 def random_bytes(length: int) -> bytes:

@@ -12,8 +12,7 @@ import trio
 from harness.clusters import Cluster, Plan
 from harness.daemons import Daemon
 from harness.mountpoint import eventually
-from harness.transport_nodes import serving
-from harness.transport_place import Place, mounted
+from harness.transport_place import Place, in_cluster, mounted
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers
@@ -51,12 +50,9 @@ def replace(old: Credentials, directory: str, days: float = 1.0, owner: int = -1
 @asynccontextmanager
 async def connected(memory: Path, node: Credentials, mount: Credentials) -> AsyncIterator[Place]:
     """A node, and a mount that has asked it."""
-    async with (
-        serving(f"{memory}/1", 1, f"{memory}/addresses", credentials=node) as one,
-        mounted(memory, credentials=mount) as peers,
-    ):
-        await peers.ping(1)
-        yield Place(memory, peers, {1: one})
+    async with in_cluster(memory, 1, credentials=node, mount={"credentials": mount}) as place:
+        await place.peers.ping(1)
+        yield place
 
 
 def shown_to(place: Place) -> list[str]:

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from harness.transport_place import MiB, Place, mounted, random_bytes, until
-from test_extents import TIMEOUT_S, in_cluster
+from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, random_bytes, until
 from test_strangers import (
     CODEC,
     TARGET,
@@ -104,11 +103,7 @@ class Relay:
 
 @asynccontextmanager
 async def on_the_way(
-    cluster: Place,
-    memory: Path,
-    credentials: Credentials,
-    kind: str = "data",
-    rdma: Rdma | None = None,
+    cluster: Place, credentials: Credentials, kind: str = "data", rdma: Rdma | None = None
 ) -> AsyncIterator[tuple[Relay, Peers]]:
     """A relay before node 1's port of that kind, and a mount that knows no other way."""
     listener = cluster.nodes[1].listener
@@ -136,18 +131,12 @@ async def on_the_way(
 
 @asynccontextmanager
 async def attacked(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    count: int = 1,
-    kind: str = "data",
-    **options: Any,
+    memory: Path, certificates: dict[str, Credentials], count: int = 1, kind: str = "data"
 ) -> AsyncIterator[tuple[Place, Relay]]:
-    mount = certificates["mount"]
+    node, mount = certificates["node"], certificates["mount"]
     async with (
-        in_cluster(
-            memory, count, credentials=certificates["node"], mount=mount, **options
-        ) as cluster,
-        on_the_way(cluster, memory, mount, kind) as (relay, peers),
+        in_cluster(memory, count, credentials=node, mount={"credentials": mount}) as cluster,
+        on_the_way(cluster, mount, kind) as (relay, peers),
     ):
         with trio.fail_after(60):
             yield Place(memory, peers, cluster.nodes), relay
@@ -487,9 +476,8 @@ async def test_what_a_connection_took_is_free_when_it_has_ended(
             issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects()
         )
 
-    async with in_cluster(
-        memory, 1, credentials=certificates["node"], mount=certificates["mount"]
-    ) as cluster:
+    mount = {"credentials": certificates["mount"]}
+    async with in_cluster(memory, 1, credentials=certificates["node"], mount=mount) as cluster:
         listener = cluster.nodes[1].listener
         await until(lambda: not listener.host.door.strangers)
         gc.collect()

@@ -15,10 +15,12 @@ import pytest
 import trio
 from harness.errors import fails_with
 from harness.seeds import seeded
-from harness.transport_nodes import NodeProcess, serving
+from harness.transport_nodes import NodeProcess
 from harness.transport_place import (
+    TIMEOUT_S,
     MiB,
     Place,
+    in_cluster,
     mounted,
     random_bytes,
     read_a_part,
@@ -30,28 +32,8 @@ from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreach
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.security import Credentials
 
-# Long enough for a busy machine, short enough to wait for.
-TIMEOUT_S = 2.0
 NEVER_S = 10_000.0
 STREAMS = 4
-
-
-@asynccontextmanager
-async def in_cluster(
-    memory: Path, count: int = 3, mount: Credentials | None = None, **options: Any
-) -> AsyncIterator[Place]:
-    options.setdefault("timeout_s", TIMEOUT_S)
-    async with AsyncExitStack() as stack:
-        nodes = {
-            node: await stack.enter_async_context(
-                serving(f"{memory}/{node}", node, f"{memory}/addresses", **options)
-            )
-            for node in range(1, count + 1)
-        }
-        if mount is not None:
-            options["credentials"] = mount
-        async with mounted(memory, **options) as peers:
-            yield Place(memory, peers, nodes)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -62,8 +44,8 @@ def security(request: Any, certificates: dict[str, Credentials]) -> dict[str, An
     """Options of a cluster."""
     if request.param == "plain":
         return {}
-    of_members = {"credentials": certificates["node"], "mount": certificates["mount"]}
-    return {"encrypt_data": request.param == "encrypted", **of_members}
+    encrypt_data, mount = request.param == "encrypted", {"credentials": certificates["mount"]}
+    return {"encrypt_data": encrypt_data, "credentials": certificates["node"], "mount": mount}
 
 
 @pytest.mark.long
@@ -284,9 +266,7 @@ async def with_processes(
 ) -> AsyncIterator[tuple[Peers, dict[int, NodeProcess]]]:
     async with AsyncExitStack() as stack:
         nodes = {
-            node: NodeProcess(
-                f"{memory}/{node}", node, f"{memory}/addresses", timeout_s=timeout_s, hold=hold
-            )
+            node: NodeProcess(memory, node, timeout_s=timeout_s, hold=hold)
             for node in range(1, count + 1)
         }
         for process in nodes.values():
@@ -476,7 +456,7 @@ async def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
 async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
     async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
         for number in range(3):
-            with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
+            with NodeProcess(memory, 1):
                 await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
                 source = full_file(memory / "source", 20 * MiB)
                 await peers.device(1).write(

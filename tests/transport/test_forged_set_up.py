@@ -16,7 +16,7 @@ import pytest
 import trio
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
-from harness.transport_place import KiB, Place, mounted, random_bytes, until
+from harness.transport_place import KiB, Place, in_cluster, mounted, random_bytes, until
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, on_the_way
 from test_strangers import frame
 
@@ -160,7 +160,7 @@ def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
         async with AsyncExitStack() as stack:
             rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
             node = await stack.enter_async_context(
-                serving(f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma)
+                serving(memory, 1, timeout_s=TIMEOUT_S, rdma=rdma)
             )
             victim = await stack.enter_async_context(party(memory, "victim"))
             attacker = await stack.enter_async_context(party(memory, "attacker"))
@@ -302,20 +302,16 @@ async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
         ours = stack.enter_context(Rdma(Choice(device="rxe0")))
         theirs = stack.enter_context(Rdma(Choice(device="rxe0")))
-        node = await stack.enter_async_context(
-            serving(
-                f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma,
-                credentials=certificates["node"],
+        credentials = certificates["mount"]
+        cluster = await stack.enter_async_context(
+            in_cluster(
+                memory, 1, timeout_s=TIMEOUT_S, rdma=rdma, credentials=certificates["node"],
+                mount={"credentials": credentials, "rdma": None},
             )
         )  # fmt: skip
-        direct = await stack.enter_async_context(
-            mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"])
-        )
-        cluster = Place(memory, direct, {1: node})
         route = theirs.rails("127.0.0.1")[0].route
         pair = theirs.open(route).queue_pair(route.gid)
-        credentials = certificates["mount"]
-        async with on_the_way(cluster, memory, credentials, "control", ours) as (relay, peers):
+        async with on_the_way(cluster, credentials, "control", ours) as (relay, peers):
             with trio.fail_after(120):
                 await attack(cluster, relay, peers, pair.end())
         assert pair.end().number not in [end.number for end in connected]

@@ -58,10 +58,7 @@ def asked(memory: Path, extent: Extent, digits: int = 9, **options: Any) -> int 
     """Return the answer of node 1 to a mount, or to whom the options say."""
 
     async def main() -> int | None:
-        async with (
-            serving(f"{memory}/1", 1, f"{memory}/addresses") as node,
-            mounted(memory, **options) as peers,
-        ):
+        async with serving(memory, 1) as node, mounted(memory, **options) as peers:
             Path(node.service.path(KNOWN)).write_bytes(b"weights")
             return await length(peers, extent, digits)
 

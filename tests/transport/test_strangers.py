@@ -19,8 +19,7 @@ import msgspec
 import pytest
 import trio
 from harness.seeds import seeded
-from harness.transport_place import MiB, Place, mounted, until
-from test_extents import TIMEOUT_S, in_cluster
+from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, until
 
 from irdmafs.backend.transport import (
     Distrusted,
@@ -219,7 +218,10 @@ async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     tries = 150
     options: dict[str, Any] = {}
     if secured:
-        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
+        options = {
+            "credentials": certificates["node"],
+            "mount": {"credentials": certificates["mount"]},
+        }
     async with in_cluster(memory, 1, **options) as cluster:
         await cluster.peers.ping(1)
         before = Usage()
@@ -320,7 +322,7 @@ async def test_those_who_will_never_be_let_in_are_told_so(
         theirs = certificates["mount"]
     options: dict[str, Any] = {}
     if who != "plain node":
-        options = {"credentials": node, "mount": certificates["mount"]}
+        options = {"credentials": node, "mount": {"credentials": certificates["mount"]}}
     async with in_cluster(memory, 1, **options):
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=theirs) as peers:
             for _ in range(2):
@@ -372,11 +374,12 @@ async def test_an_invalid_ticket_opens_nothing(
 async def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
+    member: dict[str, Any] = {"credentials": certificates["mount"]}
     async with in_cluster(
-        memory, 1, credentials=certificates["node"], mount=certificates["mount"], encrypt_data=True
+        memory, 1, credentials=certificates["node"], mount=member, encrypt_data=True
     ) as cluster:
         source = cluster.file("source", b"secret")
-        async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"]) as peers:
+        async with mounted(memory, timeout_s=TIMEOUT_S, **member) as peers:
             with pytest.raises(Unreachable):
                 await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
         assert "not encrypted" in warnings(caplog)[0]

@@ -6,7 +6,7 @@ Nodes listen on an address of loopback, so that the control connection outlives 
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,8 +16,8 @@ import trio
 from harness import rdma as rdma_ports
 from harness.programs.breakable import break_pair
 from harness.rdma import set_links
-from harness.transport_nodes import Node, NodeProcess, serving
-from harness.transport_place import MiB, Place, mounted, until
+from harness.transport_nodes import Node, NodeProcess
+from harness.transport_place import MiB, Place, in_cluster, mounted, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
 from irdmafs.backend.transport.mover import NotThisWay
@@ -96,20 +96,11 @@ async def in_place(
     address: str = LOOPBACK,
     timeout_s: float = TIMEOUT_S,
 ) -> AsyncIterator[TwoNodes]:
-    async with AsyncExitStack() as stack:
-        of_nodes = stack.enter_context(Rdma(choice))
-        nodes = {
-            node: await stack.enter_async_context(
-                serving(
-                    f"{memory}/{node}", node, f"{memory}/addresses", address,
-                    timeout_s=timeout_s, rdma=of_nodes,
-                )
-            )
-            for node in (1, 2)
-        }  # fmt: skip
-        of_mount = stack.enter_context(Rdma(choice))
-        peers = await stack.enter_async_context(mounted(memory, timeout_s=timeout_s, rdma=of_mount))
-        yield TwoNodes(memory, peers, nodes, of_mount, of_nodes)
+    with Rdma(choice) as of_nodes, Rdma(choice) as of_mount:
+        async with in_cluster(
+            memory, 2, address, timeout_s=timeout_s, rdma=of_nodes, mount={"rdma": of_mount}
+        ) as place:
+            yield TwoNodes(memory, place.peers, place.nodes, of_mount, of_nodes)
 
 
 def when_posted(
@@ -404,9 +395,7 @@ def test_a_node_that_is_killed_takes_all_rails_along(
                     assert users == bool(adapter.staging.slots)  # staging uses its own for ever
                 await until(lambda: not any(adapter.pairs for adapter in rdma.adapters))
 
-    with NodeProcess(
-        f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=True
-    ) as node:
+    with NodeProcess(memory, 1, timeout_s=TIMEOUT_S, rdma=True) as node:
         trio.run(test, node)
     assert not (memory / "1" / "2.0").exists()
 

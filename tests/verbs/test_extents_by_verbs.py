@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import pytest
 import trio
 from harness.clusters import Cluster as WholeCluster
 from harness.clusters import counters
+from harness.errors import fails_with
 from harness.rdma import need_address, registered
-from harness.transport_nodes import Node, NodeProcess, serving
+from harness.transport_nodes import Node, NodeProcess
 from harness.transport_place import (
     KiB,
     MiB,
     Place,
+    in_cluster,
     mounted,
     random_bytes,
     read_a_part,
@@ -44,15 +46,6 @@ pytestmark = pytest.mark.verbs
 TIMEOUT_S = 5.0
 
 
-@pytest.fixture(scope="module")
-def address() -> str:
-    return need_address()
-
-
-def device_of(address: str) -> str:
-    return devices.choose(devices.find(), address).device
-
-
 class Cluster(Place):
     """On one adapter."""
 
@@ -67,25 +60,16 @@ class Cluster(Place):
 
 
 @asynccontextmanager
-async def in_cluster(
+async def on_adapter(
     memory: Path,
-    address: str,
     count: int = 2,
     choice: Choice = Choice(),  # noqa: B008
 ) -> AsyncIterator[Cluster]:
-    async with AsyncExitStack() as stack:
-        rdma = stack.enter_context(Rdma(choice._replace(device=device_of(address))))
-        nodes = {
-            node: await stack.enter_async_context(
-                serving(
-                    f"{memory}/{node}", node, f"{memory}/addresses", address,
-                    timeout_s=TIMEOUT_S, rdma=rdma,
-                )
-            )
-            for node in range(1, count + 1)
-        }  # fmt: skip
-        peers = await stack.enter_async_context(mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma))
-        yield Cluster(memory, peers, nodes, rdma)
+    address = need_address()
+    device = devices.choose(devices.find(), address).device
+    with Rdma(choice._replace(device=device)) as rdma:
+        async with in_cluster(memory, count, address, timeout_s=TIMEOUT_S, rdma=rdma) as place:
+            yield Cluster(memory, place.peers, place.nodes, rdma)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -93,10 +77,10 @@ async def in_cluster(
 
 @pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 8 * MiB, 9 * MiB + 5])
 async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
-    memory: Path, address: str, length: int, monkeypatch: pytest.MonkeyPatch
+    memory: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(path_module, "_PIECE_BYTES_MAX", 4 * MiB)
-    async with in_cluster(memory, address, choice=Choice(threshold_bytes=1)) as cluster:
+    async with on_adapter(memory, choice=Choice(threshold_bytes=1)) as cluster:
         await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
         assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
@@ -104,15 +88,13 @@ async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
         assert cluster.peers.counters.fallbacks == 0
 
 
-async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(
-    memory: Path, address: str
-) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         await read_a_part(cluster)
 
 
-async def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_what_is_short_goes_over_tcp(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         source = cluster.file("source", bytes(64 * KiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB - 1))
@@ -122,11 +104,9 @@ async def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
         os.close(source)
 
 
-async def test_a_transfer_takes_one_round_trip_on_the_control_connection(
-    memory: Path, address: str
-) -> None:
+async def test_a_transfer_takes_one_round_trip_on_the_control_connection(memory: Path) -> None:
     """The node knows itself when all has arrived, and what is not needed any more it is told later."""
-    async with in_cluster(memory, address) as cluster:
+    async with on_adapter(memory) as cluster:
         source = cluster.file("source", bytes(MiB))
         device, counters = cluster.peers.device(1), cluster.peers.counters
         for number in range(1, 4):
@@ -141,9 +121,9 @@ async def test_a_transfer_takes_one_round_trip_on_the_control_connection(
         os.close(source)
 
 
-async def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
+async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
     length = 3 * MiB + 77
-    async with in_cluster(memory, address) as cluster:
+    async with on_adapter(memory) as cluster:
 
         async def there_and_back(number: int) -> None:
             data = random.Random(number).randbytes(length)
@@ -162,11 +142,9 @@ async def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> 
         assert cluster.peers.counters.fallbacks == 0
 
 
-async def test_what_is_handed_on_is_registered_as_what_comes_in_is(
-    memory: Path, address: str
-) -> None:
+async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path) -> None:
     """A version may come in by one adapter and be handed on by another, and the next one the other way."""
-    async with in_cluster(memory, address, 1) as cluster:
+    async with on_adapter(memory, 1) as cluster:
         source = cluster.file("source", bytes(MiB))
         readable = os.open(cluster.memory / "source", os.O_RDONLY)
         options: dict[str, Any] = {"rdma": cluster.rdma, "stages": False}
@@ -186,34 +164,32 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(
 # -- what a node refuses -------------------------------------------------------------------------
 
 
-async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         device = cluster.peers.device(1)
         source = cluster.file("source", bytes(MiB))
         with pytest.raises(FileNotFoundError):
             await device.read(Extent(1, 0), 0, FileRange(source, 0, MiB))
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
-        with pytest.raises(OSError) as caught:
+        with fails_with(errno.EINVAL):
             await device.read(Extent(1, 0), 1, FileRange(source, 0, MiB))
-        assert caught.value.errno == errno.EINVAL
         cluster.service(1).newest_config = 5
         with pytest.raises(Fenced) as fenced:
             await device.write(Extent(2, 0), Target(9, 4, ()), FileRange(source, 0, MiB))
         assert fenced.value.group == 9
         cluster.service(1).limit_bytes = MiB - 1
-        with pytest.raises(OSError) as caught:
+        with fails_with(errno.ENOSPC):
             await device.write(Extent(2, 0), Target(1, 5, ()), FileRange(source, 0, MiB))
-        assert caught.value.errno == errno.ENOSPC
         assert not cluster.service(1).leftovers
         assert cluster.peers.counters.fallbacks == 0
         os.close(source)
 
 
 async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
-    memory: Path, address: str
+    memory: Path,
 ) -> None:
     data = random_bytes(5 * MiB)
-    async with in_cluster(memory, address) as cluster:
+    async with on_adapter(memory) as cluster:
         cluster.service(2).limit_bytes = MiB
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
@@ -230,10 +206,8 @@ async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_ext
         os.close(source)
 
 
-async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(
-    memory: Path, address: str
-) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         service = cluster.service(1)
         service.may_seal = trio.Event()
         source = cluster.file("source", bytes(2 * MiB))
@@ -259,8 +233,8 @@ async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(
 # -- registrations -------------------------------------------------------------------------------
 
 
-async def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_a_file_without_a_name_does_not_stay_registered(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         source = cluster.file("source", bytes(MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
@@ -271,8 +245,8 @@ async def test_a_file_without_a_name_does_not_stay_registered(memory: Path, addr
         os.close(source)
 
 
-async def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) -> None:
-    async with in_cluster(memory, address, 1, Choice(limit_bytes=4 * MiB)) as cluster:
+async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
+    async with on_adapter(memory, 1, Choice(limit_bytes=4 * MiB)) as cluster:
         device = cluster.peers.device(1)
         for number in range(6):
             source = cluster.file(f"source{number}", bytes(MiB))
@@ -283,9 +257,9 @@ async def test_what_was_not_used_for_longest_makes_room(memory: Path, address: s
         assert cluster.peers.counters.fallbacks == 0
 
 
-async def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> None:
+async def test_what_cannot_be_registered_goes_over_tcp(memory: Path) -> None:
     data = random_bytes(4 * MiB)
-    async with in_cluster(memory, address, choice=Choice(limit_bytes=MiB)) as cluster:
+    async with on_adapter(memory, choice=Choice(limit_bytes=MiB)) as cluster:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
@@ -300,18 +274,13 @@ async def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: st
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
-async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(
-    memory: Path, address: str
-) -> None:
+async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path) -> None:
     data = random_bytes(MiB)
     prefix = (
         "prlimit", "--memlock=65536:65536",
         "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock",
     )  # fmt: skip
-    with NodeProcess(
-        f"{memory}/1", 1, f"{memory}/addresses", address,
-        timeout_s=TIMEOUT_S, rdma=True, prefix=prefix,
-    ):  # fmt: skip
+    with NodeProcess(memory, 1, need_address(), timeout_s=TIMEOUT_S, rdma=True, prefix=prefix):
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
@@ -328,11 +297,11 @@ async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(
 
 
 async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
-    memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
-    async with in_cluster(memory, address) as cluster:
+    async with on_adapter(memory) as cluster:
         source, target = cluster.file("source", data), cluster.file("target")
         device = cluster.peers.device(1)
         # All have their queue pairs.
@@ -386,8 +355,8 @@ def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[Qu
     return broken
 
 
-async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: str) -> None:
-    async with in_cluster(memory, address, 1) as cluster:
+async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> None:
+    async with on_adapter(memory, 1) as cluster:
         service = cluster.service(1)
         source = cluster.file("source", bytes(8 * MiB))
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
@@ -456,9 +425,9 @@ class Ends:
 
 
 @asynccontextmanager
-async def with_ends(address: str) -> AsyncIterator[Ends]:
+async def with_ends() -> AsyncIterator[Ends]:
     with Rdma(Choice()) as rdma:
-        route = rdma.rails(address)[0].route
+        route = rdma.rails(need_address())[0].route
         adapter = rdma.open(route)
         here, there = adapter.queue_pair(route.gid), adapter.queue_pair(route.gid, ignored)
         there.connect(here.end(), TIMEOUT_S)
@@ -486,9 +455,9 @@ def two_files(memory: Path) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("misuse", ["beyond", "closed", "wrong way", "another's"])
 async def test_a_key_is_of_no_use_but_for_what_it_was_given(
-    memory: Path, address: str, two_files: tuple[int, int], misuse: str
+    memory: Path, two_files: tuple[int, int], misuse: str
 ) -> None:
-    async with with_ends(address) as ends:
+    async with with_ends() as ends:
         adapter, owner = ends.adapter, ends.there
         async with (
             registered(adapter.regions, two_files[0]) as mine,
@@ -522,9 +491,9 @@ async def test_a_key_is_of_no_use_but_for_what_it_was_given(
 
 
 async def test_a_transfer_that_is_cancelled_touches_memory_no_more(
-    memory: Path, address: str, two_files: tuple[int, int]
+    memory: Path, two_files: tuple[int, int]
 ) -> None:
-    async with with_ends(address) as ends:
+    async with with_ends() as ends:
         adapter = ends.adapter
         async with (
             registered(adapter.regions, two_files[0]) as mine,
@@ -542,9 +511,9 @@ async def test_a_transfer_that_is_cancelled_touches_memory_no_more(
 
 
 async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
-    memory: Path, address: str, two_files: tuple[int, int]
+    memory: Path, two_files: tuple[int, int]
 ) -> None:
-    async with with_ends(address) as ends:
+    async with with_ends() as ends:
         adapter = ends.adapter
         async with registered(adapter.regions, two_files[0]) as mine:
             piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)

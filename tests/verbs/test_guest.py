@@ -87,8 +87,7 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
     program = REPOSITORY / "tests/harness/rdma_hosts.py"
     done = run("pair", "--timeout", 100, "--", sys.executable, program)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    assert "[0] the bytes that host 1 wrote are here" in done.stdout
-    assert "[1] the bytes that host 0 has were read" in done.stdout
+    assert "[1] what was written was read" in done.stdout
 
 
 @pytest.mark.timeout(1500)

@@ -31,11 +31,6 @@ TIMEOUT_S = 5.0
 SESSION = 7
 
 
-@pytest.fixture(scope="module")
-def address() -> str:
-    return need_address()
-
-
 def moved_by_rdma(mount: ClusterMount) -> int:
     moved: int = counters(mount)["rdma_bytes"]
     return moved
@@ -146,23 +141,17 @@ class Nodes:
         self.target = os.open(memory / "target", os.O_RDWR | os.O_CREAT)
         os.posix_fallocate(self.target, 0, MiB)
 
-    async def write(self, number: int, mount: Peers | None = None, length: int = MiB) -> bytes:
+    async def write(self, number: int, mount: Peers | None = None) -> bytes:
         """Down the chain. Returns what was written."""
-        data = random.Random(number).randbytes(length)
+        data = random.Random(number).randbytes(MiB)
         os.pwrite(self.source, data, 0)
-        await (
-            (mount or self.verbs)
-            .device(1)
-            .write(Extent(number, 0), Target(1, 1, (2,)), FileRange(self.source, 0, length))
-        )
+        device, whole = (mount or self.verbs).device(1), FileRange(self.source, 0, MiB)
+        await device.write(Extent(number, 0), Target(1, 1, (2,)), whole)
         return data
 
     async def read(self, number: int, node: int = 1, mount: Peers | None = None) -> bytes:
-        await (
-            (mount or self.verbs)
-            .device(node)
-            .read(Extent(number, 0), 0, FileRange(self.target, 0, MiB))
-        )
+        device = (mount or self.verbs).device(node)
+        await device.read(Extent(number, 0), 0, FileRange(self.target, 0, MiB))
         return os.pread(self.target, MiB, 0)
 
     def free(self, number: int) -> None:
@@ -178,8 +167,9 @@ class Nodes:
 
 
 @asynccontextmanager
-async def with_nodes(memory: Path, address: str) -> AsyncIterator[Nodes]:
+async def with_nodes(memory: Path) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
+        address = need_address()
         device = devices.choose(devices.find(), address).device
         rdma = stack.enter_context(Rdma(Choice(device=device)))
         served: list[Node] = []
@@ -189,8 +179,7 @@ async def with_nodes(memory: Path, address: str) -> AsyncIterator[Nodes]:
             stack.enter_context(service.files)
             served.append(await stack.enter_async_context(
                 serving(
-                    f"{memory}/{node}", node, f"{memory}/addresses", address,
-                    service=service, timeout_s=TIMEOUT_S, rdma=rdma,
+                    memory, node, address, service=service, timeout_s=TIMEOUT_S, rdma=rdma,
                     is_gone=lambda peer: peer.session in gone,
                 )
             ))  # fmt: skip
@@ -206,10 +195,8 @@ async def with_nodes(memory: Path, address: str) -> AsyncIterator[Nodes]:
         os.close(nodes.target)
 
 
-async def test_in_steady_state_nodes_make_no_file_and_register_nothing(
-    memory: Path, address: str
-) -> None:
-    async with with_nodes(memory, address) as nodes:
+async def test_in_steady_state_nodes_make_no_file_and_register_nothing(memory: Path) -> None:
+    async with with_nodes(memory) as nodes:
         registrations = 0
         for number in range(20):
             data = await nodes.write(number)
@@ -224,10 +211,8 @@ async def test_in_steady_state_nodes_make_no_file_and_register_nothing(
 
 
 @pytest.mark.parametrize("moved", ["read", "written"])
-async def test_what_a_node_has_sent_over_tcp_is_not_used_again(
-    memory: Path, address: str, moved: str
-) -> None:
-    async with with_nodes(memory, address) as nodes:
+async def test_what_a_node_has_sent_over_tcp_is_not_used_again(memory: Path, moved: str) -> None:
+    async with with_nodes(memory) as nodes:
         data = await nodes.write(1, nodes.tcp if moved == "written" else None)
         if moved == "read":
             assert await nodes.read(1, 1, nodes.tcp) == data
@@ -259,9 +244,9 @@ async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
 
 
 async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
-    memory: Path, address: str
+    memory: Path,
 ) -> None:
-    async with with_nodes(memory, address) as nodes:
+    async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
@@ -277,10 +262,10 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
 
 
 async def test_what_a_peer_was_given_ends_with_its_session(
-    memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes_module, "RETRY_S", 0.1)
-    async with with_nodes(memory, address) as nodes:
+    async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await path_to_first(nodes)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
