@@ -16,8 +16,7 @@ import trio
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
-from harness.mountpoint import can_be_opened, eventually
-from harness.seeds import seeded
+from harness.mountpoint import can_be_opened, eventually, fsync
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Delete
@@ -26,70 +25,72 @@ from irdmafs.backend.model.records import claim_key
 FILES = 200
 
 
+@pytest.fixture
+def holder(hosts: list[ClusterMount]) -> ClusterMount:
+    """Return the first mount of `pair`."""
+    return hosts[0]
+
+
 def deferred(mount: ClusterMount) -> int:
     return int(counters(mount)["deferred_changes"])
 
 
-def test_many_changes_cost_one_transaction(hosts: list[ClusterMount], pair: list[Path]) -> None:
-    here, there = pair
-    claim_exclusively(hosts[0], here)
-    before = counters(hosts[0])["transactions"]
+def test_many_changes_cost_one_transaction(holder: ClusterMount, here: Path, there: Path) -> None:
+    claim_exclusively(holder, here)
+    before = counters(holder)["transactions"]
     for number in range(FILES):
         (here / f"file{number}").touch()
         os.chmod(here / f"file{number}", 0o600)
     for number in range(0, FILES, 2):
         (here / f"file{number}").unlink()
     os.symlink("target", here / "link")
-    assert counters(hosts[0])["transactions"] - before < FILES / 5
+    assert counters(holder)["transactions"] - before < FILES / 5
     assert len(os.listdir(there)) == 1 + FILES // 2
     assert stat.S_IMODE((there / "file1").stat().st_mode) == 0o600
     assert os.readlink(there / "link") == "target"
 
 
 def test_a_version_or_a_rename_takes_what_was_deferred_along(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
     """As `tar x` works: it sets times and modes of files that it has closed."""
-    here, there = pair
     (here / "moved0").write_bytes(b"content")
-    claim_exclusively(hosts[0], here)
-    before = counters(hosts[0])["transactions"]
+    claim_exclusively(holder, here)
+    before = counters(holder)["transactions"]
     for number in range(FILES):
         file = here / f"file{number}"
         file.write_bytes(b"content")
         os.utime(file, ns=(number, number))
         file.chmod(0o600)
         (here / f"moved{number}").rename(here / f"moved{number + 1}")
-    assert counters(hosts[0])["transactions"] - before < FILES * 2.25
+    assert counters(holder)["transactions"] - before < FILES * 2.25
     for number in range(FILES):
         found = (there / f"file{number}").stat()
         assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (number, 0o600)
 
 
 def test_directories_are_made_and_removed_many_at_a_time(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
-    claim_exclusively(hosts[0], here)
-    before = counters(hosts[0])["transactions"]
+    claim_exclusively(holder, here)
+    before = counters(holder)["transactions"]
     for number in range(FILES):
         (here / f"{number}").mkdir()
     assert here.stat().st_nlink == FILES + 2
-    made = counters(hosts[0])["transactions"]
+    made = counters(holder)["transactions"]
     assert made - before < FILES / 5
     for number in range(0, FILES, 2):
         (here / f"{number}").rmdir()
-    assert counters(hosts[0])["transactions"] - made < FILES / 5
+    assert counters(holder)["transactions"] - made < FILES / 5
     assert here.stat().st_nlink == FILES // 2 + 2
     assert sorted(os.listdir(there)) == sorted(f"{number}" for number in range(1, FILES, 2))
 
 
 def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
     (here / "file").write_bytes(b"content")
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     for name in ("moved", "linked", "nested", "made", "set"):
         (here / name).mkdir()
     (here / "file").rename(here / "moved/file")
@@ -112,23 +113,22 @@ def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
 
 
 def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_removed(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
-    claim_exclusively(hosts[0], here)
-    before = deferred(hosts[0])
+    claim_exclusively(holder, here)
+    before = deferred(holder)
     os.utime(here, (1, 2))
     (here / "made").mkdir()
     os.utime(here, (3, 4))
     assert here.stat().st_mtime == 4
     (here / "removed").mkdir()
-    assert deferred(hosts[0]) == before + 2
+    assert deferred(holder) == before + 2
     (there / "made/file").write_bytes(b"content")
     assert (here / "made/file").read_bytes() == b"content"
     with pytest.raises(FileExistsError):
         (there / "removed").mkdir()
     inside = os.open(there / "removed", os.O_RDONLY | os.O_DIRECTORY)
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     (here / "removed").rmdir()
     assert os.listdir(inside) == []
     with pytest.raises(FileNotFoundError):
@@ -139,13 +139,12 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
     os.close(inside)
 
 
-def test_a_deferred_change_is_counted_once(hosts: list[ClusterMount], pair: list[Path]) -> None:
-    here = pair[0]
-    claim_exclusively(hosts[0], here)
+def test_a_deferred_change_is_counted_once(holder: ClusterMount, here: Path, there: Path) -> None:
+    claim_exclusively(holder, here)
     before = os.getxattr(here, "user.irdmafs.changes")
     (here / "file").touch()
     counted = os.getxattr(here, "user.irdmafs.changes")
-    assert len(os.listdir(pair[1])) == 1  # it is stored
+    assert len(os.listdir(there)) == 1  # it is stored
     assert os.getxattr(here, "user.irdmafs.changes") == counted > before
 
 
@@ -175,13 +174,12 @@ LOOKS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("is_made", [True, False], ids=["made", "removed"])
 def test_a_name_that_was_just_made_or_removed_is_known_to_whoever_looks(
-    hosts: list[ClusterMount], pair: list[Path], look: str, *, is_made: bool
+    holder: ClusterMount, here: Path, there: Path, look: str, *, is_made: bool
 ) -> None:
-    here, there = pair
     if not is_made:
         (here / "file").touch()
-    claim_exclusively(hosts[0], here)
-    before = deferred(hosts[0])
+    claim_exclusively(holder, here)
+    before = deferred(holder)
     if is_made:
         (here / "file").touch()
         LOOKS[look](there / "file")
@@ -189,17 +187,16 @@ def test_a_name_that_was_just_made_or_removed_is_known_to_whoever_looks(
         (here / "file").unlink()
         with pytest.raises(FileNotFoundError):
             LOOKS[look](there / "file")
-    assert deferred(hosts[0]) > before
+    assert deferred(holder) > before
 
 
 def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
     (here / "file").write_bytes(b"content")
     os.stat(there / "file")
-    claim_exclusively(hosts[0], here)
-    before = deferred(hosts[0])
+    claim_exclusively(holder, here)
+    before = deferred(holder)
     os.chmod(here / "file", 0o611)
     os.chown(here / "file", 7, 8)
     os.utime(here / "file", (1, 2))
@@ -210,14 +207,15 @@ def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
     assert (found.st_mtime, found.st_size) == (2, 7)
     assert os.getxattr(there / "file", "user.note") == b"set"
     assert os.stat(there).st_mtime == 4
-    assert deferred(hosts[0]) >= before + 4
+    assert deferred(holder) >= before + 4
 
 
-def test_large_attributes_do_not_come_together(hosts: list[ClusterMount], pair: list[Path]) -> None:
-    here, there = pair
+def test_large_attributes_do_not_come_together(
+    holder: ClusterMount, here: Path, there: Path
+) -> None:
     for number in range(40):
         (here / f"{number}").touch()
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     for number in range(40):
         os.setxattr(here / f"{number}", "user.note", bytes(1000 + number * 1500))
     for number in range(40):
@@ -225,11 +223,10 @@ def test_large_attributes_do_not_come_together(hosts: list[ClusterMount], pair: 
 
 
 def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
     (here / "old").write_bytes(b"old")
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     (here / "old").unlink()
     (here / "new").touch()
     with pytest.raises(FileExistsError):
@@ -240,11 +237,11 @@ def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
 
 @pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "with a file"])
 def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
-    hosts: list[ClusterMount], pair: list[Path], *, is_empty: bool
+    holder: ClusterMount, here: Path, there: Path, *, is_empty: bool
 ) -> None:
-    here, there = (folder / "directory" for folder in pair)
+    here, there = here / "directory", there / "directory"
     here.mkdir()
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     (here / "file").touch()
     if is_empty:
         (here / "file").unlink()
@@ -256,24 +253,22 @@ def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
 
 
 def test_a_file_that_another_host_has_open_is_published_without_its_name(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here, there = pair
     (here / "file").write_bytes(b"first")
     with (there / "file").open("r+b") as file:
-        claim_exclusively(hosts[0], here)
+        claim_exclusively(holder, here)
         (here / "file").unlink()
         (here / "file").write_bytes(b"another")
         file.write(b"second")
-    for folder in pair:
+    for folder in (here, there):
         assert (folder / "file").read_bytes() == b"another"
 
 
 def test_a_name_that_is_removed_and_made_again_and_again_is_there(
-    hosts: list[ClusterMount], pair: list[Path]
+    holder: ClusterMount, here: Path, there: Path
 ) -> None:
-    here = pair[0]
-    claim_exclusively(hosts[0], here)
+    claim_exclusively(holder, here)
     for number in range(20):
         (here / "file").write_bytes(b"%d" % number)
         (here / "file").unlink()
@@ -281,7 +276,7 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
         if number % 3:
             (here / "file").unlink()
     (here / "file").write_bytes(b"last")
-    for folder in pair:
+    for folder in (here, there):
         assert os.listdir(folder) == ["file"]
         assert (folder / "file").read_bytes() == b"last"
 
@@ -298,12 +293,17 @@ def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
     yield failing_cluster
     failing_cluster.heal_all()
     holder = failing_cluster.mounts[0]
-    holder.restart()
+    if not holder.alive:
+        holder.restart()
+    eventually(lambda: counters(holder)["session_valid_seconds"] > 0, "it has a session", 30)
     holder.log.write_text("")
 
 
+Apart = tuple[ClusterMount, Path, Path]
+
+
 @pytest.fixture
-def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> tuple[ClusterMount, Path, Path]:
+def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> Apart:
     """The first mount of that cluster, and a directory as it and another mount see it."""
     name = re.sub(r"\W+", "_", request.node.name)
     here, there = (mount.path / name for mount in own_cluster.mounts)
@@ -311,23 +311,8 @@ def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Cluster
     return own_cluster.mounts[0], here, there
 
 
-def test_a_mount_that_dies_loses_the_last_changes_and_none_before(
-    apart: tuple[ClusterMount, Path, Path],
-) -> None:
-    holder, here, there = apart
-    made = seeded().randrange(100, 300)
-    claim_exclusively(holder, here)
-    for number in range(made):
-        (here / f"{number:04}").touch()
-    holder.kill9()
-    found = sorted(os.listdir(there))
-    assert found == [f"{number:04}" for number in range(len(found))]
-
-
 @pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])
-def test_what_was_changed_before_it_survives(
-    apart: tuple[ClusterMount, Path, Path], by: str
-) -> None:
+def test_what_was_changed_before_it_survives(own_cluster: Cluster, apart: Apart, by: str) -> None:
     holder, here, there = apart
     (here / "old").touch()
     (holder.path / "elsewhere").touch()
@@ -340,10 +325,8 @@ def test_what_was_changed_before_it_survives(
     elif by == "umount":
         holder.terminate()
     else:
-        fd = os.open(here if by.endswith("directory") else holder.path / "elsewhere", os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    holder.kill9()
+        fsync(here if by.endswith("directory") else holder.path / "elsewhere")
+    own_cluster.lose(holder)
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
 
 
@@ -366,7 +349,7 @@ os.write(1, b"given up")
 @pytest.mark.parametrize("kind", ["lockf", "flock"])
 @pytest.mark.parametrize("by", ["unlock", "share", "close"])
 def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
-    apart: tuple[ClusterMount, Path, Path], kind: str, by: str
+    own_cluster: Cluster, apart: Apart, kind: str, by: str
 ) -> None:
     """As SQLite removes its journal, and unlocks the database."""
     holder, here, there = apart
@@ -379,13 +362,13 @@ def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
         assert program.stdout is not None
         assert program.stdout.read(8) == b"given up"
         assert deferred(holder) > before
-        holder.kill9()
+        own_cluster.lose(holder)
     assert sorted(os.listdir(there)) == ["changed", "lock"]
     assert stat.S_IMODE((there / "changed").stat().st_mode) == 0o600
 
 
 def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     claim_exclusively(holder, here)
@@ -405,7 +388,7 @@ def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
 
 
 def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "old").write_bytes(b"content")
@@ -423,18 +406,16 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")
     assert (here / "old").read_bytes() == b"content"
     assert stat.S_IMODE((here / "changed").stat().st_mode) == 0o644
-    fd = os.open(here, os.O_RDONLY)
     with fails_with(errno.EIO):
-        os.fsync(fd)
-    os.fsync(fd)
-    os.close(fd)
+        fsync(here)
+    fsync(here)
     claim_exclusively(holder, here)
     (here / "new").touch()
     assert (there / "new").exists()
 
 
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "name").write_bytes(b"content")
@@ -457,7 +438,7 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
 
 
 def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for name in ("used", "unused"):
@@ -476,16 +457,14 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
         eventually(lambda: (folder / "used/file").exists(), "the tree is right")  # noqa: B023
         assert (folder / "used/file").read_bytes() == b"content"
         assert (folder / "used").stat().st_nlink == 2
-    fd = os.open(here, os.O_RDONLY)
     with fails_with(errno.EIO):
-        os.fsync(fd)
-    os.close(fd)
+        fsync(here)
     (here / "used/file").unlink()
     (here / "used").rmdir()
 
 
 def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for number in range(5):
@@ -533,7 +512,7 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
 
 
 def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
-    own_cluster: Cluster, apart: tuple[ClusterMount, Path, Path]
+    own_cluster: Cluster, apart: Apart
 ) -> None:
     """A busy machine runs neither for a while: the time that a holder has is up when its answer is read."""
     holder, here, there = apart

@@ -1,6 +1,5 @@
 """Locks between processes on different hosts of a cluster."""
 
-import contextlib
 import errno
 import itertools
 import os
@@ -93,17 +92,14 @@ def failing(cluster: Cluster) -> Iterator[ClusterMount]:
     eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)
 
 
+Two = tuple[Process, Process]
+
+
 @pytest.fixture
 def on_hosts(pair: list[Path], process: TakeProcess) -> tuple[Process, Process]:
     """A process on each host, with the same file open for reading and writing as `fd`."""
     (pair[0] / "file").write_bytes(b"x" * 100)
-    found = process(), process()
-    for one, directory in zip(found, pair, strict=True):
-        _opened(one, directory, "file")
-    return found
-
-
-Two = tuple[Process, Process]
+    return _both(process, pair, "file")
 
 
 def test_ranges_exclude_each_other_between_hosts(on_hosts: Two) -> None:
@@ -178,22 +174,27 @@ def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: s
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_next_holder_sees_what_a_killed_holder_wrote_in_place(pair: list[Path], lock: str) -> None:
+def test_next_holder_sees_what_a_killed_holder_wrote_in_place(
+    pair: list[Path], process: TakeProcess, lock: str
+) -> None:
     (pair[0] / "file").write_bytes(b"0")
     take = "fd = os.open(d + '/file', os.O_RDWR); getattr(fcntl, lock)(fd, fcntl.LOCK_EX)"
+    other = process()
     for number in range(1, 4):
-        with Process() as one, Process() as other:
-            one.do(take, d=str(pair[0]), lock=lock)
-            one.do("os.pwrite(fd, number, 0)", number=b"%d" % (2 * number - 1))
-            other.start(take + "; os.pread(fd, 9, 0)", d=str(pair[1]), lock=lock)
-            assert not other.finished(NEVER_S / 3)
-            one.kill()
-            assert int(other.result()) == 2 * number - 1
-            other.do("os.pwrite(fd, number, 0); os.close(fd)", number=b"%d" % (2 * number))
+        one = process()
+        one.do(take, d=str(pair[0]), lock=lock)
+        one.do("os.pwrite(fd, number, 0)", number=b"%d" % (2 * number - 1))
+        other.start(take + "; os.pread(fd, 9, 0)", d=str(pair[1]), lock=lock)
+        assert not other.finished(NEVER_S / 3)
+        one.kill()
+        assert int(other.result()) == 2 * number - 1
+        other.do("os.pwrite(fd, number, 0); os.close(fd)", number=b"%d" % (2 * number))
     assert os.listdir(pair[0]) == ["file"], "nobody was in conflict"
 
 
-def test_waiter_that_is_interrupted_or_killed_gets_nothing(on_hosts: Two, pair: list[Path]) -> None:
+def test_waiter_that_is_interrupted_or_killed_gets_nothing(
+    on_hosts: Two, pair: list[Path], process: TakeProcess
+) -> None:
     one, other = on_hosts
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     other.do("""
@@ -212,10 +213,10 @@ outcome
     assert not other.finished(NEVER_S)
     other.send_signal(signal.SIGINT)
     assert other.result() == "interrupted"
-    with Process() as third:
-        third.start("fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=str(pair[1] / "file"))
-        assert not third.finished(NEVER_S)
-        third.kill()
+    third = process()
+    third.start("fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=str(pair[1] / "file"))
+    assert not third.finished(NEVER_S)
+    third.kill()
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
     assert one.do("try_flock(fd, fcntl.LOCK_EX)")
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
@@ -225,7 +226,7 @@ outcome
 @pytest.mark.parametrize("unlock", [True, False], ids=["unlocked", "closed"])
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_lock_that_nobody_holds_is_refused_to_none_of_two_hosts_that_take_turns(
-    pair: list[Path], lock: str, unlock: bool
+    pair: list[Path], writer: Process, lock: str, unlock: bool
 ) -> None:
     (pair[0] / "file").touch()
     take_turns = """
@@ -244,26 +245,24 @@ for number in range(turns):
             os.close(fd)
 refused
 """
-    with Process() as process:
-        directories = list(map(str, pair))
-        names = {"lock": lock, "unlock": unlock, "turns": TURNS, "directories": directories}
-        assert process.do(take_turns, **names) == []
+    directories = list(map(str, pair))
+    names = {"lock": lock, "unlock": unlock, "turns": TURNS, "directories": directories}
+    assert writer.do(take_turns, **names) == []
 
 
 def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
-    failing: ClusterMount, pair: list[Path]
+    failing: ClusterMount, pair: list[Path], process: TakeProcess
 ) -> None:
-    with Process() as holder, Process() as tries:
-        _locked(holder, pair[0])
-        _opened(tries, pair[1])
-        for _ in range(20):
-            assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
-        failing.pause()
-        try:
-            tries.start("try_flock(fd, fcntl.LOCK_EX)")
-            assert tries.result(30), "its session has ended, and the lock with it"
-        finally:
-            failing.resume()
+    holder, tries = _both(process, pair)
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    for _ in range(20):
+        assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
+    failing.pause()
+    try:
+        tries.start("try_flock(fd, fcntl.LOCK_EX)")
+        assert tries.result(30), "its session has ended, and the lock with it"
+    finally:
+        failing.resume()
 
 
 def test_two_hosts_that_both_convert_their_shared_flock_take_turns(on_hosts: Two) -> None:
@@ -301,29 +300,29 @@ for _ in range(2000):
     ],
     ids=["beside, lockf", "beside, flock", "beside, emptied", "in the locked file itself"],
 )
-def test_counter_loses_no_update(pair: list[Path], count: str, lock: str, mode: str) -> None:
+def test_counter_loses_no_update(
+    pair: list[Path], process: TakeProcess, count: str, lock: str, mode: str
+) -> None:
     (pair[0] / "count").write_text("0")
-    with contextlib.ExitStack() as stack:
-        counting = [stack.enter_context(Process()) for _ in range(4)]
-        for number, process in enumerate(counting):
-            process.start(count, d=str(pair[number % 2]), lock=lock, mode=mode, times=8)
-        for process in counting:
-            process.result()
+    counting = [process() for _ in range(4)]
+    for number, one in enumerate(counting):
+        one.start(count, d=str(pair[number % 2]), lock=lock, mode=mode, times=8)
+    for one in counting:
+        one.result()
     assert (pair[0] / "count").read_text() == (pair[1] / "count").read_text() == "32"
 
 
-def test_host_that_is_alone_asks_nobody(cluster: Cluster, pair: list[Path]) -> None:
-    with Process() as process:
-        process.do("fd = os.open(d + '/alone', os.O_RDWR | os.O_CREAT)", d=str(pair[0]))
-        process.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0)")
-        before = counters(cluster.mounts[0])["lock_transactions"]
-        process.do("""
+def test_host_that_is_alone_asks_nobody(cluster: Cluster, here: Path, writer: Process) -> None:
+    writer.do("fd = os.open(d + '/alone', os.O_RDWR | os.O_CREAT)", d=str(here))
+    writer.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0)")
+    before = counters(cluster.mounts[0])["lock_transactions"]
+    writer.do("""
 for byte in range(200):
     fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
     fcntl.flock(fd, fcntl.LOCK_EX)
     fcntl.flock(fd, fcntl.LOCK_UN)
 """)
-        assert counters(cluster.mounts[0])["lock_transactions"] == before
+    assert counters(cluster.mounts[0])["lock_transactions"] == before
 
 
 @pytest.mark.parametrize(
@@ -377,7 +376,7 @@ def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hos
     eventually(lambda: not keys(), "etcd has forgotten the locks", 20)
 
 
-def test_conflicting_ranges_are_never_held_together(pair: list[Path]) -> None:
+def test_conflicting_ranges_are_never_held_together(pair: list[Path], process: TakeProcess) -> None:
     """Each records when it was sure to be inside, on the clock that all hosts here share; and counts,
     under the lock of a slot's byte, in a file of that slot."""
     seed = chosen_seed()
@@ -412,11 +411,10 @@ for _ in range(15):
     fcntl.lockf(fd, fcntl.LOCK_UN, last - first + 1, first)
 inside, added
 """
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Process()) for _ in range(4)]
-        for number, worker in enumerate(workers):
-            worker.start(work, d=str(pair[number % 2]), seed=seed + number, slots=SLOTS)
-        results = [worker.result(300) for worker in workers]
+    workers = [process() for _ in range(4)]
+    for number, worker in enumerate(workers):
+        worker.start(work, d=str(pair[number % 2]), seed=seed + number, slots=SLOTS)
+    results = [worker.result(300) for worker in workers]
     for (one, _), (other, _) in itertools.combinations(results, 2):
         for a, b in itertools.product(one, other):
             apart = a[1] < b[0] or b[1] < a[0] or a[4] < b[3] or b[4] < a[3]
@@ -434,146 +432,141 @@ def _opened(process: Process, directory: Path, name: str = "lock") -> None:
     process.do("fd = os.open(f, os.O_RDWR | os.O_CREAT)", d=str(directory), f=str(directory / name))
 
 
-def _locked(process: Process, directory: Path) -> None:
-    _opened(process, directory)
-    process.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+def _both(process: TakeProcess, pair: list[Path], name: str = "lock") -> Two:
+    """Return a process on each host, which has a file of their directory open."""
+    found = process(), process()
+    for one, directory in zip(found, pair, strict=True):
+        _opened(one, directory, name)
+    return found
 
 
 def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
 ) -> None:
     (pair[1] / "count").write_text("0")
-    with Process() as holder, Process() as waiter:
-        _locked(holder, pair[0])
-        _opened(waiter, pair[1])
-        # Paused for less than the lease lives: nothing is lost.
-        failing.pause()
-        assert not waiter.finished(NEVER_S)
-        failing.resume()
-        assert not waiter.do("try_flock(fd, fcntl.LOCK_EX)")
-        holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(pair[0]))
-        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        cluster.isolate(failing)
-        assert waiter.result(30) == "mine"
-        waiter.do("file = open(d + '/count', 'w'); file.write('1'); file.close()", d=str(pair[1]))
-        cluster.heal_all()
-        assert holder.do("failure(file.close)") == errno.EIO
-        assert (pair[1] / "count").read_text() == "1", "who lost the lock overwrote it"
-        again = "failure(lambda: open(d + '/count', 'w').write('stale'))"
-        assert holder.do("f = open(d + '/other', 'w'); f.write('x'); failure(f.close)") == errno.EIO
-        assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_UN))") == errno.EIO
-        assert holder.do(again) == 0, "it has been told"
-        assert not holder.do("try_flock(fd, fcntl.LOCK_EX)")
-        waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
-        holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
-        # The same when the daemon is killed.
-        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        failing.kill9()
-        assert waiter.result(30) == "mine"
+    holder, waiter = _both(process, pair)
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    # Paused for less than the lease lives: nothing is lost.
+    failing.pause()
+    assert not waiter.finished(NEVER_S)
+    failing.resume()
+    assert not waiter.do("try_flock(fd, fcntl.LOCK_EX)")
+    holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(pair[0]))
+    waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+    cluster.isolate(failing)
+    assert waiter.result(30) == "mine"
+    waiter.do("file = open(d + '/count', 'w'); file.write('1'); file.close()", d=str(pair[1]))
+    cluster.heal_all()
+    assert holder.do("failure(file.close)") == errno.EIO
+    assert (pair[1] / "count").read_text() == "1", "who lost the lock overwrote it"
+    again = "failure(lambda: open(d + '/count', 'w').write('stale'))"
+    assert holder.do("f = open(d + '/other', 'w'); f.write('x'); failure(f.close)") == errno.EIO
+    assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_UN))") == errno.EIO
+    assert holder.do(again) == 0, "it has been told"
+    assert not holder.do("try_flock(fd, fcntl.LOCK_EX)")
+    waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    # The same when the daemon is killed.
+    waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+    failing.kill9()
+    assert waiter.result(30) == "mine"
 
 
 def test_process_that_asks_again_for_a_lost_lock_is_told_first(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
 ) -> None:
-    with Process() as holder, Process() as waiter:
-        _locked(holder, pair[0])
-        _opened(waiter, pair[1])
-        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
-        cluster.isolate(failing)
-        assert waiter.result(30) == "mine"
-        waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
-        cluster.heal_all()
-        write = "file = open(d + '/new', 'w'); file.write('new'); failure(file.close)"
-        assert holder.do(write, d=str(pair[0])) == errno.EIO
-        assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.EIO
-        holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
-        assert holder.do(write) == 0
+    holder, waiter = _both(process, pair)
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+    cluster.isolate(failing)
+    assert waiter.result(30) == "mine"
+    waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+    cluster.heal_all()
+    write = "file = open(d + '/new', 'w'); file.write('new'); failure(file.close)"
+    assert holder.do(write, d=str(pair[0])) == errno.EIO
+    assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.EIO
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    assert holder.do(write) == 0
 
 
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], how: str
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess, how: str
 ) -> None:
     (pair[0] / "count").write_text("0")
-    with Process() as here, Process() as there:
-        for process, directory in zip((here, there), pair, strict=True):
-            _opened(process, directory, "count")
-        here.do(ADD_IN_PLACE)
-        failing.pause() if how == "stopped" else cluster.isolate(failing)
-        there.start(ADD_IN_PLACE)
-        assert there.result(30) == 2
-        failing.resume() if how == "stopped" else cluster.heal_all()
-        assert [process.do(ADD_IN_PLACE) for process in (here, here, there, here)] == [3, 4, 5, 6]
+    here, there = _both(process, pair, "count")
+    here.do(ADD_IN_PLACE)
+    failing.pause() if how == "stopped" else cluster.isolate(failing)
+    there.start(ADD_IN_PLACE)
+    assert there.result(30) == 2
+    failing.resume() if how == "stopped" else cluster.heal_all()
+    assert [one.do(ADD_IN_PLACE) for one in (here, here, there, here)] == [3, 4, 5, 6]
     assert sorted(os.listdir(pair[1])) == ["count"]
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 @pytest.mark.parametrize("shown", [False, True], ids=["", "opened meanwhile"])
 def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
-    failing: ClusterMount, pair: list[Path], lock: str, *, shown: bool
+    failing: ClusterMount, pair: list[Path], process: TakeProcess, lock: str, *, shown: bool
 ) -> None:
     """As SQLite does, which puts back what was there before when it cannot commit."""
     (pair[0] / "count").write_text("0")
     add = ADD_IN_PLACE.replace("lockf", lock)
-    with Process() as loser, Process() as next_one, Process() as there:
-        for process, directory in ((loser, pair[0]), (next_one, pair[0]), (there, pair[1])):
-            _opened(process, directory, "count")
-        assert next_one.do(add) == 1
-        loser.do(f"fcntl.{lock}(fd, fcntl.LOCK_EX); os.pread(fd, 20, 0)")
-        if not shown:
-            loser.do("os.pwrite(fd, b'2', 0)")
-        failing.pause()
-        there.start(add)
-        assert there.result(30) == 2
-        assert [there.do(add) for _ in range(3)] == [3, 4, 5]
-        failing.resume()
-        if shown:
-            eventually(lambda: (pair[0] / "count").read_text() == "5", "it shows what others wrote")
-        next_one.start(add)
-        assert not next_one.finished(NEVER_S), "whoever lost its lock may still write"
-        assert loser.do("failure(lambda: os.fsync(fd))") == (0 if shown else errno.EIO)
-        loser.do("os.pwrite(fd, b'1', 0)")
-        assert loser.do(f"failure(lambda: fcntl.{lock}(fd, fcntl.LOCK_UN))") == errno.EIO
-        assert next_one.result(30) == 6
-        assert [process.do(add) for process in (loser, there, next_one)] == [7, 8, 9]
+    next_one, there = _both(process, pair, "count")
+    loser = process()
+    _opened(loser, pair[0], "count")
+    assert next_one.do(add) == 1
+    loser.do(f"fcntl.{lock}(fd, fcntl.LOCK_EX); os.pread(fd, 20, 0)")
+    if not shown:
+        loser.do("os.pwrite(fd, b'2', 0)")
+    failing.pause()
+    there.start(add)
+    assert there.result(30) == 2
+    assert [there.do(add) for _ in range(3)] == [3, 4, 5]
+    failing.resume()
+    if shown:
+        eventually(lambda: (pair[0] / "count").read_text() == "5", "it shows what others wrote")
+    next_one.start(add)
+    assert not next_one.finished(NEVER_S), "whoever lost its lock may still write"
+    assert loser.do("failure(lambda: os.fsync(fd))") == (0 if shown else errno.EIO)
+    loser.do("os.pwrite(fd, b'1', 0)")
+    assert loser.do(f"failure(lambda: fcntl.{lock}(fd, fcntl.LOCK_UN))") == errno.EIO
+    assert next_one.result(30) == 6
+    assert [one.do(add) for one in (loser, there, next_one)] == [7, 8, 9]
     (aside,) = (name for name in os.listdir(pair[1]) if "conflict" in name)
     assert (pair[1] / aside).read_text() == "1"
 
 
 def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
 ) -> None:
     (pair[0] / "count").write_text("0" * 20)
-    with Process() as loser, Process() as there:
-        for process, directory in zip((loser, there), pair, strict=True):
-            _opened(process, directory, "count")
-        loser.do("fcntl.lockf(fd, fcntl.LOCK_SH, 1, 0)")
-        there.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10)")
-        loser.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10))")
-        assert not loser.finished(NEVER_S)
-        cluster.isolate(failing)
-        there.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'1', 0)")
-        cluster.heal_all()
-        there.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
-        assert loser.result(30) == errno.EIO
+    loser, there = _both(process, pair, "count")
+    loser.do("fcntl.lockf(fd, fcntl.LOCK_SH, 1, 0)")
+    there.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10)")
+    loser.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10))")
+    assert not loser.finished(NEVER_S)
+    cluster.isolate(failing)
+    there.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'1', 0)")
+    cluster.heal_all()
+    there.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
+    assert loser.result(30) == errno.EIO
 
 
 def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
 ) -> None:
     (pair[0] / "count").write_text("0")
-    with Process() as here, Process() as there:
-        for process, directory in zip((here, there), pair, strict=True):
-            _opened(process, directory, "count")
-        here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
-        cluster.isolate(failing)
-        here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")
-        there.start(ADD_IN_PLACE)
-        assert there.result(30) == 1
-        cluster.heal_all()
-        assert here.result(60) == errno.EIO
-        assert there.do(ADD_IN_PLACE) == 2
-        assert here.do(ADD_IN_PLACE) == 3
+    here, there = _both(process, pair, "count")
+    here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
+    cluster.isolate(failing)
+    here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")
+    there.start(ADD_IN_PLACE)
+    assert there.result(30) == 1
+    cluster.heal_all()
+    assert here.result(60) == errno.EIO
+    assert there.do(ADD_IN_PLACE) == 2
+    assert here.do(ADD_IN_PLACE) == 3
     (aside,) = (name for name in os.listdir(pair[1]) if "conflict" in name)
     assert (pair[1] / aside).read_text() == "9"
 
@@ -605,32 +598,29 @@ def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
     assert one.do("os.pread(fd, 1, 0)") == b"2"
 
 
-def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, pair: list[Path]) -> None:
+def test_locks_can_be_kept_on_one_host_or_refused(
+    cluster: Cluster, pair: list[Path], process: TakeProcess
+) -> None:
     (pair[0] / "file").touch()
     local = cluster.add_mount("-o", "locks=local")
     refusing = cluster.add_mount("-o", "locks=refuse")
-    with Process() as holder, Process() as other:
-        for process in (holder, other):
-            process.do(PREPARE)
-        holder.do(
-            "fd = os.open(f, os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX)", f=str(pair[0] / "file")
-        )
-        file = str(local.path / pair[0].name / "file")
-        other.do("fd = os.open(f, os.O_RDWR)", f=file)
-        assert other.do("try_flock(fd, fcntl.LOCK_EX)")
-        assert not holder.do("try_flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=file)
-        other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / pair[0].name / "file"))
-        assert other.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.ENOLCK
-        assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
+    holder, other = process(), process()
+    _opened(holder, pair[0], "file")
+    holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    _opened(other, local.path / pair[0].name, "file")
+    assert other.do("try_flock(fd, fcntl.LOCK_EX)")
+    assert not holder.do("try_flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=other.do("f"))
+    other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / pair[0].name / "file"))
+    assert other.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.ENOLCK
+    assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
 
 
-def test_flock_is_free_for_whoever_asks_after_the_last_close(pair: list[Path]) -> None:
+def test_flock_is_free_for_whoever_asks_after_the_last_close(here: Path, writer: Process) -> None:
     """Nobody waits for a release, and this one looks for what was stored through a mapping."""
-    (pair[0] / "file").write_bytes(bytes(30_000_000))
-    with Process() as process:
-        for _ in range(3):
-            _opened(process, pair[0], "file")
-            process.do("reader = os.open(f, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)")
-            process.do("os.pwrite(fd, b'new', 0)")
-            assert process.do("os.close(fd); try_flock(reader, fcntl.LOCK_SH)")
-            process.do("os.close(reader)")
+    (here / "file").write_bytes(bytes(30_000_000))
+    for _ in range(3):
+        _opened(writer, here, "file")
+        writer.do("reader = os.open(f, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)")
+        writer.do("os.pwrite(fd, b'new', 0)")
+        assert writer.do("os.close(fd); try_flock(reader, fcntl.LOCK_SH)")
+        writer.do("os.close(reader)")

@@ -8,14 +8,13 @@ and then. IRDMAFS_KILLS says how often the mount is killed or stopped.
 import contextlib
 import errno
 import os
-import random
 import threading
 import time
 from pathlib import Path
 
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
-from harness.mountpoint import eventually
+from harness.mountpoint import eventually, fsync
 from harness.seeds import seeded
 
 KILLS = 2
@@ -68,15 +67,6 @@ def look(writer: Writer, directory: Path) -> None:
     assert newest_of(directory) >= answered
 
 
-def harm(cluster: Cluster, holder: ClusterMount, chooser: random.Random) -> None:
-    """Kill the mount and start it again, or stop it for shorter or longer than its lease."""
-    if chooser.random() < 0.5:
-        holder.kill9()
-        return
-    holder.pause()
-    time.sleep(chooser.uniform(0.2, 1.6) * cluster.plan.lease_ttl_s)
-
-
 def recover(holder: ClusterMount) -> None:
     if holder.alive:
         holder.resume()
@@ -86,16 +76,6 @@ def recover(holder: ClusterMount) -> None:
     eventually(lambda: bool(counters(holder)["session_valid_seconds"]), "it has a session")
 
 
-def sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        assert error.errno == errno.EIO  # changes were lost
-    finally:
-        os.close(fd)
-
-
 def test_the_last_changes_are_lost_and_none_before() -> None:
     chooser = seeded()
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=2, namespaces=False)) as cluster:
@@ -103,7 +83,7 @@ def test_the_last_changes_are_lost_and_none_before() -> None:
         here, there = (mount.path / "directory" for mount in cluster.mounts)
         here.mkdir()
         first = 0
-        for _ in range(int(os.environ.get("IRDMAFS_KILLS") or KILLS)):
+        for number in range(int(os.environ.get("IRDMAFS_KILLS") or KILLS)):
             if not os.listdir(here):
                 claim_exclusively(holder, here)
             writer = Writer(here, first)
@@ -114,11 +94,19 @@ def test_the_last_changes_are_lost_and_none_before() -> None:
             print(f"{counters(holder)['deferred_changes']} deferred, {writer.newest()} newest")
             began = time.monotonic()
             writer.stop(wait=False)
-            harm(cluster, holder, chooser)
+            # By turns it is killed, and stopped for shorter or longer than its lease.
+            if number % 2 == 0:
+                holder.kill9()
+            else:
+                holder.pause()
+                time.sleep(chooser.uniform(0.2, 1.6) * cluster.plan.lease_ttl_s)
             assert newest_of(there) >= writer.newest(before=began - STORED_S)
             recover(holder)
             writer.stop()
-            sync(here)
+            try:
+                fsync(here)
+            except OSError as error:
+                assert error.errno == errno.EIO  # changes were lost
             # The name of a file whose close failed stays on its host.
             (here / f"{writer.newest() + 1}").unlink(missing_ok=True)
             eventually(lambda: newest_of(here) == newest_of(there), "both hosts see the same")

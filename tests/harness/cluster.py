@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from irdmafs.backend.model.placement import replicas_of
-from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
+from irdmafs.backend.model.records import GroupConfig, MountRecord, NodeAddress, decode
 
 from .daemons import Daemon
 from .etcd import Etcd
@@ -293,6 +293,13 @@ class Cluster:
         for other in self.parts():
             if other.host != part.host:
                 self.network.cut(part.host, other.host)
+
+    def lose(self, mount: ClusterMount) -> None:
+        """Kill a mount, and have its session end at once instead of with its lease."""
+        mount.kill9()
+        for key, record in self.etcd.get(self._prefix("m")).items():
+            if decode(record, MountRecord).pid == mount.pid:
+                self.etcd.revoke(int.from_bytes(key, "big"))
 
     def heal_all(self) -> None:
         """End every cut, let every paused process go on, and give filled nodes their space back."""

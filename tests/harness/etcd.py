@@ -210,27 +210,37 @@ class Etcd:
 
     def _range(self, prefix: bytes, limit: int = 0) -> dict[str, Any]:
         """Return etcd's answer about the keys that begin with `prefix`, as JSON. Raises CommandFailed."""
-        if len(self.members) == 1 and self._credentials is None and not self.user:
-            return self._ask_for_range(prefix, limit)
+        if self._answers_http:
+            ends = {"key": prefix, "range_end": prefix[:-1] + bytes([prefix[-1] + 1])}
+            encoded = {name: base64.b64encode(key).decode() for name, key in ends.items()}
+            return self._ask("kv/range", {**encoded, "limit": limit})
         # etcdctl takes keys as text; those asked for here begin with printable characters.
         arguments = ("get", "--prefix", prefix.decode(), f"--limit={limit}", "-w", "json")
         answer: dict[str, Any] = json.loads(self.ctl(*arguments))
         return answer
 
-    def _ask_for_range(self, prefix: bytes, limit: int) -> dict[str, Any]:
+    def revoke(self, lease: int) -> None:
+        """End a lease. Raises CommandFailed."""
+        if self._answers_http:
+            self._ask("lease/revoke", {"ID": lease})
+        else:
+            self.ctl("lease", "revoke", f"{lease:x}")
+
+    @property
+    def _answers_http(self) -> bool:
+        return len(self.members) == 1 and self._credentials is None and not self.user
+
+    def _ask(self, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """As etcdctl does, which takes longer to start than to ask: many tests wait for keys."""
         (one,), ((port, _),) = self.members, self._ports
         if not self._running():
             raise CommandFailed("no etcd member runs")
         address = one.host.address, port
-        end = prefix[:-1] + bytes([prefix[-1] + 1])
-        keys = {"key": prefix, "range_end": end}
-        encoded = {name: base64.b64encode(key).decode() for name, key in keys.items()}
         connection = HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
         try:
             if one.host.launcher:
                 connection.sock = connect_beside(one.pid, address, ANSWER_TIMEOUT_S)
-            connection.request("POST", "/v3/kv/range", json.dumps({**encoded, "limit": limit}))
+            connection.request("POST", f"/v3/{method}", json.dumps(request))
             with connection.getresponse() as response:
                 text = response.read().decode()
         except (OSError, HTTPException) as error:

@@ -55,6 +55,15 @@ def can_be_opened(path: Path) -> bool:
     return True
 
 
+def fsync(path: Path) -> None:
+    """Have all that was done to a file or a directory stored. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
     """Return the only line that a failed command printed, without the name of the command."""
     assert (done.returncode, done.stdout) == (code, ""), done
