@@ -136,13 +136,17 @@ class Model(Machine[State]):
             if node.mode == UP:
                 yield from self._node_steps(state, index, node)
                 yield from self._change_steps(state, index, node)
-                yield from self._crash_steps(state, index, node)
+                if state.left:
+                    yield from self._crash_steps(state, index, node)
             elif node.mode in (DOWN, DAMAGED):
                 yield from self._restart_steps(state, index, node)
-        yield from self._late_promotions(state)
-        yield from self._removal_steps(state)
-        yield from self._expiry_steps(state)
+        if state.promotions:
+            yield from self._late_promotions(state)
+        if state.promotions or state.left:
+            yield from self._removal_steps(state)
         yield from self._pin_steps(state)
+        if state.left:
+            yield from self._expiry_steps(state)
 
     # --- writers
 
@@ -588,8 +592,13 @@ class Model(Machine[State]):
                     raise Broken(f"node {index} keeps what nobody will ever need: {node}")
 
     def canonical(self, state: State) -> State:
-        """The two writers can stand for each other."""
-        return min(state, self.swapped(state), key=hash) if len(state.writers) == 2 else state
+        """The two writers can stand for each other. Most often they tell which state it is."""
+        if len(state.writers) < 2:
+            return state
+        first, second = state.writers[0], self._as_other(state.writers[1])
+        if first == second:
+            return min(state, self.swapped(state), key=hash)
+        return state if first < second else self.swapped(state)
 
     def _check_commit(self, state: State, head: Etcd, content: int) -> None:
         for index, node in enumerate(state.nodes):
@@ -728,13 +737,10 @@ class Model(Machine[State]):
         after = self._swapped.get(before)
         if after is None:
             after = self._swapped[before] = self._as_swapped(*before)
-        first, second = (
-            Writer(writer.phase, self._other(writer.content), writer.config, writer.acks)
-            for writer in state.writers
-        )
+        first, second = state.writers
         return State(
             *after,
-            (second, first),
+            (self._as_other(second), self._as_other(first)),
             frozenset((self._other(content), config) for content, config in state.puts),
             state.promotions,
             state.owed,
@@ -748,6 +754,9 @@ class Model(Machine[State]):
             tuple(Etcd(e.config, other(e.named), others(e.sessions), other(e.pin)) for e in log),
             tuple(Node(n.mode, n.view, others(n.sealed), others(n.torn)) for n in nodes),
         )
+
+    def _as_other(self, writer: Writer) -> Writer:
+        return Writer(writer.phase, self._other(writer.content), writer.config, writer.acks)
 
     def _other(self, content: int) -> int:
         """The content of the other writer that has the same place among its contents."""
