@@ -22,7 +22,7 @@ import trio
 from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
-from harness.clusters import ChangedCluster, Cluster, ClusterMount, Plan
+from harness.clusters import Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
@@ -333,9 +333,9 @@ def own_mount(new_mount: Callable[..., Mount]) -> Mount:
 class SharedCluster:
     """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
 
-    def __init__(self, plan: Plan, make: Callable[[Plan], Cluster] = Cluster) -> None:
+    def __init__(self, plan: Plan, program: str = "") -> None:
         self._plan = plan
-        self._make = make
+        self._program = program
         self._made: Cluster | None = None
 
     def get(self) -> Cluster:
@@ -346,7 +346,8 @@ class SharedCluster:
                 self.close()
         if self._made is None:
             with running(Tier.ALL):
-                self._made = self._make(self._plan).__enter__()
+                made = Cluster(self._plan, node_program=self._program, mount_program=self._program)
+                self._made = made.__enter__()
         return self._made
 
     def close(self) -> None:
@@ -367,7 +368,7 @@ def shared_rdma_cluster() -> Iterator[SharedCluster]:
     listen = {"listen": rdma.need_address()}
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=20)
-    shared = SharedCluster(plan, lambda plan: ChangedCluster(plan, rdma_part.__file__))
+    shared = SharedCluster(plan, rdma_part.__file__)
     yield shared
     shared.close()
 

@@ -16,7 +16,6 @@ from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually
 from harness.seeds import chosen_seed
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.records import MountRecord, claim_key, encode, key_of, wish_key
 
@@ -243,9 +242,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     numbers = [directory.stat().st_ino for directory in directories]
 
     async def hold(done: threading.Event) -> None:
-        config = ClusterConfig.load(str(own_cluster.config)).cluster
-        assert config is not None
-        async with config.engine("mount") as engine, trio.open_nursery() as nursery:
+        async with own_cluster.engine("mount") as engine, trio.open_nursery() as nursery:
             lease = await engine.leases.grant(60)
             record = MountRecord("elsewhere", "/nowhere", 1, "1", key_digest=b"m" * 32)
             claims = [Put(claim_key(ino), lease.to_bytes(8, "big"), lease) for ino in numbers[:2]]

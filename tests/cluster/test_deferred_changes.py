@@ -18,7 +18,6 @@ from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
 
@@ -491,11 +490,9 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
         holder, here, there = cluster.mounts[0], *(mount.path for mount in cluster.mounts)
         key = claim_key(here.stat().st_ino)
-        config = ClusterConfig.load(str(cluster.config)).cluster
-        assert config is not None
 
         async def delete_claim() -> None:
-            async with config.engine("mount") as engine:
+            async with cluster.engine("mount") as engine:
                 await engine.transact((), [Delete(key)])
 
         claim_exclusively(holder, here)

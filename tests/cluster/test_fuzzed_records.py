@@ -16,7 +16,6 @@ from harness.mountpoint import eventually
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Consumer
@@ -147,18 +146,16 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         (here / "others").mkdir()
         (here / "others" / "file").write_bytes(b"o" * 200_000)
         before = contents(here / "victims")
-        config = ClusterConfig.load(str(cluster.config)).cluster
-        assert config is not None
 
         async def snapshot() -> dict[bytes, bytes]:
-            async with config.engine("mount") as engine:
+            async with cluster.engine("mount") as engine:
                 _, found = await engine.snapshot(b"", b"\xff")
                 return {record.key: record.value for record in found}
 
         async def put(changes: Sequence[Put | Delete]) -> int:
             """Return the revision of etcd at which all is changed."""
             revision = 0
-            async with config.engine("mount") as engine:
+            async with cluster.engine("mount") as engine:
                 for start in range(0, len(changes), 100):
                     revision = await engine.transact((), changes[start : start + 100])
             return revision
@@ -202,9 +199,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
 
         while put_records < RECORDS:
             harm()
-        assert "damaged" in cluster.irdmafs(
-            *("cluster", "status", "--cluster", cluster.config), allowed=(0, 1, 2)
-        )
+        assert "damaged" in cluster.administer("status", allowed=(0, 1, 2))
         late = cluster.add_mount()
         assert (late.path / "others/file").read_bytes() == b"o" * 200_000
         mended: list[Put | Delete] = [

@@ -21,6 +21,7 @@ from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess
+from harness.programs import hasty_node
 from harness.seeds import seeded
 
 ITERATIONS = 60
@@ -546,7 +547,7 @@ def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:
     plan = Plan(nodes=3, buckets=32)
-    with Cluster(plan, hasty=True) as cluster:
+    with Cluster(plan, node_program=hasty_node.__file__) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         for i in range(60):
             write(one / f"file{i}", pattern(i, 500_000))
@@ -557,7 +558,7 @@ def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> N
             _wait_settled(cluster)
             moved = added.stored_bytes()
             assert 0 < moved <= 1.6 * stored / len(cluster.nodes)
-            cluster.irdmafs("cluster", "drain", f"{added.node_id:x}", "--cluster", cluster.config)
+            cluster.administer("drain", f"{added.node_id:x}")
             eventually(lambda: not _is_member(cluster, added), "it has no place any more", 60)
             _wait_settled(cluster)
         assert not wrong

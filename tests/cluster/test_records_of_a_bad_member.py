@@ -13,7 +13,6 @@ from harness.clusters import Cluster, Plan
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.faults import Faults
 from irdmafs.backend.model.policy import policy_of_rule
@@ -75,9 +74,7 @@ def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
         bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
 
         async def put() -> None:
-            config = ClusterConfig.load(str(cluster.config)).cluster
-            assert config is not None
-            async with config.engine("mount") as engine:
+            async with cluster.engine("mount") as engine:
                 # First: the log has a few lines of such records at a time.
                 await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
                 for ino, number in bad.items():
@@ -127,9 +124,7 @@ def test_a_directory_below_itself_occupies_nobody(tmp_path: Path) -> None:
         a, b = ((here / path).stat().st_ino for path in ("a", "a/b"))
 
         async def put() -> None:
-            config = ClusterConfig.load(str(cluster.config)).cluster
-            assert config is not None
-            async with config.engine("mount") as engine:
+            async with cluster.engine("mount") as engine:
                 loop, key = a.to_bytes(8, "big"), name_key(b, b"loop")
                 await engine.transact((), [Put(key, loop), Delete(name_key(1, b"a"))])
 

@@ -87,9 +87,7 @@ def test_a_new_node_gets_holes_as_holes() -> None:
         third = made.add_node()
         made.wait_healthy()
         for node in made.nodes[:2]:
-            made.irdmafs(
-                "cluster", "drain", f"{node.node_id:x}", "--cluster", made.config, allowed=(0,)
-            )
+            made.administer("drain", f"{node.node_id:x}", allowed=(0,))
             break
         made.nodes[0].terminate()
         check(made.add_mount().path / "file", 1700 * MIB, DATA)

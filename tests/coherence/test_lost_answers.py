@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 from harness.at_signal import SIGNAL
-from harness.clusters import Cluster, ClusterOfChangedMounts, Plan
+from harness.clusters import Cluster, Plan
 from harness.programs import lost_answers
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     beside = {0: 0} if request.param == "a node here" else {}
-    with ClusterOfChangedMounts(
-        Plan(nodes=1, replicas=1, beside=beside), lost_answers.__file__
-    ) as made:
+    plan = Plan(nodes=1, replicas=1, beside=beside)
+    with Cluster(plan, mount_program=lost_answers.__file__) as made:
         yield made
 
 

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 from harness.at_signal import SIGNAL
-from harness.clusters import Cluster, ClusterOfChangedMounts, Plan, StoreNode
+from harness.clusters import Cluster, Plan, StoreNode
 from harness.mountpoint import eventually
-from harness.programs import ended_sessions
+from harness.programs import ended_sessions, hasty_node
 
 
 def open_in_place(node: StoreNode, path: Path) -> int:
@@ -35,7 +35,7 @@ def incoming(node: StoreNode) -> set[str]:
 def test_files_that_were_open_for_writing_are_published_opened_and_written_again() -> None:
     """One is not written, one before the mount is stopped, and one after it goes on."""
     plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})
-    with Cluster(plan, hasty=True) as cluster:
+    with Cluster(plan, node_program=hasty_node.__file__) as cluster:
         (mount,), (node,) = cluster.mounts, cluster.nodes
         paths = [mount.path / name for name in ("unwritten", "before", "after")]
         opened = [open_in_place(node, path) for path in paths]
@@ -64,9 +64,8 @@ def test_files_that_were_open_for_writing_are_published_opened_and_written_again
 
 def test_copy_that_gets_another_number_is_kept_once() -> None:
     """It was made to be published in a session that has ended."""
-    with ClusterOfChangedMounts(
-        Plan(nodes=1, mounts=1, replicas=1), ended_sessions.__file__
-    ) as cluster:
+    plan = Plan(nodes=1, mounts=1, replicas=1)
+    with Cluster(plan, mount_program=ended_sessions.__file__) as cluster:
         (mount,) = cluster.mounts
         with (mount.path / "file").open("wb+", buffering=0) as file:
             for text in (b"first", b"second"):

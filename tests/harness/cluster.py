@@ -16,8 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.model.records import GroupConfig, MountRecord, NodeAddress, decode
+from irdmafs.backend.trust.security import Role
 
 from .daemons import Daemon
 from .etcd import Etcd
@@ -208,6 +211,10 @@ class Cluster:
             raise CommandFailed(f"irdmafs {words}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    def administer(self, *arguments: str, allowed: Container[int] = (0,)) -> str:
+        """What `irdmafs cluster ARGUMENTS` prints. Raises CommandFailed as `irdmafs` does."""
+        return self.irdmafs("cluster", *arguments, "--cluster", self.config, allowed=allowed)
+
     @property
     def config(self) -> Path:
         """The configuration file for commands and further mounts."""
@@ -215,11 +222,13 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """`irdmafs cluster status`, also of a cluster that is degraded or unavailable."""
-        answer = self.irdmafs(
-            *("cluster", "status", "--json", "--cluster", self.config), allowed=(0, 1, 2)
-        )
+        answer = self.administer("status", "--json", allowed=(0, 1, 2))
         found: dict[str, Any] = json.loads(answer)
         return found
+
+    def engine(self, role: Role) -> EtcdEngine:
+        """etcd, as those see it who have the certificate of a role."""
+        return ClusterConfig.load(os.fspath(self.config)).cluster.engine(role)
 
     def _prefix(self, kind: str) -> bytes:
         return f"/irdmafs/{CLUSTER_NAME}/{kind}".encode()

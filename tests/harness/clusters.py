@@ -12,15 +12,12 @@ from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
 from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
-from harness.programs import hasty_node
 from harness.training import train
 
 __all__ = [
     "MIB",
-    "ChangedCluster",
     "Cluster",
     "ClusterMount",
-    "ClusterOfChangedMounts",
     "CommandFailed",
     "Daemon",
     "Host",
@@ -59,19 +56,27 @@ def need_network() -> Network:
 class Cluster(harness.cluster.Cluster):
     """A cluster for a test, which is skipped where it cannot run.
 
-    links: they are to be cut or slowed down, so that it takes namespaces. hasty: its nodes look every
-    second for what they may free."""
+    links: they are to be cut or slowed down, so that it takes namespaces. `node_program` and
+    `mount_program`, the command `irdmafs` with changes, run its nodes and mounts."""
 
-    def __init__(self, plan: Plan, *, links: bool = False, hasty: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, *, links: bool = False, node_program: str = "", mount_program: str = ""
+    ) -> None:
         need_cluster()
-        self._hasty = hasty
+        self._node_program = node_program
+        self._mount_program = mount_program
         if links:
             need_network().close()
         super().__init__(plan)
 
     def _make_node(self, host: Host) -> StoreNode:
-        node = super()._make_node(host)
-        return run_instead(node, hasty_node.__file__) if self._hasty else node
+        return run_instead(super()._make_node(host), self._node_program)
+
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        made = super()._make_mount(host, *arguments, certificate=certificate)
+        return run_instead(made, self._mount_program)
 
     def __exit__(
         self,
@@ -83,27 +88,3 @@ class Cluster(harness.cluster.Cluster):
             # conftest comes too late for a cluster that is the test's own.
             print(self.logs())
         super().__exit__(kind, error, traceback)
-
-
-class ChangedCluster(Cluster):
-    """Its nodes and mounts are run by another program, which is the command `irdmafs` with changes."""
-
-    def __init__(self, plan: Plan, program: str) -> None:
-        super().__init__(plan)
-        self._program = program
-
-    def _make_node(self, host: Host) -> StoreNode:
-        return run_instead(super()._make_node(host), self._program)
-
-    def _make_mount(
-        self, host: Host | None, *arguments: str, certificate: str = ""
-    ) -> ClusterMount:
-        mount = super()._make_mount(host, *arguments, certificate=certificate)
-        return run_instead(mount, self._program)
-
-
-class ClusterOfChangedMounts(ChangedCluster):
-    """Only its mounts are."""
-
-    def _make_node(self, host: Host) -> StoreNode:
-        return Cluster._make_node(self, host)

@@ -128,14 +128,18 @@ class Daemon:
 
 
 def wait_until(
-    condition: Callable[[], bool], failure: str, within_s: float, daemon: Daemon | None = None
+    condition: Callable[[], bool],
+    failure: str,
+    within_s: float,
+    daemon: Daemon | None = None,
+    error: type[Exception] = CommandFailed,
 ) -> None:
-    """Wait for what sends no event. Raises CommandFailed, at once if the daemon that it takes ends."""
+    """Wait for what sends no event. Raises an error, at once if the daemon that it takes ends."""
     began = asked = time.monotonic()
     while not condition():
         answered = time.monotonic()
         if answered > began + within_s or (daemon is not None and not daemon.alive):
-            raise CommandFailed(f"{failure}\n{daemon.log_tail()}" if daemon else failure)
+            raise error(f"{failure}\n{daemon.log_tail()}" if daemon else failure)
         # A condition that takes the processor long is not asked all the time.
         time.sleep(max(0.01, answered - asked))
         asked = time.monotonic()

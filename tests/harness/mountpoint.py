@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
+from harness.daemons import wait_until
 from harness.processes import has_ended
 from harness.scratch import mount_points, scratch_directory
 from irdmafs.mount.mounting import can_mount, mounts
@@ -80,14 +80,7 @@ INTERRUPTED = (128 + signal.SIGINT, -signal.SIGINT)
 
 def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
     """Wait for something that happens soon but sends no event. Raises AssertionError."""
-    began = asked = time.monotonic()
-    while not condition():
-        answered = time.monotonic()
-        if answered > began + within_s:
-            raise AssertionError(f"not within {within_s} s: {what}")
-        # A condition that takes the processor long is not asked all the time.
-        time.sleep(max(0.01, answered - asked))
-        asked = time.monotonic()
+    wait_until(condition, f"not within {within_s} s: {what}", within_s, error=AssertionError)
 
 
 class Mount:

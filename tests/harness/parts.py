@@ -33,9 +33,11 @@ def irdmafs_command(*arguments: str | os.PathLike[str]) -> list[str]:
 
 
 def run_instead(part: Part, program: str) -> Part:
-    """Have a part run a program that is the command `irdmafs` with changes. Return the part."""
+    """Have a part run a program, if one is named, that is the command `irdmafs` with changes. Return the
+    part."""
     assert tuple(part.command[: len(forks.PREFIX)]) == forks.PREFIX
-    part.command[: len(forks.PREFIX)] = [sys.executable, program]
+    if program:
+        part.command[: len(forks.PREFIX)] = [sys.executable, program]
     return part
 
 

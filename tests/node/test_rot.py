@@ -72,7 +72,7 @@ def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, striped: st
     bad = cluster.nodes[1]
     before = node_status(cluster, bad)
     assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
-    cluster.irdmafs("cluster", "scrub", f"{bad.node_id:x}", "--cluster", cluster.config)
+    cluster.administer("scrub", f"{bad.node_id:x}")
     wait_until(lambda: sound(bad, contents) == stripes_of(contents))
     wait_until(lambda: node_status(cluster, bad)["scrub_running_s"] is None)
     after = node_status(cluster, bad)
@@ -88,7 +88,7 @@ def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
     written = publish(cluster, striped, [300_000])
     ((name, content),) = written.items()
     assert sum(damage(node, content) for node in cluster.nodes) == 1
-    cluster.irdmafs("cluster", "scrub", "--cluster", cluster.config)
+    cluster.administer("scrub")
     wait_until(lambda: cluster.status()["health"] == "unavailable")
     found = cluster.status()
     assert [one["path"] for one in found["damaged_files"]] == [f"/{name}"]
@@ -118,7 +118,7 @@ def test_a_drain_of_the_sound_node_keeps_what_is_sound(nodes: int) -> None:
         bad, good = made.nodes[:2]
         damaged = sum(damage(bad, content) for content in contents)
         assert damaged == stripes_of(contents) if nodes == 2 else damaged
-        made.irdmafs("cluster", "drain", f"{good.node_id:x}", "--cluster", made.config)
+        made.administer("drain", f"{good.node_id:x}")
         good.terminate()
         assert nodes == 3 or sound(bad, contents) == damaged
         read_all(made.add_mount().path, written)
@@ -134,7 +134,7 @@ def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> Non
         assert sum(damage(bad, content) for content in written.values())
         good.kill9()
         third = made.add_node()
-        made.irdmafs("cluster", "scrub", f"{bad.node_id:x}", "--cluster", made.config)
+        made.administer("scrub", f"{bad.node_id:x}")
         wait_until(lambda: len(made.status()["damaged_files"]) == len(written))
         wait_until(lambda: sum(1 for _ in (third.store / "extents").iterdir()) == len(written))
         good.start()

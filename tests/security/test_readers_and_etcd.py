@@ -69,9 +69,7 @@ async def test_etcd_does_not_accept_a_reader_s_certificate(cluster: Cluster) -> 
 
 
 async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluster) -> None:
-    said = cluster.irdmafs(
-        "cluster", "cert", "bystander", "--role", "reader", "--cluster", cluster.config
-    )
+    said = cluster.administer("cert", "bystander", "--role", "reader")
     assert all(f":{node.control_port}" in said for node in cluster.live_nodes().values())
     async with (
         section_of(cluster).engine("reader") as engine,
@@ -109,13 +107,11 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluste
 
 
 async def test_a_revoked_reader_can_do_nothing(cluster: Cluster) -> None:
-    cluster.irdmafs("cluster", "cert", "r1", "--role", "reader", "--cluster", cluster.config)
+    cluster.administer("cert", "r1", "--role", "reader")
     async with section_of(cluster, "reader-r1").engine("reader", 1.0) as engine:
         lease = await engine.leases.grant(60)
         await engine.transact((), [Put(pin_key(5, lease), b"", lease)])
-        await trio.to_thread.run_sync(
-            lambda: cluster.irdmafs("cluster", "revoke", "r1", "--yes", "--cluster", cluster.config)
-        )
+        await trio.to_thread.run_sync(lambda: cluster.administer("revoke", "r1", "--yes"))
         assert await shut_out(engine.get(SETTINGS_KEY))
         assert await shut_out(engine.leases.grant(60))
         assert await shut_out(engine.transact((), [Put(pin_key(5, lease), b"", lease)]))
@@ -123,8 +119,8 @@ async def test_a_revoked_reader_can_do_nothing(cluster: Cluster) -> None:
 
 
 async def test_with_a_revoked_certificate_etcd_cannot_be_reached(cluster: Cluster) -> None:
-    cluster.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", cluster.config)
-    cluster.irdmafs("cluster", "revoke", "w1", "--cluster", cluster.config)
+    cluster.administer("cert", "w1", "--role", "mount")
+    cluster.administer("revoke", "w1")
     assert await is_accepted(cluster, "mount")
     assert not await is_accepted(cluster, "mount-w1")
 

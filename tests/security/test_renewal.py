@@ -237,7 +237,7 @@ PLAN = Plan(nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False
 
 
 def renew(cluster: Cluster, name: str, role: str) -> None:
-    cluster.irdmafs("cluster", "cert", name, "--role", role, "--renew", "--cluster", cluster.config)
+    cluster.administer("cert", name, "--role", role, "--renew")
 
 
 def hang_up(daemon: Daemon, said: str) -> None:
@@ -253,7 +253,7 @@ def sessions(cluster: Cluster) -> list[int]:
 async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(
     cluster: Cluster,
 ) -> None:
-    cluster.irdmafs("cluster", "cert", "w1", "--role", "mount", "--cluster", cluster.config)
+    cluster.administer("cert", "w1", "--role", "mount")
     mount = cluster.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)
     held = sessions(cluster)
@@ -284,7 +284,7 @@ async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renew
 
 
 def test_a_file_that_is_damaged_is_told_of_in_status(cluster: Cluster) -> None:
-    cluster.irdmafs("cluster", "cert", "w2", "--role", "mount", "--cluster", cluster.config)
+    cluster.administer("cert", "w2", "--role", "mount")
     mount = cluster.add_mount(certificate="mount-w2")
     [node] = cluster.nodes
     for daemon, stem in ((mount, "mount-w2"), (node, "node")):
@@ -305,7 +305,7 @@ def test_a_file_that_is_damaged_is_told_of_in_status(cluster: Cluster) -> None:
 
 
 def test_only_who_is_let_in_can_have_a_certificate_renewed(cluster: Cluster) -> None:
-    cluster.irdmafs("cluster", "cert", "w3", "--role", "mount", "--cluster", cluster.config)
+    cluster.administer("cert", "w3", "--role", "mount")
     config = cluster.config
     arguments = ("cluster", "cert", "w3", "--role", "reader", "--renew", "--cluster", config)
     assert cluster.irdmafs(*arguments, allowed=(1,)) == ""

@@ -28,13 +28,13 @@ PLAN = Plan(
 
 
 def members(cluster: Cluster) -> list[dict[str, Any]]:
-    answer = cluster.irdmafs("cluster", "members", "--json", "--cluster", cluster.config)
+    answer = cluster.administer("members", "--json")
     found: list[dict[str, Any]] = json.loads(answer)
     return found
 
 
 def issue(cluster: Cluster, name: str) -> None:
-    cluster.irdmafs("cluster", "cert", name, "--role", "mount", "--cluster", cluster.config)
+    cluster.administer("cert", name, "--role", "mount")
 
 
 def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_in(
@@ -51,10 +51,10 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
         for path in [cluster.config_directory / f"mount-w1.{kind}"]
     }
 
-    refused = cluster.irdmafs("cluster", "revoke", "w1", "--cluster", cluster.config, allowed=(1,))
+    refused = cluster.administer("revoke", "w1", allowed=(1,))
     assert refused == ""
     assert (mount.path / "before").read_bytes() == b"b" * 300_000
-    cluster.irdmafs("cluster", "revoke", "w1", "--yes", "--cluster", cluster.config)
+    cluster.administer("revoke", "w1", "--yes")
 
     # Whatever it holds open: what it does now is refused by nodes and by etcd.
     eventually(
@@ -111,9 +111,7 @@ async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
         nodes.get, (), credentials=credentials, name="thief", role="mount"
     ) as peers:
         await peers.ping(node)
-        await trio.to_thread.run_sync(
-            lambda: cluster.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", cluster.config)
-        )
+        await trio.to_thread.run_sync(lambda: cluster.administer("revoke", "w2", "--yes"))
         with trio.fail_after(20):
             while True:
                 try:
@@ -127,7 +125,7 @@ async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
 
 def test_a_revoked_node_is_put_out_and_stays_out() -> None:
     with Cluster(PLAN) as own:
-        own.irdmafs("cluster", "revoke", "node", "--yes", "--cluster", own.config)
+        own.administer("revoke", "node", "--yes")
         eventually(lambda: not own.live_nodes(), "the node is not in the cluster any more")
         [node] = own.nodes
         eventually(lambda: "our certificate was revoked" in node.log_tail(), "it says why")
@@ -140,7 +138,7 @@ async def test_what_is_revoked_stays_so_when_etcd_forgets_it(cluster: Cluster) -
     issue(cluster, "w3")
     identity = identity_in(str(cluster.config_directory / "mount-w3.pem"))
     assert identity is not None
-    cluster.irdmafs("cluster", "revoke", "w3", "--cluster", cluster.config)
+    cluster.administer("revoke", "w3")
     eventually(lambda: "'w3' is revoked" in cluster.nodes[0].log_tail(), "the node knows")
     key = f"/irdmafs/default/K{identity.serial}"
     cluster.etcd.ctl("del", key)
@@ -174,17 +172,13 @@ def test_who_hides_behind_another_name_is_put_out_all_the_same(cluster: Cluster)
             # Without a lease, it would stay for ever.
             left_over["pin"] = pin_key(5, session.lease)
             await engine.transact((), [Put(left_over["pin"], b"")])
-            await trio.to_thread.run_sync(
-                lambda: cluster.irdmafs(
-                    "cluster", "revoke", "w5", "--yes", "--cluster", cluster.config
-                )
-            )
+            await trio.to_thread.run_sync(lambda: cluster.administer("revoke", "w5", "--yes"))
             with pytest.raises(PermissionError):
                 await engine.transact((), [Put(left_over["pin"], b"")])
             nursery.cancel_scope.cancel()
 
     async def look() -> list[bytes]:
-        async with ClusterConfig.load(str(cluster.config)).cluster.engine("admin") as engine:
+        async with cluster.engine("admin") as engine:
             mounts = [decode(pair.value, MountRecord) for pair in await engine.range(b"m", b"n")]
             assert "/hidden" not in [mount.mountpoint for mount in mounts]
             return [pair.key for pair in await engine.range(b"p", b"q")]
@@ -201,7 +195,7 @@ def test_revoking_what_is_not_there_or_gone_already_says_so(cluster: Cluster) ->
 
     assert "no certificate was issued to 'nobody'" in refused("nobody")
     issue(cluster, "w4")
-    cluster.irdmafs("cluster", "revoke", "w4", "--cluster", cluster.config)
+    cluster.administer("revoke", "w4")
     assert "were revoked already" in refused("w4")
     assert "--yes agrees to cutting them off" in refused("mount")
     assert [one["state"] for one in members(cluster) if one["name"] == "mount"] == ["valid"]

@@ -54,9 +54,7 @@ def kept(made: Cluster, whole: Path) -> ClusterMount:
 def give(cluster: Cluster, name: str, *more: str) -> str:
     """Make a certificate for a mount that is kept to a directory, if there are `more` arguments."""
     root = ("--root", *more) if more else ()
-    return cluster.irdmafs(
-        "cluster", "cert", name, "--role", "mount", *root, "--cluster", cluster.config
-    )
+    return cluster.administer("cert", name, "--role", "mount", *root)
 
 
 def test_it_changes_nothing_outside_and_reads_everything(whole: Path, kept: ClusterMount) -> None:
@@ -144,7 +142,7 @@ def test_a_certificate_is_for_a_new_directory_or_one_of_another_certificate(
 ) -> None:
     said = give(made, "second-trainer", "/models/")
     assert "changes what is below /models alone" in said
-    rows = made.irdmafs("cluster", "members", "--cluster", made.config)
+    rows = made.administer("members")
     assert "mount models" in rows and "mount /models/" in rows
     (whole / "deep/er").mkdir(parents=True)
     claim_exclusively(made.mounts[0], whole / "deep/er")
@@ -165,9 +163,7 @@ def test_a_certificate_is_for_a_new_directory_or_one_of_another_certificate(
 
 
 def test_a_renewed_certificate_is_kept_to_the_same(made: Cluster, kept: ClusterMount) -> None:
-    made.irdmafs(
-        *("cluster", "cert", "trainer", "--role", "mount", "--renew", "--cluster", made.config)
-    )
+    made.administer("cert", "trainer", "--role", "mount", "--renew")
     again = made.add_mount(certificate="mount-trainer")
     (again.path / "models/renewed").write_bytes(b"r")
     assert errno_of(os.mkdir, again.path / "new") == errno.EROFS

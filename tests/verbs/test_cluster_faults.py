@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness import rdma
-from harness.clusters import MIB, ChangedCluster, Cluster, Daemon, Plan
+from harness.clusters import MIB, Cluster, Daemon, Plan
 from harness.mountpoint import eventually
 from harness.programs import breakable
 from harness.seeds import chosen_seed
@@ -136,7 +136,8 @@ def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
     print(f"IRDMAFS_FAULTS={FAULTS}")
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, mounts=2, namespaces=False, lease_ttl_s=10)
-    with ChangedCluster(plan, breakable.__file__) as cluster:
+    program = breakable.__file__
+    with Cluster(plan, node_program=program, mount_program=program) as cluster:
         folders = {}
         (cluster.mounts[0].path / "work").mkdir()
         for mount in cluster.mounts:

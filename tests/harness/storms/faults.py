@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from harness.clusters import Cluster, Daemon, StoreNode
 from harness.storms.history import Operation
@@ -38,7 +37,7 @@ class Fault:
 class Faults:
     """Does random harm to a cluster, most of it undone after a while; `history` is what was done.
 
-    `at_once` 1: the cluster recovers from each before the next, so that stalls are those of one."""
+    `at_once` 1: the cluster recovers from each before the next."""
 
     def __init__(
         self,
@@ -270,32 +269,3 @@ def with_deferred(faults: Sequence[Fault], operations: Iterable[Operation]) -> l
         else operation
         for operation in operations
     ]
-
-
-class Stall(NamedTuple):
-    """How long the slowest operation took that a fault met and that succeeded, in seconds, of programs
-    on hosts that the fault left alone."""
-
-    kind: str
-    seconds: float
-
-
-def stalls(faults: Sequence[Fault], operations: Sequence[Operation]) -> list[Stall]:
-    """One for each fault."""
-    answered = [o for o in operations if o.outcome in ("ok", "absent", "exists")]
-    found = []
-    for fault in faults:
-        met = [
-            operation.end - operation.began
-            for operation in answered
-            if operation.began < fault.ended
-            and fault.began < operation.end
-            and operation.host not in fault.hosts
-        ]
-        found.append(Stall(fault.kind, max(met, default=0) / 1e9))
-    return found
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values."""
-    return values[min(len(values) - 1, int(len(values) * share))]
