@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from harness.claims import claim, claimed
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually
-from harness.seeds import chosen_seed
 
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.records import MountRecord, claim_key, encode, key_of, wish_key
@@ -144,50 +142,19 @@ def test_a_directory_with_a_file_that_nobody_else_sees_cannot_be_removed(
         assert not can_be_opened(here)
 
 
-def test_hosts_that_race_for_names_get_each_once(
-    hosts: list[ClusterMount], pair: list[Path]
-) -> None:
-    """Both make the same names, exclusively, at times faster than the other: claims come and go."""
-    seed = chosen_seed()
-    count = 150
-    won: dict[int, list[int]] = {number: [] for number in range(count)}
-    failed: list[BaseException] = []
-
-    def race(host: int) -> None:
-        chooser = random.Random(seed + host)
-        try:
-            at = 0
-            while at < count:
-                # Several names in a row, then some that the other one may have made, or makes now.
-                for number in range(at, min(at + chooser.randrange(1, 12), count)):
-                    try:
-                        fd = make(pair[host] / f"name{number}")
-                    except FileExistsError:
-                        pass
-                    else:
-                        os.write(fd, b"%d" % host)
-                        os.close(fd)
-                        won[number].append(host)
-                    at = number + 1
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=race, args=(host,)) for host in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    for number, winners in won.items():
-        assert len(winners) == 1, number
-        for folder in pair:
-            assert (folder / f"name{number}").read_bytes() == b"%d" % winners[0]
+@pytest.fixture(scope="module")
+def failing_cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def own_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        yield cluster
+def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster of which a mount is stopped or killed. It works again after the test."""
+    yield failing_cluster
+    for mount in failing_cluster.mounts:
+        if not mount.alive:
+            mount.restart()
 
 
 def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster: Cluster) -> None:
