@@ -70,6 +70,18 @@ def test_nothing_that_is_stored_is_ever_written(
         assert (found[:6], found[100:105]) == (b"edited", b"again")
 
 
+def test_closing_publishes_once_where_the_store_takes_the_very_file(
+    beside: Cluster, folder: Path
+) -> None:
+    for size in (100, MIB):
+        (folder / "file").write_bytes(pattern(1, size))
+        version = os.getxattr(folder / "file", "user.irdmafs.version")
+        (folder / "file").write_bytes(pattern(2, size))
+        assert beside.mounts[0].status()  # the release is put off until somebody asks
+        found = os.getxattr(folder / "file", "user.irdmafs.version")
+        assert int(found) == int(version) + 1
+
+
 WRITE_IN_PLACE = """
 for turn in range(turns):
     fd = os.open(file, os.O_RDWR)

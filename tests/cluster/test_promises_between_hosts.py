@@ -516,33 +516,37 @@ def reading(path: Path, expected: int) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_closing_publishes_once_where_the_store_takes_the_very_file() -> None:
-    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as cluster:
-        (mount,) = cluster.mounts
-        for size in (100, MIB):
-            write(mount.path / "file", pattern(1, size))
-            version = os.getxattr(mount.path / "file", "user.irdmafs.version")
-            write(mount.path / "file", pattern(2, size))
-            assert mount.status()  # the release is put off until somebody asks
-            found = os.getxattr(mount.path / "file", "user.irdmafs.version")
-            assert int(found) == int(version) + 1
-
-
-def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
+@pytest.fixture(scope="module")
+def failing_cluster() -> Iterator[Cluster]:
     with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
-        one, other = (mount.path for mount in cluster.mounts)
-        for i in range(20):
-            write(one / f"file{i}", pattern(i, 300_000))
-        victim = cluster.nodes[0]
-        victim.kill9()
-        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
-        write(one / "after", pattern(99, MIB))
-        assert read_version(other / "after") == 99
-        cluster.wait_healthy()
-        victim.start()
-        cluster.wait_healthy()
-        cluster.nodes[1].kill9()
-        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+        yield cluster
+
+
+@pytest.fixture
+def failing(failing_cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose nodes are killed or stopped. All work again after the test."""
+    yield failing_cluster
+    failing_cluster.heal_all()
+    for node in failing_cluster.nodes:
+        if not node.alive:
+            node.start()
+    failing_cluster.wait_healthy()
+
+
+def test_a_killed_node_loses_nothing_and_service_goes_on(failing: Cluster) -> None:
+    one, other = (mount.path for mount in failing.mounts)
+    for i in range(20):
+        write(one / f"file{i}", pattern(i, 300_000))
+    victim = failing.nodes[0]
+    victim.kill9()
+    assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+    write(one / "after", pattern(99, MIB))
+    assert read_version(other / "after") == 99
+    failing.wait_healthy()
+    victim.start()
+    failing.wait_healthy()
+    failing.nodes[1].kill9()
+    assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
 
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:
@@ -666,20 +670,19 @@ def test_groups_wait_for_nodes_that_are_about_to_start() -> None:
         assert {(group.epoch, len(group.in_sync)) for group in groups} == {(1, 2)}
 
 
-def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
-    with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
-        one, other = (mount.path for mount in cluster.mounts)
-        write(one / "file", pattern(0, MIB))
-        # Whoever is the only one in sync is waited for.
-        cluster.wait_healthy()
-        node = cluster.nodes[0]
-        node.pause()
-        write(one / "file", pattern(1, MIB))
-        assert read_version(other / "file") == 1
-        eventually(lambda: node.node_id not in cluster.live_nodes(), "its lease is over")
-        node.resume()
-        assert read_version(other / "file") == 1
-        cluster.wait_healthy()
+def test_a_paused_node_that_wakes_up_serves_nothing_old(failing: Cluster) -> None:
+    one, other = (mount.path for mount in failing.mounts)
+    write(one / "file", pattern(0, MIB))
+    # Whoever is the only one in sync is waited for.
+    failing.wait_healthy()
+    node = failing.nodes[0]
+    node.pause()
+    write(one / "file", pattern(1, MIB))
+    assert read_version(other / "file") == 1
+    eventually(lambda: node.node_id not in failing.live_nodes(), "its lease is over")
+    node.resume()
+    assert read_version(other / "file") == 1
+    failing.wait_healthy()
 
 
 def test_an_open_that_the_kernel_tries_only_once_needs_no_lookup(pair: list[Path]) -> None:

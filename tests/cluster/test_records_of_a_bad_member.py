@@ -35,6 +35,7 @@ SENSELESS: list[dict[str, Any]] = [
     {"size": 10, "layout": Layout(-1, 0)},
     {"size": 10, "layout": Layout(1, 0, 0, 256)},
 ]
+PLAN = Plan(nodes=1, mounts=2, replicas=1, namespaces=False)
 NEWER_RULE = "zone=a orbit=geostationary"
 
 
@@ -65,72 +66,70 @@ def test_a_rule_that_is_not_understood_admits_no_node() -> None:
     assert policy_of_rule(NEWER_RULE).only[0][1] == ()
 
 
-def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        here, there = (mount.path for mount in cluster.mounts)
-        (here / "before").write_bytes(b"b" * 300_000)
-        for number in range(len(SENSELESS)):
-            (here / f"file{number}").write_bytes(b"x" * 100_000)
-        bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
+def test_nodes_and_mounts_go_on(cluster: Cluster) -> None:
+    here, there = (mount.path for mount in cluster.mounts[:2])
+    (here / "before").write_bytes(b"b" * 300_000)
+    for number in range(len(SENSELESS)):
+        (here / f"file{number}").write_bytes(b"x" * 100_000)
+    bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
 
-        async def put() -> None:
-            async with cluster.engine("mount") as engine:
-                # First: the log has a few lines of such records at a time.
-                await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
-                for ino, number in bad.items():
-                    found = await engine.get(inode_key(ino))
-                    assert found is not None
-                    extent = Inode.decode(ino, found.value, 1).extent
-                    record = senseless(ino, SENSELESS[number], extent)
-                    await engine.transact((), [Put(b"i" + ino.to_bytes(8, "big"), record)])
+    async def put() -> None:
+        async with cluster.engine("mount") as engine:
+            # First: the log has a few lines of such records at a time.
+            await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
+            for ino, number in bad.items():
+                found = await engine.get(inode_key(ino))
+                assert found is not None
+                extent = Inode.decode(ino, found.value, 1).extent
+                record = senseless(ino, SENSELESS[number], extent)
+                await engine.transact((), [Put(b"i" + ino.to_bytes(8, "big"), record)])
 
-        trio.run(put)
-        (node,) = cluster.nodes
-        eventually(lambda: "not understood" in node.log_tail(), "the node was told")
-        for mount in (here, there):
-            assert (mount / "before").read_bytes() == b"b" * 300_000
-            (mount / mount.parent.name).write_bytes(b"a" * 300_000)
-            assert len(os.listdir(mount)) >= len(SENSELESS)
-        assert node.alive
-        late = cluster.add_mount()
-        assert (late.path / "before").read_bytes() == b"b" * 300_000
-        for mount in (here, there, late.path):
-            assert "file0" in os.listdir(mount)
-            for ask in (os.stat, os.listxattr, Path.read_bytes):
-                with fails_with(errno.EIO):
-                    ask(mount / "file0")
-        told = cluster.status()
-        assert told["health"] == "degraded"
-        (line,) = (line for line in told["problems"] if "make no sense" in line)
-        assert "(/file0), written by mount0:" in line
-        assert any("make no sense" in line for line in late.status()["warnings"])
+    trio.run(put)
+    (node,) = cluster.nodes
+    eventually(lambda: "not understood" in node.log_tail(), "the node was told")
+    for mount in (here, there):
+        assert (mount / "before").read_bytes() == b"b" * 300_000
+        (mount / mount.parent.name).write_bytes(b"a" * 300_000)
+        assert len(os.listdir(mount)) >= len(SENSELESS)
+    assert node.alive
+    late = cluster.add_mount()
+    assert (late.path / "before").read_bytes() == b"b" * 300_000
+    for mount in (here, there, late.path):
+        assert "file0" in os.listdir(mount)
+        for ask in (os.stat, os.listxattr, Path.read_bytes):
+            with fails_with(errno.EIO):
+                ask(mount / "file0")
+    told = cluster.status()
+    assert told["health"] == "degraded"
+    (line,) = (line for line in told["problems"] if "make no sense" in line)
+    assert "(/file0), written by mount0:" in line
+    assert any("make no sense" in line for line in late.status()["warnings"])
 
-        os.unlink(there / "file0")
-        os.rename(there / "before", there / "file1")
-        for mount in (here, there, late.path):
-            assert "file0" not in os.listdir(mount)
-            assert (mount / "file1").read_bytes() == b"b" * 300_000
+    os.unlink(there / "file0")
+    os.rename(there / "before", there / "file1")
+    for mount in (here, there, late.path):
+        assert "file0" not in os.listdir(mount)
+        assert (mount / "file1").read_bytes() == b"b" * 300_000
 
 
 def lost(path: Path) -> bool:
     return not path.exists()
 
 
-def test_a_directory_below_itself_occupies_nobody(tmp_path: Path) -> None:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        here, there = (mount.path for mount in cluster.mounts)
-        (here / "a" / "b").mkdir(parents=True)
-        (here / "a" / "b" / "file").write_bytes(b"f" * 300_000)
-        a, b = ((here / path).stat().st_ino for path in ("a", "a/b"))
+def test_a_directory_below_itself_occupies_nobody(cluster: Cluster) -> None:
+    here, there = (mount.path for mount in cluster.mounts[:2])
+    (here / "a" / "b").mkdir(parents=True)
+    (here / "a" / "b" / "file").write_bytes(b"f" * 300_000)
+    a, b = ((here / path).stat().st_ino for path in ("a", "a/b"))
 
-        async def put() -> None:
-            async with cluster.engine("mount") as engine:
-                loop, key = a.to_bytes(8, "big"), name_key(b, b"loop")
-                await engine.transact((), [Put(key, loop), Delete(name_key(1, b"a"))])
+    async def put() -> None:
+        async with cluster.engine("mount") as engine:
+            loop, key = a.to_bytes(8, "big"), name_key(b, b"loop")
+            await engine.transact((), [Put(key, loop), Delete(name_key(1, b"a"))])
 
-        trio.run(put)
-        for mount in (here, there, cluster.add_mount().path):
-            eventually(functools.partial(lost, mount / "a"), "the mount was told")
-            (mount / mount.parent.name).write_bytes(b"a" * 300_000)
-            assert "a" not in os.listdir(mount)
-        assert cluster.nodes[0].alive
+    trio.run(put)
+    for mount in (here, there, cluster.add_mount().path):
+        eventually(functools.partial(lost, mount / "a"), "the mount was told")
+        (mount / mount.parent.name).write_bytes(b"a" * 300_000)
+        assert "a" not in os.listdir(mount)
+    assert cluster.nodes[0].alive

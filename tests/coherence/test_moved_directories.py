@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from harness.clusters import Cluster, Plan
 
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
@@ -49,42 +48,40 @@ def repeated(act: Callable[[], None]) -> Iterator[None]:
         repeating.result()
 
 
-def test_it_is_found_while_files_are_renamed() -> None:
-    with Cluster(Plan()) as cluster:
-        here, there = (mount.path for mount in cluster.mounts)
-        for name in "abcd":
-            (here / name).mkdir()
-        (here / "a" / "moved").mkdir()
-        (there / "c" / "file").write_text("")
+def test_it_is_found_while_files_are_renamed(here: Path, there: Path) -> None:
+    for name in "abcd":
+        (here / name).mkdir()
+    (here / "a" / "moved").mkdir()
+    (there / "c" / "file").write_text("")
 
-        failures = 0
+    failures = 0
 
-        def rename() -> None:
-            os.rename(there / "c" / "file", there / "d" / "file")
-            os.rename(there / "d" / "file", there / "c" / "file")
+    def rename() -> None:
+        os.rename(there / "c" / "file", there / "d" / "file")
+        os.rename(there / "d" / "file", there / "c" / "file")
 
-        def is_there(path: Path) -> bool:
-            nonlocal failures
-            try:
-                os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
-            except FileNotFoundError:
-                return False
-            except OSError as error:
-                assert error.errno == errno.ESTALE, error
-                failures += 1
-                return False
-            return True
-
-        kept = os.open(there / "a" / "moved", os.O_PATH)
+    def is_there(path: Path) -> bool:
+        nonlocal failures
         try:
-            with repeated(rename):
-                for number in range(MOVES):
-                    before, after = ("ab", "ba")[number % 2]
-                    os.rename(here / before / "moved", here / after / "moved")
-                    assert any(is_there(there / after / "moved") for _ in range(100))
-                    assert not is_there(there / before / "moved")
-        finally:
-            os.close(kept)
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            assert error.errno == errno.ESTALE, error
+            failures += 1
+            return False
+        return True
+
+    kept = os.open(there / "a" / "moved", os.O_PATH)
+    try:
+        with repeated(rename):
+            for number in range(MOVES):
+                before, after = ("ab", "ba")[number % 2]
+                os.rename(here / before / "moved", here / after / "moved")
+                assert any(is_there(there / after / "moved") for _ in range(100))
+                assert not is_there(there / before / "moved")
+    finally:
+        os.close(kept)
     assert failures <= FAILURES_MAX
 
 

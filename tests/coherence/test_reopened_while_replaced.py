@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from harness.clusters import Cluster, Plan
 from harness.seeds import chosen_seed
 
 CALLS = 90
@@ -40,14 +40,10 @@ for _ in range(calls):
 print(json.dumps(failures))
 """
 
-PLAN = Plan(nodes=2, mounts=1)
 
-
-def test_nobody_meets_an_error_or_a_conflict(cluster: Cluster) -> None:
+def test_nobody_meets_an_error_or_a_conflict(here: Path) -> None:
     seed = chosen_seed()
-    folder = cluster.mounts[0].path / "replaced"
-    folder.mkdir()
-    path = folder / "file"
+    path = here / "file"
     path.write_bytes(b"x" * 100)
     programs = [
         subprocess.Popen(
@@ -58,18 +54,14 @@ def test_nobody_meets_an_error_or_a_conflict(cluster: Cluster) -> None:
     ]
     told = [json.loads(program.communicate(timeout=60)[0]) for program in programs]
     assert told == [{}] * PROGRAMS
-    assert os.listdir(folder) == ["file"]
+    assert os.listdir(here) == ["file"]
 
 
-def test_a_descriptor_is_opened_once_more_in_a_directory_that_is_not_followed(
-    cluster: Cluster,
-) -> None:
+def test_a_descriptor_is_opened_once_more_in_a_directory_that_is_not_followed(here: Path) -> None:
     """The open is refused once for each of two reasons: etcd has to be asked whether the file was removed,
     and another node shows what its writer writes."""
-    folder = cluster.mounts[0].path / "unfollowed"
-    folder.mkdir()
-    os.setxattr(folder, "user.irdmafs.follow", b"off")
-    path = folder / "file"
+    os.setxattr(here, "user.irdmafs.follow", b"off")
+    path = here / "file"
     path.write_bytes(b"first")
     with path.open("rb") as first:
         path.write_bytes(b"second")

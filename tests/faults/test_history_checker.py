@@ -338,7 +338,7 @@ def test_files_that_are_written_in_place_fail_the_check(memory: Path) -> None:
         folder = memory / f"files-{seed}"
         folder.mkdir()
         logs = memory / f"logs-{seed}"
-        workers = Workers({"a": folder}, logs, seed=seed, names=2, pause_s=0, operations=500)
+        workers = Workers({"a": folder}, logs, seed=seed, names=1, pause_s=0, operations=100)
         kinds = {violation.kind for violation in check(_work(workers))}
         if kinds & {"torn", "vanished"}:
             return
