@@ -12,7 +12,7 @@ import trio
 from harness.clusters import Cluster, Plan
 from harness.daemons import Daemon
 from harness.mountpoint import eventually
-from harness.transport_place import Place, in_cluster, mounted
+from harness.transport_place import Place, in_cluster, mounted, until
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers
@@ -74,9 +74,7 @@ async def test_new_connections_show_what_was_renewed_and_open_ones_go_on(
         nursery.start_soon(renewal.run)
         second = replace(mount, directory)
         renewal.ask()
-        with trio.fail_after(30):
-            while mount.identity != second:
-                await trio.sleep(0.01)
+        await until(lambda: mount.identity == second)
         await place.peers.ping(1)
         assert shown_to(place) == [first.serial], "it was there before"
         async with mounted(memory, credentials=mount) as others:
@@ -96,9 +94,7 @@ async def test_files_are_read_again_without_being_told(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Renewal([mount.renewable]).run)
         second = replace(mount, directory)
-        with trio.fail_after(30):
-            while mount.identity == first:
-                await trio.sleep(0.01)
+        await until(lambda: mount.identity != first)
         assert mount.identity == second
         nursery.cancel_scope.cancel()
 
@@ -212,9 +208,7 @@ async def test_a_connection_ends_with_the_certificate_that_it_was_opened_with(
     async with connected(memory, node, mount) as place:
         renewed = replace(mount, directory)
         mount.renewable.renew(at_once=True)
-        with trio.fail_after(30):
-            while "its certificate has expired" not in caplog.text:
-                await trio.sleep(0.01)
+        await until(lambda: "its certificate has expired" in caplog.text)
         with trio.fail_after(30):
             while shown_to(place) != [renewed.serial]:
                 try:

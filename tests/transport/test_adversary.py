@@ -10,7 +10,7 @@ import gc
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +129,24 @@ async def on_the_way(
         nursery.cancel_scope.cancel()
 
 
-@asynccontextmanager
-async def attacked(
-    memory: Path, certificates: dict[str, Credentials], count: int = 1, kind: str = "data"
-) -> AsyncIterator[tuple[Place, Relay]]:
+Attacked = Callable[..., AbstractAsyncContextManager[tuple[Place, Relay]]]
+
+
+@pytest.fixture
+def attacked(memory: Path, certificates: dict[str, Credentials]) -> Attacked:
+    """attacked(count=1, kind="data"): so many nodes, and a relay before that port of the first one."""
     node, mount = certificates["node"], certificates["mount"]
-    async with (
-        in_cluster(memory, count, credentials=node, mount={"credentials": mount}) as cluster,
-        on_the_way(cluster, mount, kind) as (relay, peers),
-    ):
-        with trio.fail_after(60):
-            yield Place(memory, peers, cluster.nodes), relay
+
+    @asynccontextmanager
+    async def make(count: int = 1, kind: str = "data") -> AsyncIterator[tuple[Place, Relay]]:
+        async with (
+            in_cluster(memory, count, credentials=node, mount={"credentials": mount}) as cluster,
+            on_the_way(cluster, mount, kind) as (relay, peers),
+        ):
+            with trio.fail_after(60):
+                yield Place(memory, peers, cluster.nodes), relay
+
+    return make
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
@@ -152,14 +159,10 @@ def header(op: wire.Op, extent: Extent, length: int) -> bytes:
 @pytest.mark.parametrize("op", wire.Op)
 @pytest.mark.parametrize("code", [b"", bytes(16)], ids=["no code", "a wrong code"])
 async def test_a_forged_request_in_an_idle_connection_is_not_served(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    caplog: pytest.LogCaptureFixture,
-    op: wire.Op,
-    code: bytes,
+    attacked: Attacked, caplog: pytest.LogCaptureFixture, op: wire.Op, code: bytes
 ) -> None:
     content = random_bytes(100_000)
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), content)
         [passage] = relay.passages
         before = len(passage.passed[TO_MOUNT])
@@ -174,9 +177,9 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
 
 
 async def test_a_request_that_passed_is_not_served_again(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+    attacked: Attacked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"secret" * 50)
         passages = len(relay.passages)
         seen = len(relay.passages[0].passed[TO_NODE])
@@ -191,9 +194,9 @@ async def test_a_request_that_passed_is_not_served_again(
 
 
 async def test_a_preamble_that_passed_opens_nothing(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+    attacked: Attacked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
         stream = await connect(cluster, "tcp")
@@ -203,10 +206,10 @@ async def test_a_preamble_that_passed_opens_nothing(
 
 
 async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
-    memory: Path, certificates: dict[str, Credentials], monkeypatch: pytest.MonkeyPatch
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_HEADER_S", 1.0)
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"content")
         connections = cluster.nodes[1].listener.host.counters.connections
         await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
@@ -216,10 +219,10 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
 
 @pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
 async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture, place: int
+    attacked: Attacked, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     content = random_bytes(3 * MiB)
-    async with attacked(memory, certificates, 2) as (cluster, relay):
+    async with attacked(2) as (cluster, relay):
         began = wire.PREAMBLE_BYTES + wire.HEADER_BYTES
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
@@ -241,10 +244,10 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
 
 
 async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+    attacked: Attacked, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = random_bytes(3 * MiB)
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), content)
         relay.change = lambda direction, passage, data: (
             data[:-1] + bytes([data[-1] ^ 1]) if direction == TO_MOUNT else data
@@ -256,11 +259,9 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
         assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
 
 
-async def test_a_forged_answer_acknowledges_nothing(
-    memory: Path, certificates: dict[str, Credentials]
-) -> None:
+async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
     """The bytes never arrive, and somebody says that they did."""
-    async with attacked(memory, certificates) as (cluster, relay):
+    async with attacked() as (cluster, relay):
         answer = wire.REPLY.pack(wire.ReplyKind.OK, False, 0, 0, 0) + bytes(16)
         answered: set[Passage] = set()
 
@@ -285,9 +286,9 @@ async def test_a_forged_answer_acknowledges_nothing(
 
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
 async def test_what_is_said_in_a_control_connection_by_others_ends_it(
-    memory: Path, certificates: dict[str, Credentials], direction: int
+    attacked: Attacked, direction: int
 ) -> None:
-    async with attacked(memory, certificates, kind="control") as (cluster, relay):
+    async with attacked(kind="control") as (cluster, relay):
         await cluster.peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
         control = cluster.peers.device(1).link._control

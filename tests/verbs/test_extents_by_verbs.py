@@ -219,9 +219,7 @@ async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path)
                     Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 2 * MiB)
                 )
 
-            with trio.fail_after(30):
-                while not service.created:
-                    await trio.sleep(0.01)
+            await until(lambda: bool(service.created))
             nursery.cancel_scope.cancel()
         await cluster.peers.device(1).abort(1)
         await cluster.peers.ping(1)
