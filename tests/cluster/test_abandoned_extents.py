@@ -56,7 +56,9 @@ def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
         assert (mount.path / "other").read_bytes() == DATA
         (mount.path / "file").write_bytes(DATA[::-1])
         wait_none_pending(cluster)
-        mount.restart()
+        cluster.lose(mount)
+        mount.start()
+        mount.wait_ready()
         assert (mount.path / "file").read_bytes() == DATA[::-1]
 
 

@@ -20,7 +20,7 @@ from harness.errors import fails_with
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process, TakeProcess
+from harness.processes import TakeProcess
 from harness.programs import hasty_node
 from harness.seeds import seeded
 
@@ -278,27 +278,6 @@ def test_reader_keeps_its_version_whatever_another_host_does(
         eventually(lambda: not (there / "file").exists(), "the other host hears that it is gone")
     else:
         assert read_version(there / "file") == 2
-
-
-def test_readers_never_see_a_mix_while_another_host_overwrites(
-    here: Path, there: Path, writer: Process
-) -> None:
-    write(here / "file", pattern(0, MIB))
-    writer.start(
-        """
-for i in range(1, 51):
-    with open(path, "wb") as file:
-        file.write(pattern(i, (i % 3 + 1) << 19))
-""",
-        path=str(here / "file"),
-    )
-    last = 0
-    while not writer.finished():
-        version = read_version(there / "file")
-        assert version >= last
-        last = version
-    writer.result()
-    assert read_version(there / "file") == 50
 
 
 def test_a_new_file_that_stays_empty_has_one_time(here: Path, there: Path) -> None:

@@ -11,7 +11,6 @@ from harness.models import claims, deferring
 from harness.models.explorer import Broken, Machine, explore
 
 KEPT: dict[str, Machine[Any]] = {
-    "claims, two hosts": claims.Model(claims.Bounds()),
     "claims, a session ends": claims.Model(claims.Bounds(losses=1)),
     "deferring, two hosts": deferring.Model(deferring.Bounds()),
     "deferring, a claim is lost": deferring.Model(deferring.Bounds(changes=1, losses=1)),
