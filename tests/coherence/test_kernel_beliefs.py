@@ -157,7 +157,7 @@ def test_listing_again_what_the_kernel_knows_shows_what_others_changed(
         with os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries}
 
-    for i in range(200):
+    for i in range(100 + ROUNDS):
         (one / f"file{i}").touch()
     for i in range(ROUNDS):
         for _ in range(3):
@@ -520,7 +520,7 @@ try:
                 os.unlink(each)
             except (FileNotFoundError, FileExistsError):
                 pass
-        if n == 20:
+        if n == 8:
             print("going on", flush=True)
 except OSError as error:
     sys.exit(error.errno)

@@ -351,7 +351,8 @@ def test_programs_on_one_mount_see_a_history_that_is_allowed(
     with new_mount() as mount:
         folder = mount.path / "files"
         folder.mkdir()
-        workers = Workers({"a": folder}, memory / "logs", seed=2, pause_s=0, operations=300)
+        options: dict[str, Any] = {"pause_s": 0, "largest_bytes": 4 << 20, "operations": 300}
+        workers = Workers({"a": folder}, memory / "logs", seed=2, **options)
         operations = _work(workers)
     assert not check(operations)
     assert sum(operation.outcome in ("ok", "absent") for operation in operations) > 400
