@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.clusters import Cluster, ClusterMount, counters
-from harness.rdma import need_address, ports, registered
+from harness.rdma import need_address, registered
 from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, mounted
 
@@ -34,29 +34,6 @@ SESSION = 7
 def moved_by_rdma(mount: ClusterMount) -> int:
     moved: int = counters(mount)["rdma_bytes"]
     return moved
-
-
-def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(
-    rdma_cluster: Cluster,
-) -> None:
-    # No other test has files of this size, which could be used again.
-    data = bytearray(random.Random(1).randbytes(256 << 10))
-    writer, reader = rdma_cluster.mounts
-    moved, nodes_before = moved_by_rdma(reader), rdma_cluster.status()["nodes"]
-    for version in range(16):
-        data[:4] = version.to_bytes(4, "big")
-        (writer.path / "registered once").write_bytes(data)
-        assert (reader.path / "registered once").read_bytes() == data
-    assert moved_by_rdma(reader) == moved + 16 * len(data)
-    for node, before in zip(rdma_cluster.status()["nodes"], nodes_before, strict=True):
-        created, reused, registrations = (
-            node[figure] - before[figure]
-            for figure in ("created_files", "reused_files", "rdma_registrations")
-        )
-        # The newest, the one that replaces it, and those that are about to be given back.
-        assert created <= 5
-        assert created + reused == 16
-        assert registrations <= created * len(ports())
 
 
 def test_a_version_is_sent_once_however_soon_after_the_write_its_file_is_closed(
