@@ -189,6 +189,7 @@ async def proxied(
 
 @pytest.fixture(scope="module")
 def own_etcd() -> Iterator[EtcdServer]:
+    """A server of this module: an alarm or a compaction reaches everybody's keys."""
     with EtcdServer() as server:
         yield server
 
@@ -455,19 +456,12 @@ async def test_an_etcd_that_is_restarted_is_waited_for() -> None:
                 revision = results[0]
 
 
-@pytest.fixture(scope="module")
-def compacted_etcd() -> Iterator[EtcdServer]:
-    """Compaction reaches everybody's keys: not for the server that tests share."""
-    with EtcdServer() as server:
-        yield server
-
-
 class TestCompaction:
-    async def test_of_what_a_watch_asks_for_is_told(self, compacted_etcd: EtcdServer) -> None:
-        async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
+    async def test_of_what_a_watch_asks_for_is_told(self, own_etcd: EtcdServer) -> None:
+        async with EtcdEngine(own_etcd.endpoints, new_prefix()) as engine:
             first = await engine.transact((), [Put(b"a", b"1")])
             await engine.transact((), [Delete(b"a")])
-            kept = await in_thread(compacted_etcd.compact)
+            kept = await in_thread(own_etcd.compact)
             for after in (0, first, kept - 1):
                 with pytest.raises(Compacted) as refused:
                     await anext(engine.watch(b"", END, after))
@@ -479,9 +473,9 @@ class TestCompaction:
             assert await anext(watch) == Change(last, (Event(last, b"a", b"2"),))
 
     async def test_while_a_watch_is_cut_off_is_told_and_a_snapshot_fills_the_gap(
-        self, compacted_etcd: EtcdServer
+        self, own_etcd: EtcdServer
     ) -> None:
-        async with proxied(compacted_etcd, new_prefix()) as (proxy, engine, direct):
+        async with proxied(own_etcd, new_prefix()) as (proxy, engine, direct):
             first = await direct.transact((), [Put(b"a", b"1")])
             watch = engine.watch(b"", END, first - 1)
             while (await anext(watch)).revision < first:
@@ -490,7 +484,7 @@ class TestCompaction:
             await proxy.cut()
             await direct.transact((), [Delete(b"a")])
             await direct.transact((), [Put(b"b", b"2")])
-            kept = await in_thread(compacted_etcd.compact)
+            kept = await in_thread(own_etcd.compact)
             proxy.refusing = False
             with pytest.raises(Compacted) as refused:
                 await anext(watch)
@@ -501,10 +495,8 @@ class TestCompaction:
             last = await direct.transact((), [Put(b"a", b"3")])
             assert (await anext(watch)).revision == last
 
-    async def test_of_what_is_compacted_already_is_no_error(
-        self, compacted_etcd: EtcdServer
-    ) -> None:
-        async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
+    async def test_of_what_is_compacted_already_is_no_error(self, own_etcd: EtcdServer) -> None:
+        async with EtcdEngine(own_etcd.endpoints, new_prefix()) as engine:
             revision = await engine.transact((), [Put(b"a", b"1")])
             await engine.admin.room.compact(revision)
             await engine.admin.room.compact(revision)
