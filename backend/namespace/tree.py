@@ -33,8 +33,6 @@ from .refused import Refused, RefusedName
 from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches
 
-__all__ = ["Listener", "Tree"]
-
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
@@ -139,12 +137,10 @@ class Tree(Names):
         names = [(*name, self.ino_behind(*name)) for name in changed_names]
         yield
         for ino, old in inodes.items():
-            new = self.inodes.get(ino)
-            if new is not old:
+            if (new := self.inodes.get(ino)) is not old:
                 listener.inode_changed(old, new)
         for parent, name, old_ino in names:
-            new_ino = self.ino_behind(parent, name)
-            if new_ino != old_ino:
+            if (new_ino := self.ino_behind(parent, name)) != old_ino:
                 listener.name_changed(parent, name, old_ino, new_ino)
 
     def take(self, events: Iterable[Event]) -> None:

@@ -26,8 +26,8 @@ from irdmafs.backend.namespace import (
     SharedCommitter,
     Tree,
 )
+from irdmafs.backend.namespace.events import Listener
 from irdmafs.backend.namespace.others import Claims
-from irdmafs.backend.namespace.tree import Listener
 
 Result = TypeVar("Result")
 
