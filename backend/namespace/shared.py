@@ -128,8 +128,8 @@ class SharedCommitter:
                 or await self._has_to_wait(commit)
             ):
                 continue
-            elif self.deferred is not None and self.deferred.concerns(commit):
-                await self.deferred.store()
+            elif (deferred := self._concerned(commit)) is not None:
+                await deferred.store()
                 continue
             elif await self._has_recalled(commit):
                 continue
@@ -246,7 +246,6 @@ class SharedCommitter:
         claims = self._claims
         if claims is None:
             return False
-        self._add_names(commit)
         others = claims.of_others(_makes_names_in(commit))
         for directory in others:
             await claims.recall(directory)
@@ -256,6 +255,14 @@ class SharedCommitter:
         return bool(others or exclusive)
 
     # -- changes that are answered before they are stored ------------------------------------------
+
+    def _concerned(self, commit: Commit) -> Deferred | None:
+        """Return what is deferred if a commit, with the names that only this mount knows, cannot be stored
+        with it."""
+        self._add_names(commit)
+        if self.deferred is None or not self.deferred.concerns(commit):
+            return None
+        return self.deferred
 
     def _defers(self, commit: Commit) -> bool:
         """Apply a commit and defer it if that may be done. Return whether it was."""

@@ -280,6 +280,18 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
         assert (folder / "file").read_bytes() == b"last"
 
 
+def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(
+    hosts: list[ClusterMount], here: Path
+) -> None:
+    claim_exclusively(hosts[0], here)
+    for _ in range(3):
+        (here / "file").write_bytes(b"content")
+        before = counters(hosts[0])["transactions"]
+        (here / "file").unlink()
+        (here / "file").write_bytes(b"content")
+        assert counters(hosts[0])["transactions"] < before + 8
+
+
 @pytest.fixture(scope="module")
 def failing_cluster() -> Iterator[Cluster]:
     with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
