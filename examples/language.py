@@ -130,7 +130,7 @@ def _optimizer(model: Any, directory: Path, name: str, every: int) -> Any:
 @click.option("--workers", default=2, show_default=True)
 @click.option(
     "--steps",
-    type=click.IntRange(20),
+    type=click.IntRange(10),
     default=1000,
     show_default=True,
     help="Of synchronous training.",
@@ -149,7 +149,7 @@ def main(
         rule="diloco", lr=1.0, options={"momentum": 0.5}, sync=f"local:{every}", workers=workers
     )
     runs = {
-        "synchronous": (TrainConfig(rule="adamw", lr=LR, workers=workers), steps, 1, steps // 20),
+        "synchronous": (TrainConfig(rule="adamw", lr=LR, workers=workers), steps, 1, steps // 10),
         "DiLoCo": (outer, every * rounds, every, every),
     }
     measured = {}

@@ -25,7 +25,7 @@ from harness.cluster_mount import CLUSTER, OneNodeMount
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
-from harness.guest.kernel import built_kernel
+from harness.guest.kernel import built_kernel, cache_directory
 from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
@@ -35,6 +35,7 @@ from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
@@ -71,6 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     sweep()
     fork_commands()
+    # What it found out about our modules is there for the next checkout, too.
+    set_hypothesis_home_dir(cache_directory().with_name("hypothesis"))
     # How long an example takes depends on what else the machine does.
     settings.register_profile("irdmafs", deadline=None, max_examples=50)
     settings.register_profile("many", deadline=None, max_examples=1000)  # --hypothesis-profile=many

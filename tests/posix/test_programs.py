@@ -1,6 +1,7 @@
 """The programs of the field, unmodified: each works on a mount as on any other filesystem."""
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -334,13 +335,15 @@ def test_find_and_du(folder: Path, sources: Path) -> None:
 
 
 @needs("fio")
-@pytest.mark.parametrize("engine", ["psync", "mmap"])
-@pytest.mark.parametrize("pattern", ["write", "randwrite"])
-def test_fio_verifies(folder: Path, engine: str, pattern: str) -> None:
+def test_fio_verifies(folder: Path) -> None:
+    jobs = [
+        (f"--name={engine}-{pattern}", "--stonewall", f"--ioengine={engine}", f"--rw={pattern}")
+        for engine, pattern in itertools.product(("psync", "mmap"), ("write", "randwrite"))
+    ]
     run_checked(
-        "fio", "--name=job", f"--directory={folder}", "--size=4m", "--bs=4k", f"--rw={pattern}",
-        f"--ioengine={engine}", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1",
-        "--fsync=100", "--numjobs=2", "--randseed=1", f"--aux-path={folder}",
+        "fio", "--name=global", f"--directory={folder}", "--size=4m", "--bs=4k", "--verify=crc32c",
+        "--verify_fatal=1", "--do_verify=1", "--fsync=100", "--numjobs=2", "--randseed=1",
+        f"--aux-path={folder}", *itertools.chain(*jobs),
     )  # fmt: skip
 
 

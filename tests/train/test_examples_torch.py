@@ -15,7 +15,7 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(
     place: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    arguments = ("--workers=2", "--steps=60", "--sync=bsp", "--sync=async", f"--out={out}")
+    arguments = ("--workers=2", "--steps=30", "--lr=0.01", "--sync=bsp", "--sync=async", f"--out={out}")
     printed = run("images.py", place / "run", *arguments)
     found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))
     assert found.keys() == {"bsp", "async"}
@@ -25,7 +25,7 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(
         for x in ("seconds", "bytes"):
             rows = (out / f"images-{y}-{x}.csv").read_text().splitlines()
             assert rows[0] == f"curve,{x},{y}"
-            assert len(rows) == 1 + 2 * 12
+            assert len(rows) == 1 + 2 * 6
 
 
 @pytest.mark.slow
