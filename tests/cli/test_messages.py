@@ -21,17 +21,13 @@ from harness.mountpoint import (
     one_line,
     run_checked,
 )
-from harness.processes import Process
+from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
 from irdmafs.cli import status
 from irdmafs.mount import mounting, stores
 from irdmafs.mount_options import MountError, MountOptions
-
-NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all")
-# May read every file, as the interpreter may be installed below a private home directory.
-AS_NOBODY = (*NOBODY[:-1], "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override")
 
 __all__ = ["mounted", "own"]
 
@@ -153,7 +149,7 @@ def test_a_store_in_use_is_not_discarded(mounted: Mount) -> None:
 
 
 def test_only_who_mounted_and_root_can_unmount(mounted: Mount) -> None:
-    line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY))
+    line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
     assert "was mounted by root (user 0)" in line
     assert mounted.is_mounted()
 
@@ -343,5 +339,5 @@ def test_an_interrupt_during_imports_shows_no_traceback() -> None:
 
 
 def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
-    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY))
+    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
     assert line == f"{mounted.path} is already mounted by root (user 0)"

@@ -12,15 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_mount
+from harness.daemons import Daemon
+from harness.forks import real_commands
 from harness.mountpoint import IRDMAFS, eventually, irdmafs
+from harness.network import Host
+from harness.parts import irdmafs_command
+from harness.processes import AS_NOBODY
 from harness.training_runs import newest, ones
 from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import is_locked
-
-NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
 @pytest.fixture
@@ -44,15 +47,17 @@ def refused(*arguments: str | Path, code: int = 1, launcher: tuple[str, ...] = (
 
 
 @contextlib.contextmanager
-def reducing(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [*IRDMAFS, "train", "reduce", str(directory)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as reducer:
-        try:
-            lock = TrainDirectory(directory).reducers / "coordinator"
-            eventually(lambda: is_locked(lock), "a reducer is at work", 30)
-            yield reducer
-        finally:
-            reducer.kill()
+def reducing(directory: Path) -> Iterator[Daemon]:
+    command = irdmafs_command("train", "reduce", directory)
+    log = directory.with_name("reducer.log")
+    reducer = Daemon("reducer", Host("here", "127.0.0.1"), command, log)
+    reducer.start()
+    try:
+        lock = TrainDirectory(directory).reducers / "coordinator"
+        eventually(lambda: is_locked(lock), "a reducer is at work", 30)
+        yield reducer
+    finally:
+        reducer.kill9()
 
 
 # -- init ------------------------------------------------------------------------------------------
@@ -124,7 +129,7 @@ def test_init_without_the_permission_to_write_is_refused(models: Path) -> None:
     for path in (models, *models.parents):
         if path.stat().st_uid == 0 and not path.stat().st_mode & 0o1:
             path.chmod(0o755)
-    assert "Permission denied" in refused("init", models, launcher=NOBODY)
+    assert "Permission denied" in refused("init", models, launcher=AS_NOBODY)
     assert os.listdir(models) == ["model.safetensors"]
 
 
@@ -193,11 +198,10 @@ def test_status_says_that_nobody_reduces_and_what_to_do(models: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_reducer_that_is_told_to_end_does_so_in_order(models: Path, number: int) -> None:
     begin(models, TrainConfig())
-    with reducing(models) as reducer:
-        reducer.send_signal(number)
+    with real_commands(), reducing(models) as reducer:
+        os.kill(reducer.pid, number)
         assert reducer.wait(60) == 0
-        assert reducer.stderr is not None
-        assert not reducer.stderr.read()
+        assert reducer.log_tail() == ""
 
 
 def test_second_reducer_takes_over_from_one_that_is_killed(models: Path) -> None:
@@ -205,8 +209,7 @@ def test_second_reducer_takes_over_from_one_that_is_killed(models: Path) -> None
     with reducing(models) as first, reducing(models), Worker(models, "w") as worker:
         worker.push(ones())
         worker.pull(timeout_s=60)
-        first.kill()
-        first.wait()
+        first.kill9()
         worker.push(ones())
         worker.pull(timeout_s=60)
         assert newest(models) == 2
@@ -220,8 +223,7 @@ def test_run_that_is_at_work_is_not_ended_and_its_reducer_ends_with_it(models: P
             assert "is still at work" in refused("end", models)
         setup.end(models)
         assert reducer.wait(60) == 1
-        assert reducer.stderr is not None
-        assert "is not trained in any more" in reducer.stderr.read()
+        assert "is not trained in any more" in reducer.log_tail()
     assert os.listdir(models) == ["model.safetensors"]
 
 
@@ -301,9 +303,8 @@ def test_status_tells_what_is_true_now_and_not_what_was_written(models: Path) ->
         said = irdmafs("train", "status", models).stdout
         assert f"{os.uname().nodename} {reducer.pid}: coordinator, 0\n" in said
         assert said.splitlines()[-1].endswith("yes")
-        for one in (reducer, worker):
-            one.kill()
-            one.wait()
+        reducer.kill9()
+        worker.kill()
     done = irdmafs("train", "status", models)
     assert done.returncode == 1
     assert done.stdout.startswith(f"version   {newest(models)}\n")

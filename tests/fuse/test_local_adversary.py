@@ -14,7 +14,7 @@ import pytest
 from conftest import make_mount
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process
+from harness.processes import Process, as_user
 from harness.programs.mute_fuse import MuteFuse
 
 NOBODY, NOBODY_ELSE = 65534, 65533
@@ -28,10 +28,8 @@ pytestmark = [
 
 def _launcher(user: int) -> tuple[str, ...]:
     # May read every file, as the interpreter may be installed below a private home directory.
-    return (
-        *("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"),
-        *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
-    )
+    may_read = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
+    return (*as_user(user), *may_read)
 
 
 @pytest.fixture(scope="module")

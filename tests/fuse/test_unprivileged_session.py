@@ -11,15 +11,7 @@ import pytest
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import Mount
 from harness.patterns import pattern, version_of
-from harness.processes import Process
-
-NOBODY = 65534
-# Another user who may open every file and nothing else: the interpreter may be installed below a
-# private home directory.
-AS_NOBODY = (
-    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
-    "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",
-)  # fmt: skip
+from harness.processes import AS_NOBODY_WHO_OPENS_ALL, NOBODY, Process
 
 DEVICE_IS_OPEN = os.path.exists("/dev/fuse") and os.stat("/dev/fuse").st_mode & 0o006 == 0o006
 
@@ -57,14 +49,14 @@ def test_all_of_these_where_the_device_is_closed_to_other_users() -> None:
 
 @pytest.fixture
 def nobody() -> Iterator[Process]:
-    with Process(launcher=AS_NOBODY) as one:
+    with Process(launcher=AS_NOBODY_WHO_OPENS_ALL) as one:
         assert one.do("os.getuid()") == NOBODY
         yield one
 
 
 @needs_open_device
 def test_unprivileged_user_mounts_uses_and_unmounts(nobody: Process) -> None:
-    with Mount("auto", launcher=AS_NOBODY) as mount:
+    with Mount("auto", launcher=AS_NOBODY_WHO_OPENS_ALL) as mount:
         file = str(mount.path / "weights")
         nobody.do("open(file, 'wb').write(pattern(1, 1 << 20))", file=file)
         nobody.do("f = open(file, 'rb')")
@@ -85,7 +77,7 @@ def test_unprivileged_user_mounts_uses_and_unmounts(nobody: Process) -> None:
 
 @needs_open_device
 def test_crash_of_an_unprivileged_daemon_is_healed_by_its_user(nobody: Process) -> None:
-    with Mount("pyfuse3", launcher=AS_NOBODY) as mount:
+    with Mount("pyfuse3", launcher=AS_NOBODY_WHO_OPENS_ALL) as mount:
         file = str(mount.path / "weights")
         nobody.do("open(file, 'wb').write(content)", file=file, content=pattern(1, 100_000))
         mount.kill9()

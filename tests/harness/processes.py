@@ -19,9 +19,21 @@ from pathlib import Path
 from typing import Any
 
 STEP_TIMEOUT_S = 60.0
-# The user who owns nothing, and the command prefix that makes a program his.
+# The user who owns nothing.
 NOBODY = 65534
-AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+
+
+def as_user(user: int) -> tuple[str, ...]:
+    """Return the command prefix that makes a program a user's, who is in no group but his own."""
+    return ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
+
+
+AS_NOBODY = as_user(NOBODY)
+# Who may open every file, too: the interpreter may be installed below a private home directory.
+AS_NOBODY_WHO_OPENS_ALL = (
+    *AS_NOBODY,
+    *("--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"),
+)
 
 
 def is_waiting(pid: int) -> bool:

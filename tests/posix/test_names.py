@@ -4,27 +4,17 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
+from harness.errors import fails_with
 from harness.mountpoint import Mount
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
-
-
-@contextmanager
-def raises(number: int) -> Iterator[None]:
-    """The block must raise OSError with this errno."""
-    with pytest.raises(OSError) as caught:
-        yield
-    found = caught.value.errno
-    assert found == number, f"{errno.errorcode[found or 0]}, expected {errno.errorcode[number]}"
 
 
 # -- as on a tmpfs ---------------------------------------------------------------------------
@@ -339,7 +329,7 @@ def test_large_extended_attributes_and_size_probing(folder: Path) -> None:
     assert libc.listxattr(bytes(file), small, 3) == -1
     assert ctypes.get_errno() == errno.ERANGE
     assert libc.listxattr(bytes(file), None, 0) >= len(name) + 1
-    with raises(errno.E2BIG):
+    with fails_with(errno.E2BIG):
         os.setxattr(file, "user.larger", largest + b"x")
 
 
@@ -512,7 +502,7 @@ def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: 
 def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> None:
     forged = folder / "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
     forged.write_text("x")
-    with raises(errno.EINVAL):
+    with fails_with(errno.EINVAL):
         os.setxattr(forged, "user.irdmafs.replica", b"3")
     lines = mount.log_tail(5000).splitlines()
     assert not any(line.startswith("2026-01-01") for line in lines)

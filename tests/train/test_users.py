@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import make_mount
 from harness.mountpoint import Mount, eventually, run_checked
-from harness.processes import Process
+from harness.processes import Process, as_user
 from harness.training_runs import parameters
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
@@ -36,8 +36,7 @@ def user(shared_mount: Mount) -> Iterator[Callable[[int], Process]]:
     made: list[Process] = []
 
     def make(uid: int) -> Process:
-        launcher = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-        made.append(Process(launcher))
+        made.append(Process(as_user(uid)))
         return made[-1]
 
     yield make
