@@ -1,7 +1,8 @@
 """Several users train in one directory: one owns it and reduces, others take part, and may do no more."""
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,20 @@ def shared_mount() -> Iterator[Mount]:
         yield mount
 
 
-@pytest.fixture
-def user(shared_mount: Mount) -> Iterator[Callable[[int], Process]]:
-    """Gives a process of a user."""
-    made: list[Process] = []
-
-    def make(uid: int) -> Process:
-        made.append(Process(as_user(uid)))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.close()
+@pytest.fixture(scope="module")
+def users(shared_mount: Mount) -> Iterator[dict[int, Process]]:
+    """A process of each user."""
+    with contextlib.ExitStack() as stack:
+        yield {uid: stack.enter_context(Process(as_user(uid))) for uid in (OWNER, WORKER, STRANGER)}
 
 
 @pytest.fixture(params=[1, 3])
-def run(shared_mount: Mount, user: Callable[[int], Process], request: Any) -> Path:
-    """A run of OWNER, in which others may take part."""
+def run(shared_mount: Mount, users: dict[int, Process], request: Any) -> Path:
+    """A run of OWNER, in which the others may take part."""
     run = shared_mount.path / f"run{request.param}-{request.function.__name__}"
-    owner = user(OWNER)
-    owner.do(TAKES_PART, run=str(run))
+    for process in users.values():
+        process.do(TAKES_PART, run=str(run))
+    owner = users[OWNER]
     owner.do("start(run, shards=shards)", shards=request.param)
     for name in ("push", "staging", "workers"):
         owner.do("os.chmod(train.path / name, 0o1777)", name=name)
@@ -59,12 +54,8 @@ def run(shared_mount: Mount, user: Callable[[int], Process], request: Any) -> Pa
     return run
 
 
-def test_push_of_another_user_counts_and_is_removed(
-    run: Path, user: Callable[[int], Process]
-) -> None:
-    owner, worker = user(OWNER), user(WORKER)
-    for process in (owner, worker):
-        process.do(TAKES_PART, run=str(run))
+def test_push_of_another_user_counts_and_is_removed(run: Path, users: dict[int, Process]) -> None:
+    owner, worker = users[OWNER], users[WORKER]
     owner.do("reducer = Reducer(run, threads=1)")
     worker.do("worker = Worker(run, 'w')")
     for step in (1, 2):
@@ -74,17 +65,13 @@ def test_push_of_another_user_counts_and_is_removed(
     with pytest.raises(OSError, match="NaN"):
         worker.do("worker.push(ones(float('nan')))")
     worker.do("worker.close()")
-    owner.do("reduce(reducer)")
+    owner.do("reduce(reducer); reducer.close()")
     eventually(lambda: not os.listdir(run / ".train" / "push"), "pushes that counted are removed")
     assert parameters(run)["norm"].tolist() == [2] * 3
 
 
-def test_member_can_change_nothing_but_its_own_pushes(
-    run: Path, user: Callable[[int], Process]
-) -> None:
-    worker, stranger = user(WORKER), user(STRANGER)
-    for process in (worker, stranger):
-        process.do(TAKES_PART, run=str(run))
+def test_member_can_change_nothing_but_its_own_pushes(run: Path, users: dict[int, Process]) -> None:
+    worker, stranger = users[WORKER], users[STRANGER]
     worker.do("worker = Worker(run, 'w')")
     worker.do("worker.push(ones())")
     before = sorted(str(path) for path in (run / ".train").rglob("*"))
@@ -107,3 +94,4 @@ def test_member_can_change_nothing_but_its_own_pushes(
         with pytest.raises(PermissionError):
             stranger.do(attempt, push=str(push), file=str(file))
     assert sorted(str(path) for path in (run / ".train").rglob("*")) == before
+    worker.do("worker.close()")
