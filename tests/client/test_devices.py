@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.example_programs import needs
+from harness.late_imports import torch
 
 from irdmafs import client
 from irdmafs.client import _device
 
-torch: Any = pytest.importorskip(
-    "torch", reason="torch is not installed: pip install irdmafs[torch]"
-)
+pytestmark = needs("torch")
 
 DEVICES = ["cpu", "cuda"]
 MIB = 1 << 20

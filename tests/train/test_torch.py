@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.example_programs import needs
+from harness.late_imports import optimizers, torch
 from harness.training_runs import reducing
 
 from irdmafs import client
 from irdmafs.train import TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
-torch: Any = pytest.importorskip(
-    "torch", reason="torch is not installed: pip install irdmafs[torch]"
-)
-from irdmafs.train.torch import DiLoCo, ParameterServerOptimizer  # noqa: E402
+pytestmark = needs("torch")
 
 SESSIONS = ("kernel",)
 STEPS = 5
@@ -91,9 +90,9 @@ def train(
     models = [make() for _ in range(workers)]
     with ExitStack() as stack:
         stack.enter_context(reducing(folder))
-        optimizers = [
+        members = [
             stack.enter_context(
-                ParameterServerOptimizer(
+                optimizers.ParameterServerOptimizer(
                     model.named_parameters(), folder, name=f"worker{number}", timeout_s=TIMEOUT_S,
                     **options,
                 )
@@ -104,10 +103,10 @@ def train(
         def work(number: int) -> dict[str, Any]:
             for step in range(STEPS):
                 inputs, targets = make_batch(step, number)
-                optimizers[number].zero_grad()
+                members[number].zero_grad()
                 loss_of(models[number], inputs, targets).backward()
-                optimizers[number].step(weight=len(inputs))
-            optimizers[number].synchronize()
+                members[number].step(weight=len(inputs))
+            members[number].synchronize()
             return parameters(models[number])
 
         return in_workers(workers, work)
@@ -218,7 +217,7 @@ def test_delayed_training_applies_gradients_of_the_version_before(place: Path) -
 def test_delayed_step_waits_for_the_version_before(place: Path) -> None:
     model = make_model()
     folder = begin_training(place / "run", model, TrainConfig(workers=1))
-    with ParameterServerOptimizer(
+    with optimizers.ParameterServerOptimizer(
         model.named_parameters(), folder, name="worker", timeout_s=0.2, delayed=True
     ) as optimizer:
         loss_of(model, *batch(0, 0)).backward()
@@ -228,14 +227,16 @@ def test_delayed_step_waits_for_the_version_before(place: Path) -> None:
         with pytest.raises(TimeoutError):
             optimizer.step()
     with pytest.raises(ValueError, match="two ways"):
-        ParameterServerOptimizer(model.named_parameters(), folder, overlap=True, delayed=True)
+        optimizers.ParameterServerOptimizer(
+            model.named_parameters(), folder, overlap=True, delayed=True
+        )
 
 
 @contextmanager
-def optimizer_of(folder: Path, model: Any, **options: Any) -> Iterator[ParameterServerOptimizer]:
+def optimizer_of(folder: Path, model: Any, **options: Any) -> Iterator[Any]:
     with (
         reducing(folder),
-        ParameterServerOptimizer(
+        optimizers.ParameterServerOptimizer(
             model.named_parameters(), folder, name="worker", timeout_s=TIMEOUT_S, **options
         ) as optimizer,
     ):
@@ -269,32 +270,34 @@ def test_a_shard_is_written_while_backward_goes_on(place: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("change", ["accumulate", "clip", "replace", "drop", "skip"])
 def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step(
-    place: Path, change: str, shards: int
+    place: Path, shards: int
 ) -> None:
-    found = []
-    for overlap in (False, True):
+    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for overlap, seen in found.items():
         model = make_model()
         folder = begin_training(
             place / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
         )
         with optimizer_of(folder, model, overlap=overlap) as optimizer:
-            loss_of(model, *batch(0, 0)).backward()
-            if change == "accumulate":
-                loss_of(model, *batch(1, 0)).backward()
-            elif change == "clip":
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            elif change == "replace":
-                model[2].weight.grad = torch.ones_like(model[2].weight)
-            elif change == "drop":
-                model[2].weight.grad = None
-            else:
+            for change in ("accumulate", "clip", "replace", "drop", "skip"):
                 optimizer.zero_grad()
-                loss_of(model, *batch(2, 0)).backward()
-            optimizer.step()
-            found.append(parameters(model))
-    assert_same(found[1], found[0])
+                loss_of(model, *batch(0, 0)).backward()
+                if change == "accumulate":
+                    loss_of(model, *batch(1, 0)).backward()
+                elif change == "clip":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                elif change == "replace":
+                    model[2].weight.grad = torch.ones_like(model[2].weight)
+                elif change == "drop":
+                    model[2].weight.grad = None
+                else:
+                    optimizer.zero_grad()
+                    loss_of(model, *batch(2, 0)).backward()
+                optimizer.step()
+                seen.append(parameters(model))
+    for plain, overlapped in zip(*found.values(), strict=True):
+        assert_same(overlapped, plain)
 
 
 def test_learning_rate_scheduler_rules_the_directory(place: Path) -> None:
@@ -332,7 +335,7 @@ def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_onc
     with torch.no_grad():
         for tensor in other.parameters():
             tensor.zero_()
-    with ParameterServerOptimizer(other.named_parameters(), folder, name="later"):
+    with optimizers.ParameterServerOptimizer(other.named_parameters(), folder, name="later"):
         assert_same(parameters(other), after)
 
 
@@ -346,13 +349,13 @@ def test_parameters_that_the_directory_does_not_have_are_refused(place: Path) ->
     model = make_model()
     folder = begin_training(place / "run", model, TrainConfig())
     with pytest.raises(TrainError, match=r"has no parameter 'other\.weight'"):
-        ParameterServerOptimizer(
+        optimizers.ParameterServerOptimizer(
             torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)}).named_parameters(), folder
         )
     with pytest.raises(TrainError, match=r"'0\.weight' has the shape \[2, 2\], and \[64, 20\] in"):
-        ParameterServerOptimizer([("0.weight", torch.zeros(2, 2))], folder)
+        optimizers.ParameterServerOptimizer([("0.weight", torch.zeros(2, 2))], folder)
     with pytest.raises(ValueError, match="named_parameters"):
-        ParameterServerOptimizer(model.parameters(), folder)
+        optimizers.ParameterServerOptimizer(model.parameters(), folder)
     assert os.listdir(TrainDirectory(folder).workers) == []
 
 
@@ -368,7 +371,10 @@ def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path
     begin_training(folder, model, config, shards=2)
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     expected = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    with reducing(folder), DiLoCo(inner, folder, name="worker", timeout_s=TIMEOUT_S) as optimizer:
+    with (
+        reducing(folder),
+        optimizers.DiLoCo(inner, folder, name="worker", timeout_s=TIMEOUT_S) as optimizer,
+    ):
         for step in range(STEPS):
             for one, which in ((model, optimizer), (alone, expected)):
                 which.zero_grad()
@@ -387,17 +393,19 @@ def test_diloco_moves_to_the_mean_of_the_workers_every_h_steps(place: Path) -> N
     models, alone = ([make_model(), make_model()] for _ in range(2))
     with ExitStack() as stack:
         stack.enter_context(reducing(folder))
-        optimizers = [
-            stack.enter_context(DiLoCo(_sgd(model), folder, name=f"worker{i}", timeout_s=TIMEOUT_S))
+        members = [
+            stack.enter_context(
+                optimizers.DiLoCo(_sgd(model), folder, name=f"worker{i}", timeout_s=TIMEOUT_S)
+            )
             for i, model in enumerate(models)
         ]
 
         def work(number: int) -> None:
             for step in range(3):
-                _step(models[number], optimizers[number], step, number)
+                _step(models[number], members[number], step, number)
 
         in_workers(2, work)
-        assert [one.worker.version for one in optimizers] == [1, 1]
+        assert [one.worker.version for one in members] == [1, 1]
     for number, model in enumerate(alone):
         optimizer = _sgd(model)
         for step in range(3):
@@ -425,19 +433,18 @@ def test_diloco_says_what_is_missing(place: Path) -> None:
     )
     other = begin_training(place / "other", model, TrainConfig(rule="diloco", lr=0.7))
     with pytest.raises(TrainError, match="has no sync local:H"):
-        DiLoCo(_sgd(model), other)
+        optimizers.DiLoCo(_sgd(model), other)
     with pytest.raises(ValueError, match="does not know the names"):
-        DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), folder)
-    with DiLoCo(_sgd(model), folder) as optimizer:
+        optimizers.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), folder)
+    with optimizers.DiLoCo(_sgd(model), folder) as optimizer:
         assert optimizer.every == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_pull_copies_what_shards_cut_into_tensors(
-    place: Path, dtype: torch.dtype, transposed: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64"])
+def test_pull_copies_what_shards_cut_into_tensors(place: Path, kind: str, transposed: bool) -> None:
     """Tensors of the parameters' type get their bits; those of another type are converted."""
+    dtype = getattr(torch, kind)
     values = {"w": torch.randn(40, 30).bfloat16(), "b": torch.randn(7).bfloat16()}
     folder = place / "run"
     folder.mkdir()
