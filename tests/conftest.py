@@ -84,9 +84,20 @@ def pytest_configure(config: pytest.Config) -> None:
         "part_of(test): left out where that test of its module runs, which does all of it",
     )
     config.addinivalue_line("markers", "guest_tests: asks for the run of tests in a guest")
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and config.args == ["tests"]:
+        config.args = _rooms_from_a_place_of(int(worker.removeprefix("gw")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A run in a shell's background; what it starts would ignore Ctrl-C as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _rooms_from_a_place_of(worker: int) -> list[str]:
+    """Return the folders of tests in an order of a worker's own, so that each worker compiles some of them
+    and finds the others compiled."""
+    modules = Path(__file__).parent.glob("*/test_*.py")
+    rooms = sorted({f"tests/{module.parent.name}" for module in modules})
+    first = worker * len(rooms) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    return [*rooms[first:], *rooms[:first]]
 
 
 @pytest.hookimpl(trylast=True)
@@ -111,9 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not is_left_out(item)]
     order = {room: number for number, room in enumerate(ROOMS)}
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
+    def place(item: pytest.Item) -> tuple[bool, int, Path]:
         waits = item.get_closest_marker("guest_tests") is not None
-        return waits, order.get(item.path.parent.name, len(ROOMS))
+        return waits, order.get(item.path.parent.name, len(ROOMS)), item.path
 
     items.sort(key=place)
 
