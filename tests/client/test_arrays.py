@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from harness.example_programs import needs
+from harness.late_imports import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -235,8 +237,8 @@ def test_objects_with_numpy_or_array_methods_are_published(store: client.Store) 
     assert_same(store["b"], np.arange(3))
 
 
+@needs("torch")
 def test_torch_tensors_are_published(store: client.Store) -> None:
-    torch = pytest.importorskip("torch")
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tiny = torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn)
     state = {

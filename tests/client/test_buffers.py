@@ -6,10 +6,11 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from harness.example_programs import needs
+from harness.late_imports import torch
 
 from irdmafs import client
 
@@ -178,16 +179,13 @@ def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
 # -- torch
 
 
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="torch is not installed: pip install irdmafs[torch]")
-
-
+@needs("torch")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_shows_tensors(store: client.Store, device: str) -> None:
-    if device == "cuda" and not torch().cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     state = {name: array for name, array in ARRAYS.items() if name != "records"}
-    weights = {"half": torch().arange(9).to(torch().bfloat16), "w": torch().ones(2, 3)}
+    weights = {"half": torch.arange(9).to(torch.bfloat16), "w": torch.ones(2, 3)}
     store.publish_state_dict(weights)
     with client.Buffer(MIB, device=device) as buffer:
         for name, array in state.items():
@@ -195,19 +193,19 @@ def test_a_device_shows_tensors(store: client.Store, device: str) -> None:
             tensor = store.read_into(name, buffer)
             assert tensor.device.type == device
             native = array.astype(array.dtype.newbyteorder("="))
-            assert torch().equal(tensor.cpu(), torch().from_numpy(native))
-            assert tensor.stride() == torch().from_numpy(native).stride() or not array.size
+            assert torch.equal(tensor.cpu(), torch.from_numpy(native))
+            assert tensor.stride() == torch.from_numpy(native).stride() or not array.size
         found = store.state_dict("model.safetensors", into=buffer)
         for name, expected in weights.items():
-            assert torch().equal(found[name].cpu(), expected)
+            assert torch.equal(found[name].cpu(), expected)
         assert found["w"].untyped_storage().data_ptr() == buffer.memory.untyped_storage().data_ptr()
         store["records"] = ARRAYS["records"]
         with pytest.raises(TypeError, match="no type"):
             store.read_into("records", buffer)
 
 
+@needs("torch")
 def test_a_tensor_that_lies_at_an_odd_place_is_copied(store: client.Store) -> None:
-    torch()
     header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
     header += b'"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
     data = b"\x05" + np.array([1.5, -2], np.float32).tobytes()
@@ -219,8 +217,9 @@ def test_a_tensor_that_lies_at_an_odd_place_is_copied(store: client.Store) -> No
         assert found["b"].tolist() == [1.5, -2] and found["a"].tolist() == [5]
 
 
+@needs("torch")
 def test_a_device_that_is_not_there_leaves_nothing_behind() -> None:
-    if torch().cuda.is_available():
+    if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     before = descriptors()
     with pytest.raises((RuntimeError, AssertionError)):

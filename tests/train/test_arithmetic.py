@@ -7,6 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from harness.example_programs import needs
+from harness.late_imports import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,11 +98,9 @@ def test_wide_types_become_the_nearest_float32() -> None:
     )
 
 
+@needs("torch")
 @pytest.mark.parametrize("code", SMALL)
 def test_values_are_rounded_as_torch_rounds_them(code: str) -> None:
-    torch: Any = pytest.importorskip(
-        "torch", reason="torch is not installed: pip install irdmafs[torch]"
-    )
     values = special_values()
     if code == "F8_E4M3":
         # Some releases of torch make the largest element of what is too large, others NaN.

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.example_programs import needs
+from harness.late_imports import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -37,10 +39,6 @@ OPTIMIZERS: list[tuple[str, Mapping[str, Option], str]] = [
     ("adamw", {}, "AdamW"),
     ("adamw", {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.0}, "AdamW"),
 ]
-
-
-def need_torch() -> Any:
-    return pytest.importorskip("torch", reason="torch is not installed: pip install irdmafs[torch]")
 
 
 def gradients(size: int, steps: int = STEPS) -> F32:
@@ -138,21 +136,21 @@ def test_a_rule_computes_its_formula(name: str, options: Mapping[str, Option]) -
     assert is_close(found, expected, master, pushes)
 
 
+@needs("torch")
 @pytest.mark.parametrize(("name", "options", "optimizer"), OPTIMIZERS)
 def test_a_rule_is_the_optimizer_of_torch(
     name: str, options: Mapping[str, Option], optimizer: str
 ) -> None:
-    library = need_torch()
     size = 4099
     pushes, master = gradients(size), parameters(size)
     given = {**options_of(name), **options}
     if "beta1" in given:
         given["betas"] = (given.pop("beta1"), given.pop("beta2"))  # type: ignore[assignment]
-    parameter = library.from_numpy(master.copy()).requires_grad_()
-    optimizer_ = getattr(library.optim, optimizer)([parameter], lr=LR, **given)
+    parameter = torch.from_numpy(master.copy()).requires_grad_()
+    optimizer_ = getattr(torch.optim, optimizer)([parameter], lr=LR, **given)
     shard = Shard(make_rule(name, options), master)
     for version, combined in enumerate(pushes, 1):
-        parameter.grad = library.from_numpy(combined.copy())
+        parameter.grad = torch.from_numpy(combined.copy())
         optimizer_.step()
         shard.step(version, combined)
         expected = parameter.detach().numpy()

@@ -89,7 +89,8 @@ class Uncertain:
     - The file was replaced by an open with O_TRUNC. Until the descriptor that did it is closed, others see
       the content before by the file's name. Whoever has the file open then, keeps it. It is parted from the
       moment on in which two processes may see different contents.
-      Test: test_promises.py, test_reader_keeps_its_version_when_file_is_republished and others there.
+      Test: test_promises.py, test_reader_and_mapping_keep_their_version_when_file_is_republished and others
+      there.
     - The file is mapped, its last descriptor is closed, and it was empty once (in a cluster: in any case).
       An empty version has no extent, and in a cluster one that is published has another, so the map is
       that of a file which is gone. The kernel tells nobody of a map that passes through.
