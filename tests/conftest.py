@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     sweep()
     fork_commands()
-    # What it found out about our modules is there for the next checkout, too.
+    # The next checkout, too, finds what hypothesis learnt of our modules.
     set_hypothesis_home_dir(cache_directory().with_name("hypothesis"))
     # How long an example takes depends on what else the machine does.
     settings.register_profile("irdmafs", deadline=None, max_examples=50)

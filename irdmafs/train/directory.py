@@ -81,7 +81,7 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
-        # What the configuration, the layout and the members were when they were read.
+        # The configuration, the layout and the members as they were when they were read.
         self._read: dict[Path, tuple[Seen, Any]] = {}
         # Plans by their paths: the last ones that were read. A plan never changes.
         self._plans: dict[Path, Plan] = {}

@@ -64,7 +64,7 @@ class Worker:
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
         self._in_turns = self._turns()
-        # Of versions that were pulled.
+        # The versions that were pulled.
         self._directories = Directories()
         self._prefetch: Prefetch | None = None
         # True if the last pull gave arrays that show the version's files: the next one probably does, too.

@@ -212,7 +212,7 @@ class Cluster:
         return done.stdout
 
     def administer(self, *arguments: str, allowed: Container[int] = (0,)) -> str:
-        """What `irdmafs cluster ARGUMENTS` prints. Raises CommandFailed as `irdmafs` does."""
+        """Return the output of `irdmafs cluster ARGUMENTS`. Raises CommandFailed as `irdmafs` does."""
         return self.irdmafs("cluster", *arguments, "--cluster", self.config, allowed=allowed)
 
     @property

@@ -29,7 +29,7 @@ def as_user(user: int) -> tuple[str, ...]:
 
 
 AS_NOBODY = as_user(NOBODY)
-# Who may open every file, too: the interpreter may be installed below a private home directory.
+# The capability to open every file is kept, too: the interpreter may lie below a private home directory.
 AS_NOBODY_WHO_OPENS_ALL = (
     *AS_NOBODY,
     *("--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"),
