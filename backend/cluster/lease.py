@@ -99,7 +99,7 @@ class Session:
 
     def valid(self) -> bool:
         """Return whether the cluster is sure to consider this process alive."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) < self.valid_until
+        return now_s() < self.valid_until
 
     def left_s(self) -> float:
         """Return for how many seconds the session is sure to be valid."""
