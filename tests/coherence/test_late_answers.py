@@ -21,14 +21,17 @@ def cluster() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def published_untold(cluster: Cluster, fd: int, name: str, content: bytes) -> Iterator[None]:
-    """Close a descriptor: what it wrote is a version, of which the publisher is told in the end."""
-    here, there = cluster.mounts
+    """Close a descriptor: what it wrote is a version on all mounts; its publisher is told in the end."""
+    here = cluster.mounts[0]
     os.kill(here.pid, SIGNAL)
     os.statvfs(here.path)  # it handles the signal before this
     closing = threading.Thread(target=os.close, args=(fd,))
     closing.start()
     try:
-        eventually(lambda: (there.path / name).read_bytes() == content, "it is published")
+        paths = [mount.path / name for mount in cluster.mounts]
+        eventually(
+            lambda: all(path.read_bytes() == content for path in paths), "it is published everywhere"
+        )
         yield
     finally:
         os.kill(here.pid, SIGNAL)

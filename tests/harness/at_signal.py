@@ -7,17 +7,17 @@ SIGNAL = signal.SIGUSR2
 
 
 def told_once() -> Callable[[], bool]:
-    """Handle SIGNAL. Return a function that tells, once after it came, that it did."""
-    told = False
+    """Handle SIGNAL. Return a function that tells, once each time that it came, that it did."""
+    told = 0
 
     def tell(*_: object) -> None:
         nonlocal told
-        told = True
+        told += 1
 
     def take() -> bool:
         nonlocal told
-        was, told = told, False
-        return was
+        was, told = told, max(0, told - 1)
+        return was > 0
 
     signal.signal(SIGNAL, tell)
     return take
