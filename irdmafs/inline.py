@@ -7,10 +7,9 @@ for others, perhaps for ever, says so: `await detach(any_signal=True)`. Under an
 test) detach() does nothing.
 """
 
-from collections.abc import Callable, Coroutine, Generator
-from functools import partial
+from collections.abc import Coroutine, Generator
 from types import coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -20,12 +19,10 @@ _inline = False
 
 
 class Detached(Exception):
-    """Raised by run(): the coroutine has to wait; go on with resume() in a task. `any_signal`: any signal
+    """Raised by run(): the coroutine has to wait; go on with Rest() in a task. `any_signal`: any signal
     that the caller gets may end the wait."""
 
-    def __init__(self, *, any_signal: bool) -> None:
-        super().__init__()
-        self.any_signal = any_signal
+    any_signal = False
 
 
 @coroutine
@@ -51,22 +48,16 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         _inline = outer
     if yielded is not _DETACH and yielded is not _DETACH_UNTIL_ANY_SIGNAL:
         raise RuntimeError(f"{coro!r} waited without detach()")
-    raise Detached(any_signal=yielded is _DETACH_UNTIL_ANY_SIGNAL)
+    detached = Detached()
+    detached.any_signal = yielded is _DETACH_UNTIL_ANY_SIGNAL
+    raise detached
 
 
-@coroutine
-def resume(coro: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await this in a task to run a detached coroutine to its end."""
-    step: Callable[[], Any] = partial(coro.send, None)
-    while True:
-        try:
-            yielded = step()
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        try:
-            sent = yield yielded
-        except BaseException as error:  # cancellation, too, belongs to the coroutine
-            step = partial(coro.throw, error)
-        else:
-            step = partial(coro.send, sent)
+class Rest(NamedTuple, Generic[T]):
+    """The rest of a detached coroutine: await it in a task, once, to run that to its end. A coroutine that
+    waits already cannot be awaited itself."""
+
+    coro: Coroutine[Any, Any, T]
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.coro.__await__()

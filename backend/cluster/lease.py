@@ -13,6 +13,8 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
 
 import msgspec
 import trio
@@ -56,9 +58,8 @@ class SessionEnded(OSError):
         super().__init__(errno.ESHUTDOWN, "the session has been ended")
 
 
-def now_s() -> float:
-    """Return the time, in seconds, of the clock for sessions: monotonic, and it runs in suspend, too."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+# The time, in seconds, of the clock for sessions: monotonic, and it runs in suspend, too.
+now_s: Final = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Session:
@@ -80,6 +81,7 @@ class Session:
         self.record = record
         self.ttl_s = ttl_s
         self.lease = 0
+        self.key = key_of(key_kind, node)
         self.number = 0  # mod_revision of the key; of a mount: the session in its content ids
         self.valid_until = 0.0  # by now_s()
         self.released = False
@@ -88,10 +90,6 @@ class Session:
         # Woken whenever the session begins, goes on or ends.
         self._changed = trio.lowlevel.ParkingLot()
         self._writing = trio.Lock()
-
-    @property
-    def key(self) -> bytes:
-        return key_of(self._kind, self.lease if self._kind == MOUNT else self._node)
 
     def compare(self) -> tuple[bytes, int]:
         """Return the compare for a transaction that must succeed only within this session."""
@@ -230,6 +228,8 @@ class Session:
         while True:
             sent_s = now_s()
             lease = self.lease = await self._engine.leases.grant(self.ttl_s)
+            if self._kind == MOUNT:
+                self.key = key_of(MOUNT, lease)
             try:
                 self.number = await self._put_key(lease)
                 return lease, sent_s

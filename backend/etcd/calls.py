@@ -87,9 +87,8 @@ class Calls:
         except OSError:
             self.check_open()
             raise
-        if method is RANGE or method is TXN:
-            self.check_order(before, answer.header.revision)
-        self.heard(answer.header.revision)
+        linearizable = method is RANGE or method is TXN
+        self.heard(answer.header.revision, before if linearizable else 0)
         return answer
 
     async def call(
@@ -101,7 +100,11 @@ class Calls:
         except RpcError as error:
             raise self.failure(error) from None
 
-    def heard(self, revision: int) -> None:
+    def heard(self, revision: int, before: int = 0) -> None:
+        """Note the revision of an answer. Doubt a linearizable one that is older than `before`, known when
+        the question was sent."""
+        if revision < before:
+            self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
         if revision > self.revision:
             self.revision = revision
 
@@ -113,11 +116,6 @@ class Calls:
         """Raise WentBack after `doubt`."""
         if self._went_back is not None:
             raise WentBack(self._went_back.what)
-
-    def check_order(self, before: int, revision: int) -> None:
-        """Doubt a linearizable answer that is older than `before`, known when the question was sent."""
-        if revision < before:
-            self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
 
     def doubt(self, error: WentBack) -> None:
         """Have every call except those that read raise this error from now on. Doubting twice does

@@ -236,11 +236,14 @@ class DirectClient(Client):
         timeout_s = max(timeout_s, 0.0)
         sent_on: Connection | None = None
         with trio.move_on_after(timeout_s):
-            connection = await self._connected()
+            connection = self._connection
+            if connection is None or not connection.usable:
+                connection = await self._connected()
             heard = connection.http2.frames_received
             sent_on = connection
             try:
-                return method.parse(await connection.unary(self._headers(method.path), message))
+                headers = _header_block(method.path, self.endpoints[self._current].secure)
+                return method.parse(await connection.unary(headers, message))
             except ConnectionLost as error:
                 self._note(connection, str(error))
                 raise (Uncertain if error.sent else Unsent)(str(error)) from None
@@ -266,9 +269,8 @@ class DirectClient(Client):
         with trio.move_on_after(TRY_S):
             connection = await self._connected()
             try:
-                return await connection.start(
-                    self._headers(method.path), request.SerializeToString()
-                )
+                headers = _header_block(method.path, self.endpoints[self._current].secure)
+                return await connection.start(headers, request.SerializeToString())
             except ConnectionLost as error:
                 raise Unsent(str(error)) from None
         raise Unsent(f"no connection within {TRY_S:.0f} s")
@@ -368,9 +370,6 @@ class DirectClient(Client):
     def _note(self, connection: Connection, reason: str) -> None:
         if connection is self._connection:
             self._failures[self.address] = reason
-
-    def _headers(self, path: str) -> bytes:
-        return _header_block(path, self.endpoints[self._current].secure)
 
 
 @functools.cache

@@ -95,9 +95,9 @@ class Connection:
         """Return the answer to one request. Raises RpcError and ConnectionLost."""
         stream = await self.start(block, message)
         try:
-            answer = await stream.receive()
             # The status comes after the message: before it the call may still fail.
-            if answer is None or await stream.receive() is not None:
+            answer = await stream.receive(only=True)
+            if answer is None:
                 raise RpcError(Status.INTERNAL, "the answer is not one message")
             return answer
         finally:
@@ -106,11 +106,12 @@ class Connection:
 
     async def start(self, block: bytes, message: bytes) -> Stream:
         """Begin a call with its only request message. `block`: its headers, encoded."""
-        while len(self.http2.streams) >= _CALLS and self.usable:
+        http2 = self.http2
+        while len(http2.streams) >= _CALLS and self.usable:
             await self._waiting_callers.park()
-        if not self.usable:
+        if self.lost_because is not None or http2.draining:
             raise ConnectionLost(self.lost_because or _DRAINED, sent=False)
-        return self.http2.call(block, message)
+        return http2.call(block, message)
 
     def _call_ended(self) -> None:
         self._waiting_callers.unpark()

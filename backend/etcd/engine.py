@@ -6,8 +6,9 @@ the newest transaction, and whose value names its process.
 """
 
 import errno
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Coroutine, Sequence
+from operator import attrgetter
+from typing import Any, Final, Self
 
 from ..kv import Compare, Delete, KeyValue, Put
 from . import etcd_pb2 as pb
@@ -24,6 +25,7 @@ PAGE_KEYS = 1000
 _PAGE_RETRIES = 5
 _OPEN_S = 10.0
 _TRY_S_MIN = 0.5
+_KEY: Final = attrgetter("key")
 
 
 class EtcdEngine:
@@ -124,21 +126,21 @@ class EtcdEngine:
             revision = last.mod_revision
         return revision
 
-    async def transact(
+    def transact(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
+    ) -> Coroutine[Any, Any, int]:
         """Apply all operations if every compare holds, and return the revision of that, which is a new one.
         It is durable then.
 
         Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than
         TRANSACTION_OPERATIONS compares or operations, or two on one key.
         """
-        if len({op.key for op in operations}) < len(operations):
+        if len(set(map(_KEY, operations))) < len(operations):
             raise ValueError("a key may occur in one operation of a transaction only")
         if max(len(compares), len(operations)) > TRANSACTION_OPERATIONS:
             raise ValueError(f"etcd takes {TRANSACTION_OPERATIONS} operations in a transaction")
         self.transactions += 1
-        return await self.fenced.carry_out(compares, operations)
+        return self.fenced.carry_out(compares, operations)
 
     async def settle(self) -> None:
         """Return when no transaction whose outcome is unknown can be applied any more."""

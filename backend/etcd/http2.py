@@ -56,6 +56,8 @@ def window_update(stream: int, size: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream, size.to_bytes(4, "big"))
 
 
+# The head of an answer to a ping, whose 8 bytes follow.
+_PONG = frame(PING, ACK, 0, bytes(8))[:-8]
 _GREETING = (
     PREFACE
     # HEADER_TABLE_SIZE 0, ENABLE_PUSH 0, INITIAL_WINDOW_SIZE
@@ -148,32 +150,40 @@ class Http2:
             if end > len(buffer):
                 break
             number = int.from_bytes(buffer[offset + 5 : offset + 9], "big") & 0x7FFFFFFF
-            self._on_frame(kind, flags, number, bytes(buffer[offset + 9 : end]))
+            payload = bytes(buffer[offset + 9 : end])
             offset = end
+            self.frames_received += 1
+            if kind in (DATA, HEADERS) and flags & PADDED:
+                raise ProtocolError("a frame is padded, which etcd never does")
+            if kind == DATA:
+                self._received_bytes += size
+                if self._received_bytes > _CONNECTION_WINDOW // 2:
+                    self._send(window_update(0, self._received_bytes))
+                    self._received_bytes = 0
+                # None: the call was given up; its last frames still arrive.
+                if stream := self.streams.get(number):
+                    stream.on_data(payload)
+                    if flags & END_STREAM:
+                        raise ProtocolError("a gRPC answer has no status")
+            elif kind == HEADERS:
+                self._on_headers(flags, number, payload)
+            elif kind == WINDOW_UPDATE and size == 4:
+                window = int.from_bytes(payload, "big")
+                if not number:
+                    self._send_window += window
+                elif stream := self.streams.get(number):
+                    stream.send_window += window
+                if self._held:
+                    self._send_held()
+            elif kind == PING and size == 8 and not flags & ACK:
+                self._send(_PONG + payload)
+            else:
+                self._on_control(kind, flags, number, payload)
         del buffer[:offset]
 
-    def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        self.frames_received += 1
-        if flags & PADDED and kind in (DATA, HEADERS):
-            raise ProtocolError("a frame is padded, which etcd never does")
-        if kind == DATA:
-            self._on_data(flags, number, payload)
-        elif kind == HEADERS:
-            if flags & PRIORITY or not flags & END_HEADERS:
-                raise ProtocolError("a call has a priority, or headers of more than a frame")
-            self._on_headers(flags, number, payload)
-        elif kind == SETTINGS and not flags & ACK:
+    def _on_control(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
             self._on_settings(payload)
-        elif kind == WINDOW_UPDATE and len(payload) == 4:
-            size = int.from_bytes(payload, "big")
-            if not number:
-                self._send_window += size
-            elif stream := self.streams.get(number):
-                stream.send_window += size
-            if self._held:
-                self._send_held()
-        elif kind == PING and not flags & ACK:
-            self._send(frame(PING, ACK, 0, payload))
         elif kind == RST_STREAM and len(payload) == 4:
             code = int.from_bytes(payload, "big")
             if stream := self.streams.get(number):
@@ -185,19 +195,9 @@ class Http2:
             for stream in [stream for of, stream in self.streams.items() if of > last]:
                 self._end(stream, ConnectionLost("the server is shutting down", sent=False))
 
-    def _on_data(self, flags: int, number: int, payload: bytes) -> None:
-        self._received_bytes += len(payload)
-        if self._received_bytes > _CONNECTION_WINDOW // 2:
-            self._send(window_update(0, self._received_bytes))
-            self._received_bytes = 0
-        stream = self.streams.get(number)
-        if stream is None:
-            return  # the call was given up; its last frames still arrive
-        stream.on_data(payload)
-        if flags & END_STREAM:
-            raise ProtocolError("a gRPC answer has no status")
-
     def _on_headers(self, flags: int, number: int, block: bytes) -> None:
+        if flags & PRIORITY or not flags & END_HEADERS:
+            raise ProtocolError("a call has a priority, or headers of more than a frame")
         headers = self._decoded.get(block) or self._decode(block)
         stream = self.streams.get(number)
         if stream is None:
@@ -277,12 +277,13 @@ class Stream:
         self._unacknowledged = 0
         self._waiting: trio.lowlevel.Task | None = None
 
-    async def receive(self) -> bytes | None:
-        """Return the next message, None after the last one. One task at a time.
+    async def receive(self, *, only: bool = False) -> bytes | None:
+        """Return the next message, None after the last one. `only`: when the call has ended, and None if
+        there was not one message. One task at a time.
 
         Raises RpcError and ConnectionLost. May be cancelled and called again.
         """
-        if not self._messages and not self.ended:
+        while not self.ended and (only or not self._messages):
             self._waiting = trio.lowlevel.current_task()
 
             def abort(_: object) -> trio.lowlevel.Abort:
@@ -290,15 +291,15 @@ class Stream:
                 return trio.lowlevel.Abort.SUCCEEDED
 
             await trio.lowlevel.wait_task_rescheduled(abort)
-        if self._messages:
-            message = self._messages.popleft()
-            self._queued_bytes -= len(message)
-            if self._unacknowledged > _ACKNOWLEDGED_BYTES:
-                self._acknowledge()
-            return message
-        if self._error is not None:
+        if self._error is not None and (only or not self._messages):
             raise self._error
-        return None
+        if not self._messages or (only and len(self._messages) > 1):
+            return None
+        message = self._messages.popleft()
+        self._queued_bytes -= len(message)
+        if self._unacknowledged > _ACKNOWLEDGED_BYTES:
+            self._acknowledge()
+        return message
 
     def close(self) -> None:
         """Give the call up, if it has not ended."""
@@ -309,7 +310,8 @@ class Stream:
         self.ended = True
         self._error = error
         if self._waiting is not None:
-            self._wake()
+            trio.lowlevel.reschedule(self._waiting)
+            self._waiting = None
 
     def on_headers(self, headers: dict[str, str], last: bool) -> None:
         """Take the headers of the answer, or with `last` its status. Raises ProtocolError."""
@@ -346,14 +348,10 @@ class Stream:
         if self._unacknowledged > _ACKNOWLEDGED_BYTES:
             self._acknowledge()
         if self._messages and self._waiting is not None:
-            self._wake()
+            trio.lowlevel.reschedule(self._waiting)
+            self._waiting = None
 
     def _acknowledge(self) -> None:
         if self._queued_bytes < _QUEUED_BYTES and not self.ended:
             self._http2.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0
-
-    def _wake(self) -> None:
-        assert self._waiting is not None
-        trio.lowlevel.reschedule(self._waiting)
-        self._waiting = None

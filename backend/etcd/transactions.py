@@ -128,9 +128,8 @@ class EtcdTransactions:
                 # Cancelled: what was sent must not be applied after what the caller does next.
                 self._drop_fence(fence)
                 raise
-            calls.check_order(before, answer.header.revision)
+            calls.heard(answer.header.revision, before)
             calls.check_trusted()
-            calls.heard(answer.header.revision)
             if answer.succeeded:
                 return answer.header.revision
             key = _differing(compares, answer)

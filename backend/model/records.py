@@ -33,6 +33,7 @@ A *content* is the bytes of one version: session << 24 | number. Its extents on 
 are its stripes, (content, stripe index).
 """
 
+import struct
 from typing import Annotated, NamedTuple, NewType, TypeVar
 
 import msgspec
@@ -62,7 +63,7 @@ FOLLOWED = b"f"
 
 def key_of(kind: bytes, *numbers: int) -> bytes:
     """Return the key of a one-letter kind and 8-byte numbers."""
-    return kind + b"".join(number.to_bytes(8, "big") for number in numbers)
+    return kind + struct.pack(f">{len(numbers)}Q", *numbers)
 
 
 def group_key(group: int) -> bytes:
@@ -80,7 +81,7 @@ def pin_key(content: int, lease: int) -> bytes:
 
 def claim_key(directory: int) -> bytes:
     """Return the key whose value is the lease of the mount that has the claim of a directory."""
-    return key_of(CLAIM, directory)
+    return CLAIM + directory.to_bytes(8, "big")
 
 
 def wish_key(directory: int, lease: int) -> bytes:

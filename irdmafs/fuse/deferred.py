@@ -45,6 +45,6 @@ class Deferred:
 
     async def _carry_out_later(self, coro: Coroutine[Any, Any, None], what: str) -> None:
         try:
-            await inline.resume(coro)
+            await inline.Rest(coro)
         except Exception:
             log.exception("%s failed", what)

@@ -105,15 +105,16 @@ class KernelSession(Session):
         poller = select.poll()
         poller.register(device, select.POLLIN)
         answer, deferred, waiting = self.answer, self.deferred, self.waiting
-        clock, readv = time.monotonic_ns, os.readv
+        wakeups, clock, readv = self._wakeups, time.monotonic_ns, os.readv
         spin_ends = 0
         while True:
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
             if pause.cancelled_caught:
-                self._wakeups.let_go()
+                wakeups.let_go()
                 await trio.lowlevel.wait_readable(device)
-            self._wakeups.hold()
+            if wakeups.enabled and not wakeups.held:
+                wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
                 try:
@@ -207,7 +208,7 @@ class KernelSession(Session):
         """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
         with waiting.scope as scope:
             try:
-                result = await inline.resume(coro)
+                result = await inline.Rest(coro)
                 payload = (result or b"") if row.pack is None else row.pack(result)
                 self._connection.answer(request.unique, payload)
             except Exception as error:

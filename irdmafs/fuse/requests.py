@@ -216,15 +216,12 @@ class Requests:
         """Return the operation of a request that other hosts must know of before it is answered: it may
         wait."""
 
-        def carry_out(asked: Request, *fields: Any) -> Result:
+        async def carry_out(asked: Request, *fields: Any) -> Result:
             directories = [asked.nodeid] if asked.opcode in _CHANGE_NAMES else []
             if asked.opcode in _RENAMES:
                 directories.append(fields[0])
-            return hold(row.carry_out(asked, *fields), directories)
-
-        async def hold(operation: Coroutine[Any, Any, Any], directories: list[int]) -> Result:
             with locks.hold(*directories):
-                return await operation
+                return await row.carry_out(asked, *fields)
 
         return carry_out
 

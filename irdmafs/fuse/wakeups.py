@@ -35,27 +35,24 @@ def _read(path: str) -> str:
 
 
 class FastWakeups:
-    """A demand on the kernel where halts_at_once(), made with hold() and taken back with let_go()."""
+    """A demand on the kernel, made with hold() and taken back with let_go(); `enabled` where
+    halts_at_once()."""
 
     def __init__(self) -> None:
-        self.held = False
+        self.enabled = self.held = False
         self._fd = -1
         if not halts_at_once():
             return
         try:
             self._fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
             os.write(self._fd, _NO_DEMAND)
+            self.enabled = True
         except OSError as error:
             log.info("wake-ups stay slow: %s: %s", DEVICE, error.strerror)
 
-    @property
-    def enabled(self) -> bool:
-        return self._fd >= 0
-
     def hold(self) -> None:
-        if self._fd >= 0 and not self.held:
-            os.write(self._fd, _POLL)
-            self.held = True
+        os.write(self._fd, _POLL)
+        self.held = True
 
     def let_go(self) -> None:
         if self.held:
@@ -65,4 +62,4 @@ class FastWakeups:
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd, self.held = -1, False
+            self._fd, self.enabled, self.held = -1, False, False

@@ -10,7 +10,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irdmafs.inline import Detached, detach, resume, run
+from irdmafs.inline import Detached, Rest, detach, run
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ async def run_or_resume(coro: Any) -> Any:
     try:
         return run(coro)
     except Detached:
-        return await resume(coro)
+        return await Rest(coro)
 
 
 # -- without waiting ---------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ async def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> 
     with pytest.raises(Detached):
         run(coro)
 
-    await resume(coro)
+    await Rest(coro)
 
 
 async def test_what_waits_without_detach_is_an_error_and_the_next_one_runs() -> None:
@@ -81,7 +81,7 @@ async def test_an_exception_leaves_the_next_coroutine_inline_and_the_task_not() 
     coro = detaching()
     with pytest.raises(Detached):
         run(coro)
-    await resume(coro)
+    await Rest(coro)
 
 
 # -- detached ----------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_nothing_after_detach_runs_before_resume() -> None:
     assert steps == ["before"]
 
     async def main() -> None:
-        assert await resume(coro) == "value"
+        assert await Rest(coro) == "value"
 
     trio.run(main)
     assert steps == ["before", "after"]
@@ -122,7 +122,7 @@ async def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> N
     results: list[list[int]] = []
 
     async def finish() -> None:
-        results.append(await resume(coro))
+        results.append(await Rest(coro))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(finish)
@@ -149,7 +149,7 @@ def test_a_detached_coroutine_may_run_others_inline() -> None:
         other = slow()
         with pytest.raises(Detached):
             run(other)
-        return [*results, await resume(other)]
+        return [*results, await Rest(other)]
 
     assert trio.run(run_or_resume, outer()) == ["quick", "slow"]
 

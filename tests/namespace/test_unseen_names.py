@@ -23,7 +23,7 @@ from irdmafs.backend.namespace import (
 )
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
-from irdmafs.inline import Detached, resume, run
+from irdmafs.inline import Detached, Rest, run
 
 HERE, THERE = 11, 22
 
@@ -196,7 +196,7 @@ async def test_what_waits_for_a_file_that_is_being_stored_goes_on_whenever_that_
             changing = here.set_attributes(file.ino, mode=0o600)
             with pytest.raises(Detached):
                 run(changing)
-        await resume(changing)
+        await Rest(changing)
         assert here.inode(file.ino).mode == FILE | 0o600
 
 
