@@ -212,14 +212,10 @@ class Members(RecordKeeper):
 
     def followers_of(self, directories: Iterable[int]) -> set[int]:
         """Return the leases of live mounts that follow one of the directories (a path, from the root)."""
-        if not self._followers:
-            return set()
-        return {
-            lease
-            for directory in directories
-            for lease in self._followers.get(directory, ())
-            if lease in self._numbers
-        }
+        found = set[int]()
+        for directory in directories if self._followers else ():
+            found.update(self._followers.get(directory, ()))
+        return found & self._numbers.keys()
 
     def followers(self) -> set[int]:
         """Return the leases of live mounts that follow any directory."""
@@ -232,9 +228,13 @@ class Members(RecordKeeper):
     async def wait_acked(self, followers: Callable[[], Iterable[int]], revision: int) -> None:
         """Wait until each of the followers has acknowledged `revision`, does not follow any more, or its
         session has ended."""
-        while any(
-            lease in self._numbers and self._seen.get(lease, 0) < revision for lease in followers()
-        ):
+        numbers, seen = self._numbers, self._seen
+        while True:
+            for lease in followers():
+                if lease in numbers and seen.get(lease, 0) < revision:
+                    break
+            else:
+                return
             await self.changed()
 
     # --- consumer of the replica

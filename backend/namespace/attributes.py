@@ -16,6 +16,7 @@ directories above hold. `awaits` and `awaits_timeout` are those of the directory
 """
 
 import re
+from contextlib import suppress
 
 from ..model.policy import REPLICAS_MAX, Policy, parse_policy
 from ..model.records import Settings
@@ -73,17 +74,16 @@ def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
     """Return replicas, stripe size in bytes and placement of new files in a directory."""
     found: dict[bytes, bytes] = {}
-    while True:
-        inode = namespace.inodes.get(directory)
-        if inode is None:
-            break
-        if inode.xattrs:
-            for name in NAMES:
-                if name in inode.xattrs:
-                    found.setdefault(name, inode.xattrs[name])
-        if directory == ROOT_INO or len(found) == len(NAMES):
-            break
-        directory = inode.parent
+    with suppress(KeyError):  # a directory that is gone
+        while len(found) < len(NAMES):
+            inode = namespace.inodes[directory]
+            if inode.xattrs:
+                for name in NAMES:
+                    if name in inode.xattrs:
+                        found.setdefault(name, inode.xattrs[name])
+            if directory == ROOT_INO:
+                break
+            directory = inode.parent
     replicas, stripe_bytes, policy = settings.replicas, settings.stripe_bytes, Policy()
     if found:
         replicas = _replicas(found[REPLICAS]) if REPLICAS in found else replicas

@@ -29,6 +29,11 @@ class Commit:
     durable = True
     urgent = False
     charge: Charge | None = None  # the charge of `inode`, if that grows in a quota
+    # Decided when it is about to be stored: the files whose names only this mount knew before, the
+    # directories that get names, change or go, and those in which names and files change.
+    kept: Sequence[int] = ()
+    made_in: Collection[int] = ()
+    changed_in: Collection[int] = ()
 
 
 def operations(commit: Commit) -> list[Put | Delete]:
@@ -37,7 +42,9 @@ def operations(commit: Commit) -> list[Put | Delete]:
     for parent, name, ino in commit.names:
         key = name_key(parent, name)
         found.append(Put(key, ino.to_bytes(8, "big")) if ino else Delete(key))
-    found += [Put(inode_key(inode.ino), inode.encode()) for inode in commit.inodes]
+    for inode in commit.inodes:
+        key = inode_key(inode.ino)
+        found.append(Put(key, inode.encode()))
     for ino, time_ns in commit.times:
         key = time_key(ino)
         found.append(Delete(key) if time_ns is None else Put(key, time_ns.to_bytes(8, "big")))
@@ -60,12 +67,10 @@ def compares(
     for inode in (*commit.inodes, *commit.gone, *commit.fixed):
         known[inode_key(inode.ino)] = inode.revision
     found: list[Compare] = [*known.items()]
-    found += [Exists(inode_key(ino)) for ino in commit.within]
-    found += [
-        Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b""))
-        for inode in commit.gone
-        if inode.is_dir and not is_ours(inode.ino)
-    ]
+    found += map(Exists, map(inode_key, commit.within))
+    for inode in commit.gone:
+        if inode.is_dir and not is_ours(inode.ino):
+            found.append(Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b"")))
     if len(found) > _COMPARES_MAX:
         raise fail(errno.ENAMETOOLONG, "a directory cannot be moved that deep")
     return found

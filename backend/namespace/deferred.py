@@ -16,10 +16,10 @@ and passes over those that would take it back.
 import errno
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from itertools import takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -148,7 +148,7 @@ class Deferred:
         """Return whether a commit cannot be stored with what is deferred: it changes the same, or needs a
         directory that is not stored yet. If the outcome of that were not known, what was deferred would be
         stored again, over the commit."""
-        if self.is_empty:
+        if not self._changes and not self._under_way:
             return False
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
@@ -161,7 +161,7 @@ class Deferred:
 
     def _news(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events of a transaction that show no earlier state of a record than the tree has."""
-        if self.is_empty:
+        if not self._changes and not self._under_way:
             return events
         return [event for event in events if not self._is_ahead_of(event)]
 
@@ -239,21 +239,26 @@ class Deferred:
         if lost:
             raise lost[0]
 
-    async def transact(
+    def transact(
         self, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
+    ) -> Coroutine[Any, Any, int]:
         """Apply operations if conditions hold, and return the revision of that. What was deferred before
         this call is stored before, or in the same transaction. Raises Conflict, OSError."""
-        newest = self.count
-        if not self.is_empty:
-            async with self._storing:
-                while self._changes and self._changes[0].number <= newest:
-                    earlier = [one for one in self._changes if one.number <= newest]
-                    some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
-                    is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
-                    if is_room and len(some.changes) == len(earlier) and not self._not_held():
-                        return await self._send(some, conditions, operations)
-                    await self._store_some()
+        if not self._changes and not self._under_way:
+            return self._engine.transact(conditions, operations)
+        return self._transact_after(self.count, conditions, operations)
+
+    async def _transact_after(
+        self, newest: int, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        async with self._storing:
+            while self._changes and self._changes[0].number <= newest:
+                earlier = [one for one in self._changes if one.number <= newest]
+                some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
+                is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
+                if is_room and len(some.changes) == len(earlier) and not self._not_held():
+                    return await self._send(some, conditions, operations)
+                await self._store_some()
         return await self._engine.transact(conditions, operations)
 
     async def _store_some(self) -> None:

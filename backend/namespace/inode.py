@@ -12,7 +12,9 @@ compare (the last one wins), and its link count is derived from its names.
 
 import os
 import stat
-from typing import Annotated, NamedTuple
+from functools import partial
+from struct import Struct
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -24,6 +26,7 @@ FIRST_VIRTUAL_INO = 1 << 47
 # The inode of names whose record is damaged.
 DAMAGED_INO = 2 * FIRST_VIRTUAL_INO - 1
 NAME_MAX = 255
+TIME_MAX: Final = 2**63 - 1
 
 NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
@@ -188,21 +191,18 @@ class Inode:
         return self.mode & 0o170000 == stat.S_IFLNK
 
 
-def inode_key(ino: int) -> bytes:
-    return b"i" + ino.to_bytes(8, "big")
+# The keys of an inode's record, and of a directory's times, by its number.
+inode_key: Final = partial(Struct(">cQ").pack, b"i")
+time_key: Final = partial(Struct(">cQ").pack, b"t")
 
 
 def name_key(parent: int, name: bytes) -> bytes:
     return b"d" + parent.to_bytes(8, "big") + name
 
 
-def time_key(ino: int) -> bytes:
-    return b"t" + ino.to_bytes(8, "big")
-
-
 def nearest_time(time_ns: int) -> int:
     """Return the nearest time that can be stored: in 64 bits, the years 1677 to 2262."""
-    return max(-(2**63), min(time_ns, 2**63 - 1))
+    return max(-TIME_MAX - 1, min(time_ns, TIME_MAX))
 
 
 class NoInode(KeyError):

@@ -89,7 +89,11 @@ class Inodes(dict[int, Inode]):
             return default
 
     def __contains__(self, ino: object) -> bool:
-        return super().__contains__(ino) or self.get(cast(int, ino)) is not None
+        try:
+            self[cast(int, ino)]
+        except KeyError:
+            return False
+        return True
 
     def __iter__(self) -> Iterator[int]:
         yield from [ino for ino, inode in super().items() if not inode.revision]

@@ -99,8 +99,11 @@ class Names:
 
     def parents_of(self, ino: int) -> Sequence[int]:
         """Return the directories that hold an inode, once for each name."""
-        inode = self.inodes.get(ino)
-        if inode is None or not inode.name:
+        try:
+            inode = self.inodes[ino]
+        except KeyError:
+            return ()
+        if not inode.name:
             return ()
         if not inode.more:
             return (inode.parent,)
@@ -108,8 +111,11 @@ class Names:
 
     def names_of(self, ino: int) -> list[tuple[int, bytes]]:
         """Return every (parent, name) of an inode."""
-        inode = self.inodes.get(ino)
-        if inode is None or not inode.name:
+        try:
+            inode = self.inodes[ino]
+        except KeyError:
+            return []
+        if not inode.name:
             return []
         found = [(inode.parent, inode.name)]
         if inode.more:
@@ -120,14 +126,17 @@ class Names:
 
     def path_of(self, directory: int) -> bytes:
         """Return the path of a directory from the root, which is b"". Raises ENOENT if it was removed."""
-        names = []
-        while directory != ROOT_INO:
-            inode = self.inodes.get(directory)
-            if inode is None or not inode.nlink or not inode.name:
-                raise fail(errno.ENOENT)
-            names.append(inode.name)
-            directory = inode.parent
-        return b"".join(b"/" + name for name in reversed(names))
+        path, inodes = b"", self.inodes
+        try:
+            while directory != ROOT_INO:
+                inode = inodes[directory]
+                if not inode.nlink or not inode.name:
+                    raise fail(errno.ENOENT)
+                path = b"/" + inode.name + path
+                directory = inode.parent
+        except KeyError:
+            raise fail(errno.ENOENT) from None
+        return path
 
     def describe(self, ino: int) -> str:
         """Return the path of an inode from the root of the filesystem, for messages."""
@@ -153,7 +162,9 @@ class Names:
 
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
-        value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
+        if len(name) > NAME_MAX:
+            return 0
+        value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
         return int.from_bytes(value[8:], "big") if value is not None else 0
 
     # -- names that are not seen -------------------------------------------------------------------

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -44,6 +45,10 @@ _PAUSE_MAX_S = 0.1
 _STORED_AT_ONCE = 50
 # Larger records are not deferred. etcd accepts 1.5 MiB in a transaction.
 _DEFERRED_BYTES_MAX = 8192
+# The directory and the name, of an entry of Commit.names.
+_NAME_OF: Final = itemgetter(0, 1)
+_NUMBER_OF: Final = attrgetter("ino")
+_IS_DIRECTORY: Final = attrgetter("is_dir")
 
 
 class SharedCommitter:
@@ -147,21 +152,21 @@ class SharedCommitter:
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
         directories = self._directories(commit)
         tree = self._tree
-        kept = [inode.ino for inode in self._known_here(commit)]
-        revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
+        revisions = []
+        for parent, name, _ in commit.names:
+            revisions.append(tree.name_revision(parent, name))
         conditions = compares(commit, revisions, self._is_claimed)
-        changed_in = _has_files_in(commit)
         if self._claims is not None:
-            made_in = _makes_names_in(commit)
-            for one in made_in:
+            for one in commit.made_in:
                 conditions.append((claim_key(one), self._claims.revision(one)))
-            for one in changed_in - made_in:
-                conditions.append((claim_key(one), self._claims.known_revision(one)))
+            for one in commit.changed_in:
+                if one not in commit.made_in:
+                    conditions.append((claim_key(one), self._claims.known_revision(one)))
         with tree.keeping(commit):
             try:
-                with self._taking_claims(commit, changed_in) as (claimed, changes):
+                with self._taking_claims(commit) as (claimed, changes):
                     conditions += [*claimed, *guards]
-                    revision = await self._transact(conditions, changes, commit, kept)
+                    revision = await self._transact(conditions, changes, commit)
             except Conflict as conflict:
                 if any(conflict.key == _key_of(guard) for guard in guards):
                     raise
@@ -181,24 +186,20 @@ class SharedCommitter:
         return self._claims is not None and self._claims.revision(directory) > 0
 
     def _taking_claims(
-        self, commit: Commit, directories: set[int]
+        self, commit: Commit
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
         if self._claims is None:
             return nullcontext(([], []))
-        changed = directories if commit.names or commit.may_wait else ()
+        changed = commit.changed_in if commit.names or commit.may_wait else ()
         made = [commit.new.ino] if commit.new is not None and commit.new.is_dir else []
-        return self._claims.taking(changed, made, [one.ino for one in commit.gone if one.is_dir])
+        removed = map(_NUMBER_OF, filter(_IS_DIRECTORY, commit.gone))
+        return self._claims.taking(changed, made, removed)
 
     async def _transact(
-        self,
-        conditions: Sequence[Compare],
-        changes: Sequence[Put | Delete],
-        commit: Commit,
-        kept: Sequence[int],
+        self, conditions: Sequence[Compare], changes: Sequence[Put | Delete], commit: Commit
     ) -> int:
-        """Store a commit and other changes, wait until the replica has it, and return its revision. `kept`
-        are the files in it that only this mount knows."""
-        storing = trio.Event()
+        """Store a commit and other changes, wait until the replica has it, and return its revision."""
+        storing, kept = trio.Event(), commit.kept
         self._storing.update(dict.fromkeys(kept, storing))
         changes = [*operations(commit), *changes]
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
@@ -246,10 +247,10 @@ class SharedCommitter:
         claims = self._claims
         if claims is None:
             return False
-        others = claims.of_others(_makes_names_in(commit))
+        others = claims.of_others(commit.made_in)
         for directory in others:
             await claims.recall(directory)
-        exclusive = claims.exclusive_of_others(_has_files_in(commit))
+        exclusive = claims.exclusive_of_others(commit.changed_in)
         for directory in exclusive:
             await claims.look(directory)
         return bool(others or exclusive)
@@ -260,6 +261,7 @@ class SharedCommitter:
         """Return what is deferred if a commit, with the names that only this mount knows, cannot be stored
         with it."""
         self._add_names(commit)
+        commit.made_in, commit.changed_in = _makes_names_in(commit), _has_files_in(commit)
         if self.deferred is None or not self.deferred.concerns(commit):
             return None
         return self.deferred
@@ -316,40 +318,35 @@ class SharedCommitter:
             return self._claims.is_ours(commit.names[0][0])
         return bool(commit.inodes or commit.gone)
 
-    def _known_here(self, commit: Commit) -> list[Inode]:
-        """Return the inodes of a commit that have names which only this mount knows."""
-        return [
-            inode
-            for inode in commit.inodes
-            if not inode.revision and inode is not commit.new and self._tree.names_of(inode.ino)
-        ]
-
     def _add_names(self, commit: Commit) -> None:
         """Add to a commit the names of its inodes that only this mount knows."""
-        tree = self._tree
-        for inode in self._known_here(commit):
-            changed = {name[:2] for name in commit.names}
-            names = [
-                name
-                for name in tree.names_of(inode.ino)
-                if name not in changed and not tree.name_revision(*name)
-            ]
-            parents = {parent for parent, _ in names}
-            commit.names = [*commit.names, *((*name, inode.ino) for name in names)]
-            commit.within = {*commit.within, *parents}
-            parents -= {parent for parent, _ in commit.times}
-            times = [(parent, tree.inodes[parent].mtime_ns) for parent in parents]
-            commit.times = [*commit.times, *times]
+        tree, kept = self._tree, list[int]()
+        for inode in commit.inodes:
+            if inode.revision or inode is commit.new:
+                continue
+            changed = set(map(_NAME_OF, commit.names))
+            names = tree.names_of(inode.ino)
+            if names:
+                kept.append(inode.ino)
+            for name in names:
+                if name in changed or tree.name_revision(*name):
+                    continue
+                parent = name[0]
+                commit.names = [*commit.names, (*name, inode.ino)]
+                commit.within = {*commit.within, parent}
+                if parent not in dict(commit.times):
+                    commit.times = [*commit.times, (parent, tree.inodes[parent].mtime_ns)]
+        commit.kept = kept
 
     def _forget_former_names(self, commit: Commit) -> None:
         """Remove the names that a commit removed and that were never stored: the watch tells of none."""
-        tree, former = self._tree, Commit()
-        former.names = [
-            (parent, name, 0)
-            for parent, name, ino in commit.names
-            if not ino and tree.ino_behind(parent, name) and not tree.name_revision(parent, name)
-        ]
-        if former.names:
+        tree, names = self._tree, list[tuple[int, bytes, int]]()
+        for parent, name, ino in commit.names:
+            if not ino and tree.ino_behind(parent, name) and not tree.name_revision(parent, name):
+                names.append((parent, name, 0))
+        if names:
+            former = Commit()
+            former.names = names
             tree.keep(former)
 
     async def store(self, directory: int) -> None:

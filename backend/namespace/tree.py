@@ -15,6 +15,8 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Final
 
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
@@ -36,6 +38,7 @@ from .watches import Watches
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
+_NUMBER_OF: Final = attrgetter("ino")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
 
@@ -118,24 +121,24 @@ class Tree(Names):
         if self._listener is None:
             self.take(events)
             return
-        numbers: set[int] = set()
+        inodes: dict[int, Inode | None] = {}
         names = []
         for _, key, _ in events:
             ino = int.from_bytes(key[1:9], "big")
-            numbers.add(ino)
+            inodes[ino] = self.inodes.get(ino)
             if key.startswith(b"d"):
-                names.append((ino, key[9:]))
-        with self._telling(self._listener, numbers, names):
-            self.take(events)
+                name = key[9:]
+                names.append((ino, name, self.ino_behind(ino, name)))
+        self.take(events)
+        self._tell(self._listener, inodes, names)
 
-    @contextlib.contextmanager
-    def _telling(
-        self, listener: Listener, numbers: Iterable[int], changed_names: Iterable[tuple[int, bytes]]
-    ) -> Iterator[None]:
-        """Tell the listener what becomes of these inodes and names."""
-        inodes = {ino: self.inodes.get(ino) for ino in numbers}
-        names = [(*name, self.ino_behind(*name)) for name in changed_names]
-        yield
+    def _tell(
+        self,
+        listener: Listener,
+        inodes: dict[int, Inode | None],
+        names: Iterable[tuple[int, bytes, int]],
+    ) -> None:
+        """Tell the listener what became of inodes, and of names, which led to inodes before."""
         for ino, old in inodes.items():
             if (new := self.inodes.get(ino)) is not old:
                 listener.inode_changed(old, new)
@@ -269,9 +272,10 @@ class Tree(Names):
         if commit.new is not None or self._listener is None:
             self.enact(commit, revision=0)  # whoever is told here knows nothing of a new one yet
             return
-        numbers = [inode.ino for inode in (*commit.inodes, *commit.gone)]
-        with self._telling(self._listener, numbers, [name[:2] for name in commit.names]):
-            self.enact(commit, revision=0)
+        inodes = {one.ino: self.inodes.get(one.ino) for one in (*commit.inodes, *commit.gone)}
+        names = [(*name[:2], self.ino_behind(*name[:2])) for name in commit.names]
+        self.enact(commit, revision=0)
+        self._tell(self._listener, inodes, names)
         self._listener.kept()
 
     def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> None:
@@ -325,7 +329,7 @@ class Tree(Names):
     def keeping(self, commit: Commit) -> Iterator[None]:
         """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
         and charge the commit to quotas."""
-        removed = [inode.ino for inode in commit.gone]
+        removed = [*map(_NUMBER_OF, commit.gone)]
         made = [commit.new.ino] if commit.new is not None else []
         self._making += made
         self._removing += removed

@@ -146,7 +146,10 @@ class Device:
     def shows_bytes(self) -> bool:
         """Return whether bytes that are written are, most likely, in memory of this process."""
         much = Transfer("write", EXTENT_BYTES_MAX)
-        return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
+        for way in self._ways:
+            if way.suits(much):
+                return way.shows_bytes
+        return False
 
     async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
         """Do as `_move_now`, when fewer than the limit of transfers are under way."""

@@ -109,11 +109,6 @@ class Content:
         return self.extent not in (NO_CONTENT, self.base.extent)
 
     @property
-    def since(self) -> Stamp | None:
-        """Return the stamp of its extent when it was last published, or begun."""
-        return self.seen if self.seen is not None else self.begun
-
-    @property
     def is_changing(self) -> bool:
         """Return whether its size and times are those of its extent, and not of a published version."""
         return self.writers > 0 or self.state is State.REPLACING or self.state is State.LEFT

@@ -43,7 +43,7 @@ class Changes:
         if not content.extent:
             return False
         status = status or self._table.stat(content)
-        if (status.st_size, status.st_mtime_ns) != content.since:
+        if (status.st_size, status.st_mtime_ns) != (content.seen or content.begun):
             return True
         return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
 
@@ -62,7 +62,7 @@ class Changes:
             return self.is_written(content, surely=self._store.sends)
         if self._store.sends and not content.base.version:
             stamp = self._table.stamp(content)
-            if not stamp[0] and (not content.extent or stamp == content.since):
+            if not stamp[0] and (not content.extent or stamp == content.begun):
                 return False  # a new file that stays empty is known to be empty by its name
         inode = self._inodes[content.ino]
         # An unwritten empty copy gives way to a version that was published meanwhile.
@@ -71,7 +71,9 @@ class Changes:
     def may_hide_writes(self, content: Content) -> bool:
         """Return whether only a comparison of bytes can tell that the content was written. A store through
         a mapping changes no time if its page was stored to before, or (in a tmpfs) read before."""
-        return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
+        if content.mapped and content.seen is not None:
+            return True
+        return self._grain_ns > 0 and self._may_share_a_tick(content)
 
     def is_to_be_compared(self, content: Content) -> bool:
         """Return whether its bytes have to be compared with those that other hosts have."""

@@ -1,5 +1,7 @@
 """The choice between replacing a file as a whole at its close, and at once as on other filesystems."""
 
+from contextlib import suppress
+
 from ..backend.namespace import Inode, Namespace
 from ..backend.namespace.attributes import ISOLATION
 
@@ -19,12 +21,12 @@ class Isolation:
     def below(self, ino: int) -> bool:
         """Return whether files in this directory are isolated. If so, other hosts do not see the name of a
         new one before its first version, either."""
-        while ino:
-            directory = self._namespace.inodes.get(ino)
-            if directory is None:
-                break
-            value = directory.xattrs.get(ISOLATION)
-            if value is not None:
-                return value != b"off"
-            ino = directory.parent
+        inodes = self._namespace.inodes
+        with suppress(KeyError):  # a directory that is gone
+            while ino:
+                directory = inodes[ino]
+                value = directory.xattrs.get(ISOLATION)
+                if value is not None:
+                    return value != b"off"
+                ino = directory.parent
         return self._default

@@ -50,7 +50,7 @@ class Looks:
             base = content.base
             return Shown(base.size, base.blocks, base.mtime_ns, inode.ctime_ns)
         status, ctime_ns = self._table.stat(content), inode.ctime_ns
-        if content.dirty or stamp_of(status) != content.since:
+        if content.dirty or stamp_of(status) != (content.seen or content.begun):
             # The kernel's clock ticks: a write may seem to lie before the change of a name.
             ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
         return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)

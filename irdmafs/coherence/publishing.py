@@ -383,37 +383,37 @@ class Publisher:
     async def _store_version(self, content: Content, version: NewVersion) -> Inode:
         """Have a content made the file's next version. Raises Outdated if another host has published since
         the version's base."""
-        if not self._store.waits:
-            return await self._store_based(version)
+        ino = content.ino
         # One content of a file is published at a time: while another one is on its way, nobody could tell
         # that the newest version is this host's own.
-        turn = self._turns.get(content.ino)
-        if turn is None:
-            turn = self._turns[content.ino] = trio.Lock()
-            turn.acquire_nowait()
-        else:
+        turn = self._turns.get(ino)
+        if turn is not None:
             await turn.acquire()
-        self._table.publishing[content.ino] = content
+        elif self._store.waits:
+            turn = self._turns[ino] = trio.Lock()
+            turn.acquire_nowait()
+        if turn is not None:
+            self._table.publishing[ino] = content
         try:
-            return await self._store_based(version)
+            while True:
+                try:
+                    inode = await self._store.publish(version)
+                    break
+                except Outdated:
+                    newest = self._inodes[ino]
+                    if newest.version == version.base or not self._is_own(newest):
+                        raise
+                    version = version._replace(
+                        base=newest.version
+                    )  # on one host the last close wins
         finally:
-            del self._table.publishing[content.ino]
-            turn.release()
-            if not turn.locked():
-                del self._turns[content.ino]
-
-    async def _store_based(self, version: NewVersion) -> Inode:
-        while True:
-            try:
-                inode = await self._store.publish(version)
-            except Outdated:
-                newest = self._inodes[version.ino]
-                if newest.version == version.base or not self._is_own(newest):
-                    raise
-                version = version._replace(base=newest.version)  # on one host the last close wins
-            else:
-                self._table.published[version.ino] = inode.version
-                return inode
+            if turn is not None:
+                del self._table.publishing[ino]
+                turn.release()
+                if not turn.locked():
+                    del self._turns[ino]
+        self._table.published[ino] = inode.version
+        return inode
 
     def _is_own(self, inode: Inode) -> bool:
         """Return whether this host has published the newest version, whether or not it was told so."""
@@ -429,7 +429,7 @@ class Publisher:
         try:
             if inode.extent != content.extent:
                 self._table.give_extent(content, inode.extent, frees=content.own)
-            elif self._store.sends:
+            elif self._store.is_lent(content.extent):
                 self._table.lend_again(content)
         except OSError:
             return False  # another host has published since, and the store node here has freed the file

@@ -136,14 +136,15 @@ class Shared(Coherence):
     # -- what lookups and opens come to ------------------------------------------------------------
 
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        retry = self._trails.retry(pid, (parent, name))
-        if retry is not None and not self._is_over(retry, pid):
-            if not retry.ino:
-                return None  # find_fresh prepares it
-            retry.lookups += 1
-        led = self._led(parent, name, pid)
-        if led is not None:
-            return led
+        if not self._trails.are_usual():
+            retry = self._trails.retry(pid, (parent, name))
+            if retry is not None and not self._is_over(retry, pid):
+                if not retry.ino:
+                    return None  # find_fresh prepares it
+                retry.lookups += 1
+            led = self._led(parent, name, pid)
+            if led is not None:
+                return led
         if self._freshness.is_deferred_elsewhere(parent):
             return None
         inode = self.namespace.lookup(parent, name)
@@ -157,9 +158,10 @@ class Shared(Coherence):
         return inode
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
+        inode = None
         if not self._freshness.is_missing(parent.ino, name):
             await self.freshen(parent)
-        inode = self.namespace.lookup(parent.ino, name)
+            inode = self.namespace.lookup(parent.ino, name)
         if inode is not None and inode.is_dir:
             if self._freshness.is_deferred_elsewhere(inode.ino):
                 await self.freshen(inode)  # the time of the directory

@@ -131,10 +131,14 @@ class LookupTrails:
             self._led.clear()
         self._led[pid] = ino, name
 
+    def are_usual(self) -> bool:
+        """Return whether no thread is led, or at a second try."""
+        return not (self._led or self._retries)
+
     def led(self, pid: int, name: Name) -> int:
         """Return the inode to which the thread is led by a name, 0 if it is not. The kernel asks twice: for
         the entry that it has, and for the one that replaced it."""
-        found = self._led.get(pid) if self._led else None
+        found = self._led.get(pid)
         return found[0] if found is not None and found[1] == name else 0
 
     def expect(self, pid: int, name: Name, flags: int) -> None:
@@ -147,5 +151,5 @@ class LookupTrails:
 
     def retry(self, pid: int, name: Name | None = None) -> Retry | None:
         """Return the second try that a thread is at, by this name if one is given."""
-        found = self._retries.get(pid) if self._retries else None
+        found = self._retries.get(pid)
         return found if found is not None and name in (None, found.name) else None

@@ -8,6 +8,7 @@ one.
 import os
 import re
 import select
+from operator import itemgetter
 from typing import Final
 
 _TABLE: Final = "/proc/self/mountinfo"
@@ -39,4 +40,4 @@ class Submounts:
         with open(_TABLE, "rb") as file:
             table = _LINE.findall(file.read())
         ours = {mount for mount, _, device in table if device == self._device}
-        return any(below in ours for _, below, _ in table)
+        return not ours.isdisjoint(map(itemgetter(1), table))

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import trio
@@ -76,21 +77,20 @@ class OpenFiles(Part):
         found = self._inodes[handle.node.ino]
         if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~handle.node.told:
             await self._metadata.lose_privileges(found.ino, Closer(pid))
-        if self._locking.may_lose:
-            await self._publish(handle, pid, self._cache.publisher.flush(handle, pid))
-        else:
+        with self._publishing(handle, pid):
             await self._cache.publisher.flush(handle, pid)
 
-    async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
-        """Run code that may publish for a process, unless the process has lost a lock."""
+    def _publishing(self, handle: Handle, pid: int) -> AbstractContextManager[None]:
+        """Return what encloses code that may publish for a process. Raises OSError EIO if the process has
+        lost a lock."""
+        if not self._locking.may_lose:
+            return nullcontext()
         try:
             self._locking.check(pid)
         except OSError:
             if self._cache.publisher.give_up(handle):
-                step.close()
                 raise
-        with self._locking.publishing(handle.node.ino, pid):
-            await step
+        return self._locking.publishing(handle.node.ino, pid)
 
     async def release(self, fh: int) -> None:
         """Release a handle in the pyfuse3 session."""
@@ -115,9 +115,7 @@ class OpenFiles(Part):
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
-        if self._locking.may_lose:
-            await self._publish(handle, handle.pid, self._cache.publisher.fsync(handle))
-        else:
+        with self._publishing(handle, handle.pid):
             await self._cache.publisher.fsync(handle)
         if self._store.sends:
             await detach()
@@ -206,23 +204,14 @@ class OpenFiles(Part):
         handle, locking = self._nodes.handles[fh], self._locking
         if handle.is_directory:
             raise fail(errno.EBADF)
-        if not (locking.may_lose or locking.closes_matter):
-            await self._flush(handle, pid)
-            return
-        if locking.may_lose and locking.posix.holds(handle.node.ino, owner):
+        shielded = locking.may_lose and locking.posix.holds(handle.node.ino, owner)
+        if shielded:
             await detach()
-            with trio.CancelScope(shield=True):
-                await self._close_locked(handle, pid, owner)
-        else:
-            await self._close_locked(handle, pid, owner)
-
-    async def _close_locked(self, handle: Handle, pid: int, owner: int) -> None:
         published = False
-        try:
-            await self._flush(handle, pid)
-            published = True
-        finally:
-            if self._locking.closes_matter:
-                await self._locking.closed(
-                    handle.fh, handle.node.ino, owner, pid, published=published
-                )
+        with trio.CancelScope(shield=True) if shielded else nullcontext():
+            try:
+                await self._flush(handle, pid)
+                published = True
+            finally:
+                if locking.closes_matter:
+                    await locking.closed(fh, handle.node.ino, owner, pid, published=published)

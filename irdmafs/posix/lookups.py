@@ -54,11 +54,11 @@ class Lookups(Part):
             return self._found_privately(parent, name, ctx)
         inode = await self._coherence.find_fresh(parent, name, ctx.pid)
         if inode is None:
-            directory = self._nodes.inode_of(parent_inode)
+            directory = self._inodes[parent.ino]
             if name == PRIVATE_VIEW and self._coherence.has_private_views:
                 return self._answers.hidden(self._nodes.private_view(directory), directory)
-            link = self._since.find(directory, name)
-            return link if link is not None else Attributes()
+            link = self._since.find(directory, name) if directory.xattrs else None
+            return link or Attributes()
         return self._answers.entry(parent.ino, name, inode, ctx.pid)
 
     def _found_privately(self, directory: Inode, name: bytes, ctx: Caller) -> Attributes:

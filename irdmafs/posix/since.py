@@ -162,4 +162,4 @@ def _is_number(name: bytes) -> bool:
 
 def _is_link(directory: Inode, name: bytes) -> bool:
     """Return whether a name is a link, unless something has that name."""
-    return bool(directory.xattrs) and AWAITS in directory.xattrs and not name.startswith(b".")
+    return AWAITS in directory.xattrs and not name.startswith(b".")

@@ -209,8 +209,9 @@ class Claims:
         return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
-        is_alone = not self._leases.is_followed_by_others(directory)
-        return self._defers and is_alone and directory not in self._looks
+        if not self._defers or directory in self._looks:
+            return False
+        return not self._leases.is_followed_by_others(directory)
 
     def count(self, *, exclusive: bool = False) -> int:
         """Return of how many directories this mount has the claim, or an exclusive one."""

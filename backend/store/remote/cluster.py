@@ -11,8 +11,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...etcd.engine import EtcdEngine
-from ...model.placement import group_of
-from ...model.records import Layout, MountRecord, Settings
+from ...model.records import MountRecord, Settings
 from ...model.values import ConfigError
 from ...namespace import ROOT_INO, Namespace, SharedCommitter
 from ...transport.movers import all_movers
@@ -38,7 +37,8 @@ class Cluster(Member):
 
     Files up to `small_bytes` travel inside control messages. A transfer fails when a group has had no
     reachable members for `timeout_s`. With `verify`, versions get digests, with which bytes are compared.
-    `here` is the store node on `host` whose directory this process can open, 0 if there is none."""
+    `buckets`: groups of a pool. `here` is the store node on `host` whose directory this process can open,
+    0 if there is none."""
 
     peers: Peers
 
@@ -55,6 +55,7 @@ class Cluster(Member):
         defers: bool,
     ) -> None:
         super().__init__(config, settings, engine, record, nursery, timeout_s)
+        self.buckets = settings.buckets
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify
         self.host = config.mount.host
@@ -163,11 +164,6 @@ class Cluster(Member):
         """Return the directory of the store node on this host, "" if there is none."""
         address = self.members.nodes.get(self.here)
         return address.store if address is not None else ""
-
-    def group(self, layout: Layout, stripe: int) -> int:
-        settings = self.members.settings
-        assert settings is not None, "a mount starts with the settings"
-        return group_of(layout, stripe, settings.buckets)
 
     def has_member_here(self, group: int) -> bool:
         found = self.groups.get(group)

@@ -23,6 +23,7 @@ import trio
 
 from ...files.digest import Digests, Stripe, digest_of_bytes
 from ...files.sparse import allocated_bytes, is_sparse
+from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
@@ -204,7 +205,7 @@ class Fetcher:
         member, and what it gave. Members whose bytes were `wrong` are skipped. `content`: if it is not the
         inode's present one."""
         content = content or inode.extent
-        group = self._cluster.group(inode.layout, stripe)
+        group = group_of(inode.layout, stripe, self._cluster.buckets)
         deadline = time.monotonic() + self._cluster.timeout_s
         told: set[int] = set()
         while True:
@@ -398,7 +399,8 @@ class Fetcher:
                 continue
             if inode.extent in self._running:
                 continue
-            found = self._cluster.groups.get(self._cluster.group(inode.layout, 0))
+            group = group_of(inode.layout, 0, self._cluster.buckets)
+            found = self._cluster.groups.get(group)
             if found is not None and node in found[0].in_sync:
                 yield inode
 

@@ -6,7 +6,7 @@ from typing import Any
 from ....inline import detach
 from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...kv import Conflict, Put
-from ...model.placement import local_seed, pool_of, seed_of
+from ...model.placement import group_of, local_seed, pool_of, seed_of
 from ...model.policy import Policy, parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
@@ -50,8 +50,10 @@ class Layouts:
     def _policy_number(self, wanted: Policy) -> int:
         """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
         attribute was set by other means)."""
-        rules = self._members.policies
-        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
+        for number, rule in self._members.policies.items():
+            if rule == wanted.rule:
+                return number
+        return 0
 
     def of(self, inode: Inode) -> Layout:
         """Return the layout of a file, also of one that was made without a name."""
@@ -81,7 +83,8 @@ class Layouts:
         cluster, layout = self._cluster, self.of(inode)
         stripes = min(max(1, layout.stripes(inode.size)), _TOLD_GROUPS_MAX)
         await self.ensure_groups(layout)
-        return [self._group_row(cluster.group(layout, stripe)) for stripe in range(stripes)]
+        groups = (group_of(layout, stripe, cluster.buckets) for stripe in range(stripes))
+        return [*map(self._group_row, groups)]
 
     def _group_row(self, group: int) -> dict[str, Any]:
         found = self._cluster.groups.get(group)
@@ -135,7 +138,7 @@ class Layouts:
     async def ensure_groups(self, layout: Layout) -> None:
         """Return when there are placement groups for contents of this layout. Raises OSError."""
         cluster = self._cluster
-        if cluster.groups.get(cluster.group(layout, 0)) is not None:
+        if cluster.groups.get(group_of(layout, 0, cluster.buckets)) is not None:
             return
         pool = pool_of(layout.replicas, layout.policy)
         target = self._members.placement().target

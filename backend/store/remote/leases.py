@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import trio
@@ -110,14 +110,16 @@ class Leases:
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds the kernel may believe answers about the directory, below which every
         change is known here, by promise; 0.0: not at all."""
-        left_s = self._left_s() if self._held else 0.0
-        if not left_s:
+        if not self._held:
             return 0.0
-        covering = self._held_above(directory)
+        left_s = self._left_s()
+        covering = self._held_above(directory) if left_s else 0
         if not covering:
             return 0.0
-        if used:
-            self._use(covering)
+        interest = self._interest.get(covering) if used else None
+        if interest is not None:
+            interest.opens += 1
+            interest.last_open = time.monotonic()
         return min(left_s, _BELIEVED_S)
 
     def attributes_believable_s(self) -> float:
@@ -149,10 +151,10 @@ class Leases:
         """Return the directory and all directories above it."""
         path: set[int] = set()
         inodes = self._tree.inodes
-        while directory and directory not in path:
-            path.add(directory)
-            inode = inodes.get(directory)
-            directory = inode.parent if inode is not None else 0
+        with suppress(KeyError):  # a directory that is gone
+            while directory and directory not in path:
+                path.add(directory)
+                directory = inodes[directory].parent
         return path
 
     def _held_above(self, directory: int) -> int:
@@ -184,12 +186,6 @@ class Leases:
     def is_followed_by_others(self, directory: int) -> bool:
         """Return whether other mounts follow the directory, or one above it."""
         return bool(self._members.followers_of(self._path(directory)) - {self._session.lease})
-
-    def _use(self, directory: int) -> None:
-        interest = self._interest.get(directory)
-        if interest is not None:
-            interest.opens += 1
-            interest.last_open = time.monotonic()
 
     async def follow(self, directory: int, *, for_good: bool = False) -> None:
         """Follow a directory and everything below it from now on."""
@@ -367,13 +363,12 @@ class Leases:
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all followers of these directories have seen the revision."""
         inodes = self._tree.inodes
-        path = set().union(*map(self._path, directories))
-        moved = any(
-            directory in inodes
-            and inodes[directory].revision == revision
-            and not self._tree.is_empty(directory)
-            for directory in directories
-        )
+        path, moved = set[int](), False
+        for directory in directories:
+            path |= self._path(directory)
+            inode = inodes.get(directory)
+            is_put = inode is not None and inode.revision == revision
+            moved = moved or (is_put and not self._tree.is_empty(directory))
         members, ours = self._members, self._session.lease
         if self._moved_at > self._moved_known:
             newest = self._moved_at

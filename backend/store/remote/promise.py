@@ -8,7 +8,7 @@ missed, which an honest follower does before it believes anything again.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import trio
 
@@ -28,15 +28,16 @@ class Followers:
         self._late: dict[int, int] = {}  # lease -> the revision that it should have acknowledged
 
     async def wait(
-        self, followers: Callable[[], Iterable[int]], revision: int, patience_s: float
+        self, followers: Callable[[], Collection[int]], revision: int, patience_s: float
     ) -> None:
         """Return when every follower has seen the revision, or believes nothing older."""
         members = self._members
 
-        def awaited() -> set[int]:
-            return {
-                lease for lease in followers() if members.acked(lease) >= self._late.get(lease, 0)
-            }
+        def awaited() -> Collection[int]:
+            late, found = self._late, followers()
+            if not late:
+                return found
+            return {lease for lease in found if members.acked(lease) >= late.get(lease, 0)}
 
         with trio.move_on_after(patience_s + _AFTERGLOW_S):
             await members.wait_acked(awaited, revision)

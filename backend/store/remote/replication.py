@@ -10,6 +10,7 @@ import trio
 
 from ...files.sparse import allocated_bytes
 from ...kv import Compare, Conflict
+from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
 from ..aside import make_aside
@@ -52,7 +53,8 @@ class Publisher:
         Raises OSError (ENOSPC, EMFILE)."""
         self._contents.make_room(0)
         cluster, store = self._cluster, self._cluster.store_here
-        if store and cluster.has_member_here(cluster.group(self._layouts.of(inode), 0)):
+        group = group_of(self._layouts.of(inode), 0, cluster.buckets) if store else 0
+        if store and cluster.has_member_here(group):
             # A working copy that grows beyond a stripe is sent after all.
             return self._contents.allocate_in(store)
         return self._contents.allocate()
@@ -177,9 +179,7 @@ class Publisher:
         """Note that a content that was sent is a version now, as the returned `inode` has it."""
         content = version.extent
         self.figures.published_bytes += transfer.sent_bytes
-        assert version.layout is not None
-        stripes = version.layout.stripes(version.size)
-        self._contents.published(content, version.blocks * 512, stripes=stripes)
+        self._contents.published(content, version.blocks * 512, stripes=transfer.stripes)
         self._contents.named(content)
         current = self._namespace.inodes.get(version.ino)
         if current is None or current.extent != content:

@@ -16,6 +16,7 @@ import trio
 from ...files.digest import Digests, Stripe, fold
 from ...kv import Compare
 from ...model.groups import has_still
+from ...model.placement import group_of
 from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
@@ -53,7 +54,8 @@ class Transfer:
         self._layout = version.layout
         self._fd = fd
         self._size = version.size
-        self._is_adoptable = is_adoptable and self._layout.stripes(self._size) == 1
+        self.stripes = self._layout.stripes(self._size)
+        self._is_adoptable = is_adoptable and self.stripes == 1
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
@@ -80,7 +82,7 @@ class Transfer:
         members for too long.
         """
         self._guards.clear()
-        stripes = self._layout.stripes(self._size)
+        stripes = self.stripes
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
@@ -115,7 +117,7 @@ class Transfer:
 
     def _stripes_of_base(self, base: Inode) -> set[int]:
         """Return the stripes that have the same bytes in the base, which has the same layout."""
-        stripes, before = self._layout.stripes(self._size), self._layout.stripes(base.size)
+        stripes, before = self.stripes, self._layout.stripes(base.size)
         same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
         span = self._layout.span
         return {each for each in same if span(self._size, each) == span(base.size, each)}
@@ -137,12 +139,12 @@ class Transfer:
         """Return whether the bytes will pass through this process's memory, and so be hashed there. Bytes
         that do not after all are read again."""
         cluster = self._cluster
-        found = cluster.groups.get(cluster.group(self._layout, 0))
+        found = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
         return (
             self._size > cluster.small_bytes
             and not self._is_adoptable
             and found is not None
-            and all(cluster.peers.shows_bytes(node) for node in found[0].members)
+            and all(map(cluster.peers.shows_bytes, found[0].members))
         )
 
     async def _hash(self) -> None:
@@ -161,7 +163,7 @@ class Transfer:
 
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
-        group = cluster.group(self._layout, stripe)
+        group = group_of(self._layout, stripe, cluster.buckets)
         deadline = time.monotonic() + cluster.timeout_s
         full = time.monotonic() + _FULL_S
         waits = False
@@ -180,7 +182,8 @@ class Transfer:
             self.asked.update(missing)
             try:
                 await self._send(stripe, found, group, self._ordered(missing))
-                continue
+                self._guards[group_key(group)] = revision
+                return
             except Fenced:
                 await cluster.replica.barrier()
                 continue
@@ -348,5 +351,8 @@ def _may_share(version: NewVersion, before: Inode) -> bool:
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
     """Return the digests for a version's record, of a file that holds the version's bytes."""
-    stripes = range(layout.stripes(size))
-    return fold([await Stripe(fd, *layout.span(size, stripe)).finish() for stripe in stripes])
+    found = []
+    for stripe in range(layout.stripes(size)):
+        part = Stripe(fd, *layout.span(size, stripe))
+        found.append(await part.finish())
+    return fold(found)

@@ -39,7 +39,7 @@ async def in_threads(
         await running.ended()
     if running.errors:
         raise running.errors[0]
-    return [running.results[number] for number in range(len(works))]
+    return [*map(running.results.__getitem__, range(len(works)))]
 
 
 class _Running:

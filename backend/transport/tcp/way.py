@@ -5,6 +5,9 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from typing import Final
 
 import trio
 
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 _STREAM_BYTES_MIN = 4 << 20
 # Two threads that write to one huge page of a file at once slow each other down.
 _STREAM_ALIGNMENT_BYTES = 2 << 20
+_LENGTH: Final = itemgetter(1)
+_WAS_IDLE: Final = attrgetter("was_idle")
 
 
 class TcpWay(Way):
@@ -99,7 +104,7 @@ class TcpWay(Way):
         had been idle turns out to be broken, all is done once more on new ones."""
         link = self._link
         link.caller.counters.round_trips += 1
-        comes, trace = sum(length for _, length in ranges), current_request()
+        comes, trace = sum(map(_LENGTH, ranges)), current_request()
         shares = _shares(ranges, comes, streams)
 
         def headers() -> list[Header]:
@@ -107,7 +112,7 @@ class TcpWay(Way):
             return [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
 
         channels = await self.pool.borrow(len(shares))
-        was_idle = any(channel.was_idle for channel in channels)
+        was_idle = any(map(_WAS_IDLE, channels))
         try:
             try:
                 await self._run_on(channels, headers(), work, places)
@@ -132,7 +137,7 @@ class TcpWay(Way):
                 channel.shutdown()
 
         try:
-            works = [partial(work, *pair) for pair in zip(channels, headers, strict=True)]
+            works = [*map(partial, repeat(work), channels, headers)]
             await in_threads(works, stop, places)
         except (Lost, BadMessage) as error:
             if isinstance(error, BadMessage):
@@ -161,7 +166,7 @@ def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> lis
             room = share
         shares[-1].append((start, left))
         room -= left
-    return [tuple(each) for each in shares]
+    return [*map(tuple, shares)]
 
 
 def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) -> None:

@@ -6,7 +6,8 @@ A header with several ranges is followed by a table of them. Each of these messa
 
 import enum
 import struct
-from typing import NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Final, NamedTuple, TypeAlias
 
 from ...files.sparse import SEGMENTS_MAX
 from .. import CHAIN_MAX, Extent, Target
@@ -18,6 +19,7 @@ _MAGIC = b"irDM"
 _PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
 _HEADER = struct.Struct(f">BBHIQQQQQQQQ{CHAIN_MAX}Q32s")
 _RANGE = struct.Struct(">QQ")
+_LENGTH: Final = itemgetter(1)
 # The fields: kind, closing, bytes of text that follow, errno, node.
 REPLY = struct.Struct(">B?HiQ")
 
@@ -75,7 +77,7 @@ class Header(NamedTuple):
     @property
     def length(self) -> int:
         """Return how many bytes the stream brings."""
-        return sum([length for _, length in self.ranges])
+        return sum(map(_LENGTH, self.ranges))
 
     @property
     def messages(self) -> list[bytes]:
