@@ -172,7 +172,8 @@ class Replica:
             consumer.load(
                 [record for record in records if record.key.startswith(prefixes)], revision
             )
-        self._advance(revision)
+        self.applied = revision
+        self._wake()
 
     async def _follow(self) -> None:
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
@@ -240,9 +241,11 @@ class Replica:
                 parts.setdefault(place, []).append(event)
         for place in sorted(parts):
             self._consumers[place].apply(revision, parts[place])
-        self._advance(revision)
+        self.applied = revision
+        if self._waiting:
+            self._wake()
 
-    def _advance(self, revision: int) -> None:
-        self.applied = max(self.applied, revision)
+    def _wake(self) -> None:
+        """Wake those who waited for revisions that are applied now."""
         while self._waiting and self._waiting[0][0] <= self.applied:
             heapq.heappop(self._waiting)[2].set()

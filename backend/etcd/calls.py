@@ -100,13 +100,15 @@ class Calls:
         except RpcError as error:
             raise self.failure(error) from None
 
-    def heard(self, revision: int, before: int = 0) -> None:
-        """Note the revision of an answer. Doubt a linearizable one that is older than `before`, known when
-        the question was sent."""
+    def heard(self, revision: int, before: int = 0, last: KeyValue | None = None) -> None:
+        """Note the revision of an answer, and its newest transaction (the key "s"). Doubt a linearizable
+        answer that is older than `before`, known when the question was sent."""
         if revision < before:
             self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
         if revision > self.revision:
             self.revision = revision
+        if last and (self.known is None or last.mod_revision > self.known.mod_revision):
+            self.known = last
 
     def check_open(self) -> None:
         if self.closed:
@@ -131,11 +133,6 @@ class Calls:
         self.revision = 0
         for listener in self.trust_listeners:
             listener()
-
-    def learn(self, last: KeyValue) -> None:
-        """Remember the key "s" if it is newer than the known one."""
-        if self.known is None or last.mod_revision > self.known.mod_revision:
-            self.known = last
 
     async def is_continued(self, timeout_s: float | None = None) -> bool:
         """Return whether etcd continues from `known`, as far as its history goes back."""

@@ -112,7 +112,7 @@ class EtcdEngine:
         self.calls.check_trusted()
         for record in found:
             if record.key == LAST_KEY:
-                self.calls.learn(record)
+                self.calls.heard(revision, last=record)
         return revision, found
 
     async def barrier(self) -> int:

@@ -54,13 +54,14 @@ class _Fence(NamedTuple):
 
 
 class EtcdTransactions:
-    """The transactions of one process, and its fence. `mark` is the key whose value identifies each."""
+    """The transactions of one process, and its fence. `mark` is the key whose value identifies each; it
+    begins with the number of the `process`."""
 
     def __init__(self, calls: Calls, leases: EtcdLeases, *, reader: bool) -> None:
         self._calls = calls
         self._leases = leases
-        self._process = secrets.token_bytes(8)
-        key = FENCE_KIND + leases.owner.to_bytes(OWNER_BYTES, "big") + self._process
+        self.process = secrets.token_bytes(8)
+        key = FENCE_KIND + leases.owner.to_bytes(OWNER_BYTES, "big") + self.process
         self._fence_key = calls.prefix + key
         self.mark = key + LAST_KEY if reader else LAST_KEY
         self._fence: _Fence | None = None
@@ -68,17 +69,13 @@ class EtcdTransactions:
         self._fencing = trio.Lock()
         calls.trust_listeners.append(self._forget)
 
-    def is_ours(self, last_id: bytes) -> bool:
-        """Return whether a value of the key "s" says that this process made the transaction."""
-        return last_id.startswith(self._process)
-
     async def carry_out(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
         """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded and NoSpace, after
         which nothing has changed, and OSError."""
         # Random: no other process can claim this transaction before it is applied.
-        identity = self._process + secrets.token_bytes(8)
+        identity = self.process + secrets.token_bytes(8)
         request = self._request_of(compares, (*operations, Put(self.mark, identity)))
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s

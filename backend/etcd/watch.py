@@ -110,13 +110,13 @@ class Watch:
             log.info("etcd: the watch goes on after revision %d", self._revision)
             self._failing = False
             self._pauses.begin_anew()
-        self._calls.heard(response.header.revision)
         if response.canceled:
+            self._calls.heard(response.header.revision)
             self._close_stream()
             if response.compact_revision:
                 raise Compacted(response.compact_revision)
             raise RpcError(0, response.cancel_reason or "it gave no reason")
-        skip, revision = self._skip, self._revision
+        skip, revision, last = self._skip, self._revision, None
         events: list[Event] = []
         for event in response.events:
             found = event.kv
@@ -130,9 +130,10 @@ class Watch:
             key = found.key[skip:]
             events.append(Event(revision, key, value))
             if key == LAST_KEY and value is not None:
-                self._calls.learn(KeyValue(key, value, revision))
+                last = KeyValue(key, value, revision)
         if events:
             self._changes.append(Change(revision, tuple(events)))
+        self._calls.heard(response.header.revision, last=last)
         self._revision = revision
 
     async def _interrupted(self, reason: str) -> None:

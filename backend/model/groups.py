@@ -6,6 +6,7 @@ protocol; tests/model_replication.py explores it with these very functions.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import filterfalse
 
 from .records import GroupConfig
 
@@ -96,7 +97,10 @@ def has_still(before: GroupConfig, after: GroupConfig, node: int) -> bool:
 
 def leader(config: GroupConfig, live: Collection[int]) -> int | None:
     """Return the node that changes the configuration: the first live member in sync, if any."""
-    return next((node for node in config.in_sync if node in live), None)
+    for node in config.in_sync:
+        if node in live:
+            return node
+    return None
 
 
 def degraded(config: GroupConfig, live: Collection[int], replicas: int) -> int:
@@ -117,26 +121,29 @@ def next_step(
     fill one more group (None: all). Wrong beliefs about live nodes or the target cost work, never data:
     only `promoted` adds to in_sync, and one member in sync always stays.
     """
-    dead = [node for node in config.members if node not in live]
+    members = config.members
     # If all members in sync are dead, the others wait for one of them to come back.
-    if dead and leader(config, live) is not None:
+    if leader(config, live) is None:
+        return None
+    dead = [*filterfalse(live.__contains__, members)]
+    if dead:
         return without(config, *dead)
-    if leader(config, live) is None or not target:
+    if not target:
         return None
 
-    unwanted = [node for node in config.joining if node not in target]
+    unwanted = [*filterfalse(target.__contains__, config.joining)]
     if unwanted:
         return without(config, *unwanted)
     new = [
         node
         for node in target
-        if node in live and node not in config.members and (joinable is None or node in joinable)
+        if node in live and node not in members and (joinable is None or node in joinable)
     ]
     if new:
         return with_joining(config, *new)
     if not set(target) <= set(config.in_sync):
         return None
-    surplus = [node for node in config.in_sync if node not in target]
+    surplus = [*filterfalse(target.__contains__, config.in_sync)]
     if surplus:
         return dropped(config, *surplus)
     if config.in_sync[0] != target[0]:

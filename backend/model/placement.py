@@ -8,6 +8,7 @@ towards the targets (groups.next_step).
 """
 
 import hashlib
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -200,9 +201,8 @@ class Targets(msgspec.Struct, array_like=True, frozen=True):
         width = 2 * self.replicas
         start = (group & (1 << GROUP_BUCKET_BITS) - 1) * width
         row = self.rows[start : start + width]
-        return tuple(
-            self.nodes[int.from_bytes(row[at : at + 2], "little")] for at in range(0, len(row), 2)
-        )
+        places = struct.unpack(f"<{len(row) // 2}H", row)
+        return tuple(map(self.nodes.__getitem__, places))
 
 
 def retargeted(

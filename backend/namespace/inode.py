@@ -186,10 +186,6 @@ class Inode:
         """Return the bits of the mode that a chmod cannot change."""
         return self.mode & 0o170000
 
-    @property
-    def is_symlink(self) -> bool:
-        return self.mode & 0o170000 == stat.S_IFLNK
-
 
 # The keys of an inode's record, and of a directory's times, by its number.
 inode_key: Final = partial(Struct(">cQ").pack, b"i")

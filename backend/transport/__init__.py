@@ -28,6 +28,8 @@ def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
 
 def landed_from(landed: Landed, begin: int) -> Landed:
     """Return a function that calls `landed` with ranges moved by `begin`."""
+    if not begin:
+        return landed
 
     def land(start: int, length: int, data: memoryview | None) -> None:
         landed(begin + start, length, data)

@@ -163,10 +163,6 @@ class ControlClient:
                 close(why)
             self._scope.cancel()
 
-    @property
-    def _is_awaited(self) -> bool:
-        return bool(self.waiting or self._watchers)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check that the node is alive while data is being moved, so that a stall is noticed."""
@@ -178,7 +174,7 @@ class ControlClient:
             self._watchers -= 1
 
     def _begin_waiting(self) -> None:
-        if not self._is_awaited:
+        if not (self.waiting or self._watchers):
             self._began += 1
             self._wake.set()
 
@@ -269,7 +265,8 @@ class ControlClient:
         heard_at = silent_since = trio.current_time()
         while True:
             self._wake = trio.Event()
-            with trio.move_on_after(look_s if self._is_awaited else KEEP_ALIVE_S):
+            is_awaited = self.waiting or self._watchers
+            with trio.move_on_after(look_s if is_awaited else KEEP_ALIVE_S):
                 await self._wake.wait()
                 await trio.sleep(look_s)
             now = trio.current_time()
@@ -278,7 +275,8 @@ class ControlClient:
             if self._began != began:
                 silent_since = now
             heard, began = self.heard, self._began
-            if self._is_awaited and now - silent_since >= timeout_s:
+            is_awaited = self.waiting or self._watchers
+            if is_awaited and now - silent_since >= timeout_s:
                 why = f"it was silent for {timeout_s:g} s"
                 self._silent(why)
                 self.close(why)

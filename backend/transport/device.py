@@ -123,7 +123,7 @@ class Device:
         else:
             # It waits for no other operation, as crossing chains would wait for each other.
             transfer = Transfer("write", source.length)
-            await self._move_now(transfer, lambda way: way.write(sending))
+            await self._move(transfer, lambda way: way.write(sending), takes_turns=False)
 
     async def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
@@ -151,34 +151,38 @@ class Device:
                 return way.shows_bytes
         return False
 
-    async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
-        """Do as `_move_now`, when fewer than the limit of transfers are under way."""
-        await acquire(self.link.operations)
-        try:
-            await self._move_now(transfer, move)
-        finally:
-            self.link.operations.release()
-
-    async def _move_now(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
-        """Move a transfer by the fastest way. Raises OSError: the node's error; EOPNOTSUPP if there is no
-        way."""
+    async def _move(
+        self,
+        transfer: Transfer,
+        move: Callable[[Way], Awaitable[None]],
+        *,
+        takes_turns: bool = True,
+    ) -> None:
+        """Move a transfer by the fastest way; if it `takes_turns`, when fewer than the limit are under way.
+        Raises OSError: the node's error; EOPNOTSUPP if there is no way."""
         ways = [way for way in self._ways if way.suits(transfer)]
-        if len(ways) > 1:
-            ways = await _fastest_first(ways)
         counters, why = self._counters, ""
-        for number, way in enumerate(ways, 1):
-            try:
-                with (await self.link.connected()).watched():
-                    await move(way)
-            except NotThisWay as error:
-                why = str(error)
-                if number < len(ways):
-                    counters.fallbacks += 1
-                    after = ways[number].name.upper()
-                    log.info("store node %x: over %s: %s", self.link.node, after, why)
-            else:
-                counters.moved_bytes[way.name] += transfer.length
-                return
+        if takes_turns:
+            await acquire(self.link.operations)
+        try:
+            if len(ways) > 1:
+                ways = await _fastest_first(ways)
+            for number, way in enumerate(ways, 1):
+                try:
+                    with (await self.link.connected()).watched():
+                        await move(way)
+                except NotThisWay as error:
+                    why = str(error)
+                    if number < len(ways):
+                        counters.fallbacks += 1
+                        after = ways[number].name.upper()
+                        log.info("store node %x: over %s: %s", self.link.node, after, why)
+                else:
+                    counters.moved_bytes[way.name] += transfer.length
+                    return
+        finally:
+            if takes_turns:
+                self.link.operations.release()
         why = why or f"no mover takes a {transfer.operation} of {transfer.memory.name} memory"
         raise OSError(errno.EOPNOTSUPP, f"store node {self.link.node:x}: {why}")
 

@@ -175,7 +175,8 @@ class Beliefs:
             names = names or any(map(self._take_name, believed_names))
         self._changed_names.clear()
         self._changed_inodes.clear()
-        self._forget(names=names, inodes=inodes)
+        if names or inodes:
+            self._forget(names=names, inodes=inodes)
 
     def _let_go(self, ino: int) -> None:
         """Have the kernel let go of the files of an inode without a name, which it may know for long."""

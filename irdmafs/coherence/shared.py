@@ -239,11 +239,12 @@ class Shared(Coherence):
     async def settle(
         self, node_id: int, flags: int, pid: int
     ) -> tuple[Node, Inode, TrailStep | None]:
-        is_second = self._trails.retry(pid) is not None
+        is_second, empties = self._trails.retry(pid) is not None, truncates(flags)
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
-        if node is not None and self._cache.routes.is_promised(pid, node.ino):
+        promises = self._cache.routes.promises
+        if promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
         else:
@@ -253,7 +254,7 @@ class Shared(Coherence):
             if asked is None:
                 asked = self._inodes[ROOT_INO]
             private = bool(names) and names[-1].private
-            believed = private or await self._freshen(asked, content=not truncates(flags))
+            believed = private or await self._freshen(asked, content=not empties)
             try:
                 node, inode = self._nodes.get(node_id)
                 believed = believed or _is_known_by_its_name(node, inode)
@@ -266,7 +267,7 @@ class Shared(Coherence):
                         # Through a descriptor: the second try, the last one, comes to the same node.
                         await self._prepare(inode, flags, pid, node)
                     raise fail(errno.ESTALE)
-                if not truncates(flags):
+                if not empties:
                     inode = await self._bring(inode)
                     self._store.count_open(inode.extent)
             except OSError as error:
@@ -275,7 +276,7 @@ class Shared(Coherence):
                     if led is None and not is_second:
                         self._trails.expect(pid, (name.parent, name.name), flags)
                 raise
-        return node, await self._refreshed(inode, content=not truncates(flags)), name
+        return node, await self._refreshed(inode, content=not empties), name
 
     async def _lead_on(
         self, name: TrailStep, flags: int, pid: int, came_to: Node | None

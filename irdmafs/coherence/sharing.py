@@ -40,7 +40,7 @@ class Sharing:
         content = self.current(inode)
         if content is None:
             inode = self._newest(inode)
-            content = self._table.become_version(inode)
+            content = self._table.become_version(inode) if self._table.publishing else None
         if content is None:
             content = self._table.current[inode.ino] = Content(inode)
         return content

@@ -11,6 +11,7 @@ An open without a lookup before it comes by a name that the kernel believed. Tha
 directory lease; otherwise the kernel has to look again.
 """
 
+import stat
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class LookupTrails:
                 self.forget(next(iter(self._of)))
         elif len(names) == _NAMES_MAX:  # a thread that only looks: its oldest names led elsewhere
             del names[: _NAMES_MAX // 2]
-        names.append(TrailStep(parent, name, inode.ino, inode.is_symlink, private))
+        is_link = inode.mode & 0o170000 == stat.S_IFLNK
+        names.append(TrailStep(parent, name, inode.ino, is_link, private))
 
     def take(self, pid: int) -> Sequence[TrailStep]:
         """Return, and forget, what a thread that opens a file has looked up."""

@@ -60,7 +60,10 @@ class Notices(KernelCache):
 
     @property
     def can_forget(self) -> bool:
-        return self._connection.has_epochs and not self._submounts.exist()
+        submounts = self._submounts
+        if submounts.changes.poll(0):
+            submounts.look()
+        return self._connection.has_epochs and not submounts.exist
 
     def forget_attributes(self, node: Node) -> bool:
         return self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock

@@ -17,27 +17,23 @@ _LINE: Final = re.compile(rb"^(\d+) (\d+) (\S+)", re.MULTILINE)
 
 
 class Submounts:
-    """The filesystems below the mount with this device number ("0:37") that this process can see."""
+    """The filesystems below the mount with this device number ("0:37") that this process can see: there was
+    any, or not, when it was last asked to `look`. To be done again when poll tells of `changes`."""
 
     def __init__(self, device: str) -> None:
         self._device = device.encode()
         self._fd = os.open(_TABLE, os.O_RDONLY | os.O_CLOEXEC)
         # The kernel tells by POLLPRI that the table changed since the last question.
-        self._changes = select.poll()
-        self._changes.register(self._fd, select.POLLPRI)
-        self._exist = self._found()
-
-    def exist(self) -> bool:
-        """Return whether there is any. The answer is cached until the table of mounts changes."""
-        if self._changes.poll(0):
-            self._exist = self._found()
-        return self._exist
+        self.changes = select.poll()
+        self.changes.register(self._fd, select.POLLPRI)
+        self.look()
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _found(self) -> bool:
+    def look(self) -> None:
+        """Find out whether there is any."""
         with open(_TABLE, "rb") as file:
             table = _LINE.findall(file.read())
         ours = {mount for mount, _, device in table if device == self._device}
-        return not ours.isdisjoint(map(itemgetter(1), table))
+        self.exist = not ours.isdisjoint(map(itemgetter(1), table))

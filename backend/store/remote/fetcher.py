@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import filterfalse
 from typing import TypeVar
 
 import trio
@@ -113,7 +114,7 @@ class Fetcher:
             if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
             else:
-                await self._fetch_large(inode)
+                await self._fetch_large(inode, room)
             self.figures.fetched_files += 1
             self.figures.fetched_bytes += room
         except OSError as error:
@@ -176,11 +177,8 @@ class Fetcher:
         """Return live members to read from: one on this host first, the others in an order that differs
         between contents and between mounts, to share the load."""
         found = self._cluster.groups.get(group)
-        live = (
-            [node for node in found[0].in_sync if node in self._cluster.members.nodes]
-            if found
-            else []
-        )
+        nodes = self._cluster.members.nodes
+        live = [*filter(nodes.__contains__, found[0].in_sync)] if found else []
         live.sort(key=lambda node: (node != self._cluster.here, hash((node, content, self._salt))))
         return live
 
@@ -211,7 +209,7 @@ class Fetcher:
         while True:
             absent = 0
             refusals: list[Distrusted] = []
-            sources = [node for node in self._sources(group, content) if node not in wrong]
+            sources = [*filterfalse(wrong.__contains__, self._sources(group, content))]
             for node in sources:
                 try:
                     return node, await take(node)
@@ -277,7 +275,7 @@ class Fetcher:
 
     # -- large -----------------------------------------------------------------------------------
 
-    async def _fetch_large(self, inode: Inode) -> None:
+    async def _fetch_large(self, inode: Inode, room: int) -> None:
         content, size = inode.extent, inode.size
         has_holes = is_sparse(size, inode.blocks)
         make = partial(self._contents.make, content, size, has_holes=has_holes)
@@ -290,7 +288,7 @@ class Fetcher:
             raise
         finally:
             os.close(fd)
-        self._contents.admit(content, allocated_bytes(size, inode.blocks))
+        self._contents.admit(content, room)
 
     async def _read_all(self, inode: Inode, into: FileRange) -> None:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
@@ -324,17 +322,16 @@ class Fetcher:
         stripes = digests.stripes_of(part)
         wrong: list[set[int]] = [set() for _ in stripes]
         while True:
-            nodes, found = [], []
+            nodes, found, size = [], [], 0
             for stripe, passed_over in zip(stripes, wrong, strict=True):
                 there = into.part(*inode.layout.span(inode.size, stripe))
                 take = self._hashing(inode, stripe, there)
                 node, read = await self._from_any(inode, stripe, passed_over, take)
                 nodes.append(node)
                 found.append(await read.finish())
+                size += there.length
             if digests.match(part, found):
-                self.figures.checked_bytes += sum(
-                    inode.layout.span(inode.size, stripe)[1] for stripe in stripes
-                )
+                self.figures.checked_bytes += size
                 return
             first, _ = inode.layout.span(inode.size, stripes[0])
             offset, length = inode.layout.span(inode.size, stripes[-1])

@@ -39,7 +39,7 @@ class Freshness:
         return (
             bool(directories)
             and all(map(self._leases.believable_s, directories))
-            and not self._claims.exclusive_of_others(directories)
+            and not any(map(self.is_deferred_elsewhere, directories))
         )
 
     def is_missing(self, directory: int, name: bytes) -> bool:

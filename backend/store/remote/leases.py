@@ -110,13 +110,17 @@ class Leases:
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds the kernel may believe answers about the directory, below which every
         change is known here, by promise; 0.0: not at all."""
-        if not self._held:
+        left_s = self._left_s() if self._held else 0.0
+        if not left_s:
             return 0.0
-        left_s = self._left_s()
-        covering = self._held_above(directory) if left_s else 0
-        if not covering:
-            return 0.0
-        interest = self._interest.get(covering) if used else None
+        # The nearest followed directory among it and those above it.
+        held, lease, inodes = self._held, self._session.lease, self._tree.inodes
+        while held.get(directory) != lease:
+            inode = inodes.get(directory)
+            if inode is None or directory == ROOT_INO or not inode.parent:
+                return 0.0
+            directory = inode.parent
+        interest = self._interest.get(directory) if used else None
         if interest is not None:
             interest.opens += 1
             interest.last_open = time.monotonic()
@@ -156,18 +160,6 @@ class Leases:
                 path.add(directory)
                 directory = inodes[directory].parent
         return path
-
-    def _held_above(self, directory: int) -> int:
-        """Return the nearest followed directory among the directory and those above it, 0 if there is
-        none."""
-        held, lease, inodes = self._held, self._session.lease, self._tree.inodes
-        while True:
-            if held.get(directory) == lease:
-                return directory
-            inode = inodes.get(directory)
-            if inode is None or directory == ROOT_INO or not inode.parent:
-                return 0
-            directory = inode.parent
 
     def follows(self, directory: int) -> bool:
         """Return whether this mount follows the directory itself."""

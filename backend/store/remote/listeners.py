@@ -31,18 +31,20 @@ class StoreListener(Protocol):
 
 class Changes:
     """The listener of the mount's tree, and the last consumer of the replica hub: it learns of a
-    transaction when all other consumers know it. The mount is told first. `is_ours` tells by a
-    transaction's id whether this process made it.
+    transaction when all other consumers know it. The mount is told first. The ids of transactions of this
+    process begin with `process`.
     """
 
     prefixes = (b"s",)
 
-    def __init__(self, is_ours: Callable[[bytes], bool]) -> None:
-        self._is_ours = is_ours
+    def __init__(self, process: bytes) -> None:
+        self._process = process
         # The parts of the mount that are told.
         self.mount_listeners: list[StoreListener] = []
         # Called with an inode as it was and as it is; None: it did not exist, or is gone.
         self.inode_listeners: list[Callable[[Inode | None, Inode | None], None]] = []
+        # Called likewise for files that lost a content, or their last name.
+        self.content_listeners: list[Callable[[Inode, Inode | None], None]] = []
         # Called with the directory in which a name changed.
         self.name_listeners: list[Callable[[int], None]] = []
         # Called with the revision of a transaction, whether this process made it, and whether it is a
@@ -56,6 +58,11 @@ class Changes:
             part.inode_changed(old, new)
         for listener in self.inode_listeners:
             listener(old, new)
+        if old is None or not old.extent:
+            return
+        if new is None or new.extent != old.extent or not new.nlink:
+            for loses in self.content_listeners:
+                loses(old, new)
 
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
         for part in self.mount_listeners:
@@ -76,7 +83,7 @@ class Changes:
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
             last_id = event.value or b""
-            self._tell(revision, ours=self._is_ours(last_id), known=bool(last_id))
+            self._tell(revision, ours=last_id.startswith(self._process), known=bool(last_id))
 
     def _tell(self, revision: int, *, ours: bool, known: bool) -> None:
         for part in self.mount_listeners:

@@ -55,7 +55,7 @@ class Member:
         )
         own = [self.credentials.renewable] if self.credentials is not None else []
         self.renewal = Renewal([*own, *engine.calls.client.renewables])
-        self.changes = Changes(engine.fenced.is_ours)
+        self.changes = Changes(engine.fenced.process)
         self.tree = Tree(
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,

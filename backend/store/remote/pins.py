@@ -22,20 +22,21 @@ class SharedContents(Contents):
         super().__init__(directory, new_number, member.changes.content_gone, cache_size)
         self._member = member
         self._on_nodes: set[ContentId] = set()
-        member.changes.inode_listeners.append(self._inode_changed)
+        member.changes.content_listeners.append(self._lost_by)
 
     def _unpinned(self, extent: ContentId) -> None:
         super()._unpinned(extent)
-        self.unpin_on_nodes(extent)
+        if extent in self._on_nodes:
+            self.unpin_on_nodes(extent)
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content can be read without its nodes."""
         pinned = extent in self.counts and extent not in self._on_nodes
         return pinned or self.has(extent)
 
-    def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+    def _lost_by(self, old: Inode, new: Inode | None) -> None:
         """Retire the content of a version that is superseded, or whose file is gone."""
-        if old is not None and old.extent and (new is None or new.extent != old.extent):
+        if new is None or new.extent != old.extent:
             self.retire(old.extent)
 
     async def pin_on_nodes(self, inode: Inode) -> bool:

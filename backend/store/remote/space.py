@@ -37,9 +37,9 @@ class Space:
         self._untold.append((time.monotonic(), size))
         self._untold_bytes += size
 
-    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+    def lost_by(self, old: Inode, new: Inode | None) -> None:
         """Take back what was counted for a file when its last name is gone."""
-        if old is not None and old.nlink and not (new is not None and new.nlink):
+        if old.nlink and not (new is not None and new.nlink):
             counted = max(0, self._untold_bytes)
             self.published(-min(counted, allocated_bytes(old.size, old.blocks)))
 

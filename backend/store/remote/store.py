@@ -130,7 +130,7 @@ class RemoteStore:
         in_place = InPlace(cluster, versions, publisher)
         self.freshness: Freshness | None = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
-        cluster.changes.inode_listeners.append(space.inode_changed)
+        cluster.changes.content_listeners.append(space.lost_by)
         cluster.nursery.start_soon(layouts.prepare)
 
         self.pin, self.unpin, self.retire = contents.pin, contents.unpin, contents.retire

@@ -46,7 +46,8 @@ class Versions:
                 return inode if await self._contents.pin_on_nodes(inode) else None
             self._contents.unpin_on_nodes(inode.extent)
             current = self._namespace.inode(ino)  # ESTALE: it was removed, and nobody had it open
-            return current if self._contents.has(current.extent) else None
+            is_here = current.extent == inode.extent or self._contents.has(current.extent)
+            return current if is_here else None
 
         return await self._with_current(ino, fetch)
 

@@ -51,20 +51,10 @@ class Silent(Lost):
     """The peer sent or received nothing for too long."""
 
 
-class Patience:
-    """How long one call waits for progress."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._end = time.monotonic() + limit_s
-
-    def renew(self) -> None:
-        self._end = time.monotonic() + self._limit_s
-
-    def check(self) -> None:
-        """Raise Silent if there was no progress for too long."""
-        if time.monotonic() > self._end:
-            raise Silent(f"no progress for {self._limit_s:g} s")
+def check_progress(since: float, limit_s: float) -> None:
+    """Raise Silent if the last progress, or the beginning of a call, was too long ago."""
+    if time.monotonic() > since + limit_s:
+        raise Silent(f"no progress for {limit_s:g} s")
 
 
 class Channel:
@@ -169,7 +159,10 @@ class Channel:
 
     def _send_messages(self, *messages: bytes) -> None:
         sign = self.authentication.sign
-        self.send_all(b"".join([message + sign(message) for message in messages]))
+        signed = b""
+        for message in messages:
+            signed += message + sign(message)
+        self.send_all(signed)
 
     def checked(self, data: bytes | bytearray) -> bytes:
         """Check a received message, and return it without its code. Raises Forged."""
@@ -198,7 +191,7 @@ class Channel:
 
     def receive_exactly(self, count: int, limit_s: float | None = None) -> bytes:
         """Receive a few bytes within the limit (None: the patience), and return them."""
-        patience = Patience(limit_s or self.patience_s)
+        began = time.monotonic()
         buffer = bytearray(count)
         done = 0
         with memoryview(buffer) as view:
@@ -208,17 +201,17 @@ class Channel:
                         done += self.receive(rest)
                 except BlockingIOError:
                     pass
-                patience.check()
+                check_progress(began, limit_s or self.patience_s)
         return bytes(buffer)
 
     def send_all(self, data: bytes) -> None:
-        patience = Patience(self.patience_s)
+        began = time.monotonic()
         done = 0
         while done < len(data):
             try:
                 done += self.send(data[done:])
             except BlockingIOError:
-                patience.check()
+                check_progress(began, self.patience_s)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -259,12 +252,12 @@ class Channel:
         """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
         buffer = self._reply
         while True:
-            needed = REPLY.size
+            needed = REPLY.size + CODE_BYTES
             if len(buffer) >= needed:
                 kind, closing, length, code, node = REPLY.unpack_from(buffer)
                 if length > TEXT_MAX * 4:
                     raise BadMessage(f"a reply of {length} bytes")
-                needed += length + CODE_BYTES
+                needed += length
                 if len(buffer) == needed:
                     text = self.checked(buffer)[REPLY.size :].decode(errors="replace")
                     buffer.clear()

@@ -24,11 +24,13 @@ for a reply now and then, a chain of two nodes takes a tenth less processor time
 
 import errno
 import mmap
+import time
 from collections.abc import Callable
+from operator import itemgetter
 
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
-from .channel import Channel, Lost, Patience
+from .channel import Channel, Lost, check_progress
 from .wire import Ranges, Reply, ReplyKind
 
 # The most that one call sends or receives: a huge page.
@@ -52,7 +54,7 @@ def send_range(
     Returns the peer's reply if it did not wait for everything, else None. Raises Lost when the peer takes
     nothing and says nothing for the channel's patience, and OSError: EIO when the file is too short.
     """
-    patience = Patience(channel.patience_s)
+    progress_at = time.monotonic()
     end = offset + length
     while offset < end:
         try:
@@ -60,7 +62,7 @@ def send_range(
             if not sent:
                 raise OSError(errno.EIO, "the file shrank while it was sent")
             offset += sent
-            patience.renew()
+            progress_at = time.monotonic()
         except BlockingIOError:
             pass
         except Lost:
@@ -73,8 +75,9 @@ def send_range(
         if reply is not None:
             if reply.kind is not ReplyKind.WORKING:
                 return reply
-            patience.renew()
-        patience.check()
+            progress_at = time.monotonic()
+        if offset < end:
+            check_progress(progress_at, channel.patience_s)
     return None
 
 
@@ -89,14 +92,15 @@ def end_sending(channel: Channel) -> Reply:
 
 def wait_for_reply(channel: Channel) -> Reply:
     """Return the final reply. Raises Lost when the peer says nothing for the channel's patience."""
-    patience = Patience(channel.patience_s)
+    progress_at = time.monotonic()
     while True:
         reply = channel.next_reply(wait=True)
-        if reply is not None:
-            if reply.kind is not ReplyKind.WORKING:
-                return reply
-            patience.renew()
-        patience.check()
+        if reply is None:
+            check_progress(progress_at, channel.patience_s)
+        elif reply.kind is not ReplyKind.WORKING:
+            return reply
+        else:
+            progress_at = time.monotonic()
 
 
 def _last_reply(channel: Channel) -> Reply | None:
@@ -114,7 +118,7 @@ def receive_ranges(
     fd: int,
     ranges: Ranges,
     landed: Landed = nothing_landed,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], None] | None = None,
     piece: int = 0,
 ) -> None:
     """Receive the bytes of ranges of a file, which must be open for reading and writing, in pieces of at
@@ -124,9 +128,9 @@ def receive_ranges(
 
     Raises Lost when nothing comes for the channel's patience, Forged, and OSError: ENOSPC.
     """
-    missing = sum([length for _, length in ranges])
+    missing = sum(map(itemgetter(1), ranges))
     piece = piece or piece_bytes(missing)
-    patience = Patience(channel.patience_s)
+    progress_at = time.monotonic()
     if missing:
         channel.begin_receiving()
     for start, length in ranges if missing else ():
@@ -143,13 +147,14 @@ def receive_ranges(
                         count = channel.receive_bytes(part)
                     except BlockingIOError:
                         count = 0
-                        patience.check()
+                        check_progress(progress_at, channel.patience_s)
                     if count:
-                        patience.renew()
+                        progress_at = time.monotonic()
                         missing -= count
                         if not missing:
                             channel.end_receiving()
                         with part[:count] as data:
                             landed(start + done, count, data)
                         done += count
-                between()
+                if between is not None:
+                    between()

@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import time
+from operator import itemgetter
 from typing import Any
 
 import trio
@@ -127,7 +128,7 @@ class Receiving:
                 after = self._ranges[at][0] if at < len(self._ranges) else start + length
                 if length and not before <= start <= start + length <= after:
                     raise BadMessage("two streams bring the same bytes of an extent")
-            self._unannounced -= sum(length for _, length in ranges)
+            self._unannounced -= sum(map(itemgetter(1), ranges))
             if self._unannounced < 0:
                 raise BadMessage("more bytes of an extent come than were announced")
             for each in ranges:
@@ -170,7 +171,8 @@ class Receiving:
 
         def between() -> None:
             channel.say_working()
-            self.check()
+            if self._error is not None:
+                raise self._error
 
         def waiting() -> None:
             between()

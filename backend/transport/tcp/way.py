@@ -102,51 +102,37 @@ class TcpWay(Way):
     ) -> None:
         """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
         had been idle turns out to be broken, all is done once more on new ones."""
-        link = self._link
+        link, pool = self._link, self.pool
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()
         shares = _shares(ranges, comes, streams)
-
-        def headers() -> list[Header]:
+        may_repeat = True
+        while True:
             number = secrets.randbits(63)
-            return [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
-
-        channels = await self.pool.borrow(len(shares))
-        was_idle = any(map(_WAS_IDLE, channels))
-        try:
-            try:
-                await self._run_on(channels, headers(), work, places)
-            except Lost as error:
-                if not was_idle or isinstance(error, Silent):
-                    raise
-                log.info("store node %x: on new data connections: %s", link.node, error)
-                channels = await self.pool.borrow(len(shares))
-                await self._run_on(channels, headers(), work, places)
-        except (Lost, BadMessage) as error:
-            raise Unreachable(link.node, str(error)) from None
-
-    async def _run_on(
-        self,
-        channels: list[Channel],
-        headers: list[Header],
-        work: Callable[[Channel, Header], None],
-        places: trio.Semaphore | None,
-    ) -> None:
-        def stop() -> None:
-            for channel in channels:
-                channel.shutdown()
-
-        try:
+            headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
+            channels = await pool.borrow(len(shares))
             works = [*map(partial, repeat(work), channels, headers)]
-            await in_threads(works, stop, places)
-        except (Lost, BadMessage) as error:
-            if isinstance(error, BadMessage):
-                node = self._link.node
-                log.warning("store node %x: a data connection is given up: %s", node, error)
-            self.pool.drop()
-            raise
-        finally:
-            self.pool.give_back(channels)
+            was_idle = any(map(_WAS_IDLE, channels))
+            try:
+                await in_threads(works, partial(_shut_down, channels), places)
+                return
+            except BadMessage as error:
+                pool.drop()
+                log.warning("store node %x: a data connection is given up: %s", link.node, error)
+                raise Unreachable(link.node, str(error)) from None
+            except Lost as error:
+                pool.drop()
+                if not (may_repeat and was_idle) or isinstance(error, Silent):
+                    raise Unreachable(link.node, str(error)) from None
+                may_repeat = False
+                log.info("store node %x: on new data connections: %s", link.node, error)
+            finally:
+                pool.give_back(channels)
+
+
+def _shut_down(channels: Sequence[Channel]) -> None:
+    for channel in channels:
+        channel.shutdown()
 
 
 def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> list[Ranges]:
@@ -187,7 +173,9 @@ def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Lande
     channel.send_header(header)
     reply = wait_for_reply(channel)
     if reply.kind is ReplyKind.OK:
-        ranges = tuple((base + start, length) for start, length in header.ranges)
+        ranges = header.ranges
+        if base:
+            ranges = tuple((base + start, length) for start, length in ranges)
         receive_ranges(channel, fd, ranges, landed)
     channel.clean = True
     reply.check(header.target.group)

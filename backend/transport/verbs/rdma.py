@@ -130,7 +130,7 @@ class Rdma:
         """Drop the registrations of a file that may be truncated: they would keep pages that are not the
         file's any more. A later transfer registers it anew."""
         status = os.fstat(fd)
-        for adapter in self.adapters:
+        for adapter in self._adapters.values():
             adapter.regions.forget((status.st_dev, status.st_ino))
 
     def drop_orphans(self) -> None:

@@ -35,7 +35,7 @@ class VerbsWay(Way):
 
     def suits(self, transfer: Transfer) -> bool:
         rdma = self._rdma
-        if transfer.is_sparse or not rdma.is_usable:
+        if transfer.is_sparse or rdma.why_not:
             return False
         if transfer.length < rdma.choice.threshold_bytes and transfer.memory is not Memory.DEVICE:
             return False
