@@ -181,11 +181,6 @@ class Inode:
         new.birth_ns, new.maker, new.is_dir = self.birth_ns, self.maker, self.is_dir
         return new
 
-    @property
-    def kind(self) -> int:
-        """Return the bits of the mode that a chmod cannot change."""
-        return self.mode & 0o170000
-
 
 # The keys of an inode's record, and of a directory's times, by its number.
 inode_key: Final = partial(Struct(">cQ").pack, b"i")

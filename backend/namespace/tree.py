@@ -16,6 +16,7 @@ import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from stat import S_IFMT
 from typing import Final
 
 from ..kv import Event, KeyValue
@@ -212,7 +213,7 @@ class Tree(Names):
         if not inode.nlink:  # it would be dropped while names lead to it
             self._faults.add(inode_key(ino), "it has no links")
             self._put_damaged(ino, inode.revision)
-        elif known.kind == inode.kind if known else inode.is_dir or ino != ROOT_INO:
+        elif S_IFMT(known.mode) == S_IFMT(inode.mode) if known else inode.is_dir or ino != ROOT_INO:
             self._put(inode, record, known)
         elif self.damaged.get(ino):
             self._put_otherwise(inode, record)

@@ -3,7 +3,8 @@
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import trio
 
@@ -101,14 +102,14 @@ class Device:
         """Remove the extents of a content that will not be published."""
         await self.link.ask(Abort(content), Done)
 
-    async def write(
+    def write(
         self,
         extent: Extent,
         target: Target,
         source: FileRange,
         passed: Landed = nothing_landed,
         growth: Growth | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Send a part of a file as an extent; it is sealed everywhere when this returns. Holes stay holes,
         unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
         those that are in memory of this process. The caller keeps the descriptor. With `growth`, the file
@@ -119,20 +120,19 @@ class Device:
             status = os.fstat(source.fd)
             has_holes = is_sparse(status.st_size, status.st_blocks)
             transfer = Transfer("write", source.length, is_sparse=has_holes)
-            await self._move(transfer, lambda way: way.write(sending))
-        else:
-            # It waits for no other operation, as crossing chains would wait for each other.
-            transfer = Transfer("write", source.length)
-            await self._move(transfer, lambda way: way.write(sending), takes_turns=False)
+            return self._move(transfer, lambda way: way.write(sending))
+        # It waits for no other operation, as crossing chains would wait for each other.
+        transfer = Transfer("write", source.length)
+        return self._move(transfer, lambda way: way.write(sending), takes_turns=False)
 
-    async def read(
+    def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
         after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         _lengthen(into)
         transfer = Transfer("read", into.length, into.memory)
-        await self._move(transfer, lambda way: way.read(extent, start, into, landed))
+        return self._move(transfer, lambda way: way.read(extent, start, into, landed))
 
     # -- ways ------------------------------------------------------------------------------------
 

@@ -83,8 +83,11 @@ class Link:
     async def connected(self) -> ControlClient:
         """Return the control connection as it is now. Raises Unreachable."""
         control, address = self._control, self.caller.resolve(self.node)
-        if control is not None and control.is_open and address and address is self._registration:
-            return control
+        if control is not None and control.is_open and address is not None:
+            if address is not self._registration and self._registered()[1] == self._where:
+                self._registration = address  # it tells of other room
+            if address is self._registration:
+                return control
         async with self._connecting:
             # As it is now, and not before others tried.
             address, where = self._registered()

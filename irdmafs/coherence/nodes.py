@@ -99,6 +99,10 @@ class NodeTable:
         # Inodes with several nodes; most have one and are not here.
         self._siblings: dict[int, set[Node]] = {}
         self._first: dict[int, Node] = {}
+        # Tell whether the kernel knows an inode, to which descriptors that never opened it (O_PATH) may
+        # refer, and whether it has several nodes.
+        self.has_nodes = self._first.__contains__
+        self.has_siblings = self._siblings.__contains__
         root = self.add(inode(ROOT_INO))
         root.lookups = 1
         assert root.id == ROOT_INO
@@ -160,14 +164,6 @@ class NodeTable:
             yield from siblings
         elif ino in self._first:
             yield self._first[ino]
-
-    def has_nodes(self, ino: int) -> bool:
-        """Return whether the kernel knows the inode. Descriptors that never opened it (O_PATH) may refer to
-        it."""
-        return ino in self._first
-
-    def has_siblings(self, ino: int) -> bool:
-        return ino in self._siblings
 
     def count(self, ino: int) -> int:
         """Return how many nodes an inode has."""

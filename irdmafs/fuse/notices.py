@@ -101,15 +101,15 @@ class Notices(KernelCache):
         """Have reads and writes of a node pass through to its content's file. Raises OSError."""
         content = node.content
         assert content is not None
-        if content.fd >= 0:
-            self._register(node, content.extent, content.fd)
-        else:
-            with self._extents.opened(content.extent) as fd:
-                self._register(node, content.extent, fd)
-
-    def _register(self, node: Node, extent: ContentId, fd: int) -> None:
-        atime_ns = os.fstat(fd).st_atime_ns
-        node.backing_id = passthrough.register(self._connection.fd, fd)
+        extent, fd = content.extent, content.fd
+        if fd < 0:
+            fd = self._extents.open(extent)
+        try:
+            atime_ns = os.fstat(fd).st_atime_ns
+            node.backing_id = passthrough.register(self._connection.fd, fd)
+        finally:
+            if fd != content.fd:
+                os.close(fd)
         node.backing_extent = extent
         self._backed.setdefault(extent, set()).add(node)
         self._atimes.passes(node, extent, atime_ns)

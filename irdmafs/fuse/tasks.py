@@ -34,7 +34,7 @@ class Tasks:
 
     def start_soon(self, step: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Run this in a task. Return False, and do nothing, after stop()."""
-        if self.ended:
+        if self._ended.is_set():
             return False
         if self._nursery is None:
             self._early.append((step, args))

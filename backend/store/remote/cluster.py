@@ -3,9 +3,10 @@
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -180,12 +181,15 @@ def _is_store_of(directory: str, node: int) -> bool:
         return False
 
 
-async def for_each_stripe(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
+def for_each_stripe(
+    stripes: int, work: Callable[[int], Coroutine[Any, Any, None]]
+) -> Coroutine[Any, Any, None]:
     """Do `work` for every stripe, a few at a time. Errors are raised as a group, except if there is one
     stripe only."""
-    if stripes == 1:
-        await work(0)
-        return
+    return work(0) if stripes == 1 else _for_several(stripes, work)
+
+
+async def _for_several(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
     limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
 
     async def work_on(stripe: int) -> None:

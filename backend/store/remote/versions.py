@@ -2,8 +2,9 @@
 
 import errno
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -34,7 +35,7 @@ class Versions:
         self._ahead = ReadAhead(cluster.namespace)
         self.figures = OpenFigures()
 
-    async def bring(self, ino: int, *, ahead: bool = False) -> Inode:
+    def bring(self, ino: int, *, ahead: bool = False) -> Coroutine[Any, Any, Inode]:
         """Bring the file's current version to this host, and return the inode as it is then. `ahead`:
         before anybody has asked for it. Raises OSError."""
 
@@ -49,7 +50,7 @@ class Versions:
             is_here = current.extent == inode.extent or self._contents.has(current.extent)
             return current if is_here else None
 
-        return await self._with_current(ino, fetch)
+        return self._with_current(ino, fetch)
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""

@@ -32,11 +32,14 @@ async def in_threads(
             running.start(work)
     except trio.Cancelled:
         stop()
-        with trio.CancelScope(shield=True):
-            await running.ended()
+        if running.left:
+            with trio.CancelScope(shield=True):
+                await running.ended()
         raise
     if running.left:
         await running.ended()
+        if running.is_cancelled:
+            await trio.lowlevel.checkpoint_if_cancelled()
     if running.errors:
         raise running.errors[0]
     return [*map(running.results.__getitem__, range(len(works)))]
@@ -48,6 +51,7 @@ class _Running:
 
     def __init__(self, stop: Callable[[], None], places: trio.Semaphore | None) -> None:
         self.left = 0
+        self.is_cancelled = False
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._stop = stop
@@ -65,21 +69,17 @@ class _Running:
             lambda outcome: token.run_sync_soon(self._end, number, outcome),
         )
 
-    async def ended(self) -> None:
-        """Wait until all have ended. When this is cancelled, they are stopped first."""
-        cancel: Callable[[], None] | None = None
+    def ended(self) -> Awaitable[None]:
+        """Return what waits until those that are left have ended. When it `is_cancelled`, they are stopped,
+        and the cancellation has to be raised afterwards."""
 
-        def abort(raise_cancel: Callable[[], None]) -> trio.lowlevel.Abort:
-            nonlocal cancel
-            cancel = raise_cancel
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self.is_cancelled = True
             self._stop()
             return trio.lowlevel.Abort.FAILED
 
-        if self.left:
-            self._waiting = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(abort)
-        if cancel is not None:
-            cancel()
+        self._waiting = trio.lowlevel.current_task()
+        return trio.lowlevel.wait_task_rescheduled(abort)
 
     def _end(self, number: int, outcome: Any) -> None:
         self.left -= 1

@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import time
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -165,7 +166,11 @@ class Receiving:
         def landed(start: int, count: int, data: memoryview | None) -> None:
             nonlocal received
             received += count
-            self._arrived(count)
+            with self._lock:
+                self._missing -= count
+                self._progress_at = time.monotonic()
+                if not self._missing:
+                    self._token.run_sync_soon(self.complete.set)
             if onward is not None:
                 onward.offer(self.fd, count)
 
@@ -194,7 +199,7 @@ class Receiving:
                     self.check()
                     raise
                 if not header.comes:
-                    self._arrived(0)
+                    landed(0, 0, None)
                 self.sealed.wait(2 * BUSY_LIMIT_S, waiting)
             if onward is not None:
                 onward.sent.wait(math.inf, channel.say_working)
@@ -210,14 +215,6 @@ class Receiving:
         reply = Reply(ReplyKind.OK)
         channel.conclude(reply)
         return reply, received
-
-    def _arrived(self, count: int) -> None:
-        """Count bytes that are in the file."""
-        with self._lock:
-            self._missing -= count
-            self._progress_at = time.monotonic()
-            if not self._missing:
-                self._token.run_sync_soon(self.complete.set)
 
 
 class Transfers:
@@ -274,7 +271,7 @@ class Transfers:
             assert receiving.incoming is not None
             await self._service.seal(receiving.extent, receiving.incoming)
 
-        await receiving.begun.fulfil(lambda: self._begin(receiving, header))
+        await receiving.begun.fulfil(partial(self._begin, receiving, header))
         with receiving.scope:
             await receiving.sealed.fulfil(seal)
 

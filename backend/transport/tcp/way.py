@@ -3,11 +3,11 @@
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -56,7 +56,9 @@ class TcpWay(Way):
         # Where there are certificates, bytes have a code or are encrypted.
         return self._link.caller.credentials is not None
 
-    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
+    def read(
+        self, extent: Extent, start: int, into: FileRange, landed: Landed
+    ) -> Coroutine[Any, Any, None]:
         nowhere = Target(0, 0, ())
         # Where byte 0 of the extent would be in the file.
         base = into.offset - start
@@ -65,7 +67,7 @@ class TcpWay(Way):
         def work(channel: Channel, header: Header) -> None:
             _receive(channel, header, into.fd, base, landed)
 
-        await self._run(
+        return self._run(
             Op.READ, extent, nowhere, 0, [(start, into.length)], self._streams, work, self._places
         )
 
