@@ -106,7 +106,7 @@ class Deferred:
         self._first, self._many = trio.Event(), trio.Event()
         # Errors for programs that work in directories in which changes are lost, and the keys of the lost
         # records, until the tree is right again.
-        self._lost: dict[int, OSError] = {}
+        self.lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
         self._is_running = False
         tree.news = self._news
@@ -227,15 +227,11 @@ class Deferred:
         """Store everything that was deferred before this call. Raises OSError EIO once if some of it, or of
         what was deferred earlier, is lost."""
         await self.store()
-        self.tell_lost([*self._lost])
-
-    @property
-    def has_lost(self) -> bool:
-        return bool(self._lost)
+        self.tell_lost([*self.lost])
 
     def tell_lost(self, directories: Iterable[int]) -> None:
         """Raise OSError EIO, once, if changes in one of these directories are lost."""
-        lost = [self._lost.pop(one) for one in directories if one in self._lost]
+        lost = [self.lost.pop(one) for one in directories if one in self.lost]
         if lost:
             raise lost[0]
 
@@ -375,7 +371,7 @@ class Deferred:
         where = ", ".join(sorted(map(self._tree.describe, directories))[:_TOLD_MAX])
         text = f"{len(lost)} changes in {where} are lost: they were cut off, and others changed the same"
         log.error("%s", text)
-        self._lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
+        self.lost.update(dict.fromkeys(directories, OSError(errno.EIO, text)))
         self._first.set()
 
     async def _take_back(self) -> None:

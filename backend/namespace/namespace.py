@@ -234,8 +234,6 @@ class Namespace:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
         sent."""
         quotas = self.quotas
-        if not quotas.in_use:
-            return
         try:
             quotas.admit(ino, quotas.of(ino), blocks)
         except OSError:

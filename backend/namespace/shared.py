@@ -120,7 +120,7 @@ class SharedCommitter:
             elif commit.local:
                 self._tree.enact_locally(commit)
                 return commit.inode
-            elif await self._has_to_wait(commit):
+            elif (self._storing or self._unsure) and await self._has_to_wait(commit):
                 continue
             elif self._stays_here(commit):
                 self._tree.keep(commit)
@@ -304,7 +304,7 @@ class SharedCommitter:
             if not all(ino in self.writable for ino in changed):
                 raise fail(errno.EROFS)
         deferred = self.deferred
-        if deferred is not None and deferred.has_lost and (commit.may_wait or commit.names):
+        if deferred is not None and deferred.lost and (commit.may_wait or commit.names):
             deferred.tell_lost(_has_files_in(commit))
 
     def _stays_here(self, commit: Commit) -> bool:

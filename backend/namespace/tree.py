@@ -126,7 +126,8 @@ class Tree(Names):
         names = []
         for _, key, _ in events:
             ino = int.from_bytes(key[1:9], "big")
-            inodes[ino] = self.inodes.get(ino)
+            if ino not in inodes:
+                inodes[ino] = self.inodes.get(ino)
             if key.startswith(b"d"):
                 name = key[9:]
                 names.append((ino, name, self.ino_behind(ino, name)))

@@ -115,15 +115,15 @@ class Device:
         those that are in memory of this process. The caller keeps the descriptor. With `growth`, the file
         is still being received, and has no holes."""
         _check_chain(target)
-        sending = Sending(extent, target, source, passed, growth)
+        has_holes = False
         if growth is None:
             status = os.fstat(source.fd)
             has_holes = is_sparse(status.st_size, status.st_blocks)
-            transfer = Transfer("write", source.length, is_sparse=has_holes)
-            return self._move(transfer, lambda way: way.write(sending))
-        # It waits for no other operation, as crossing chains would wait for each other.
-        transfer = Transfer("write", source.length)
-        return self._move(transfer, lambda way: way.write(sending), takes_turns=False)
+        sending = Sending(extent, target, source, passed, growth, has_holes)
+        transfer = Transfer("write", source.length, is_sparse=has_holes)
+        # What is received waits for no other operation, as crossing chains would wait for each other.
+        takes_turns = growth is None
+        return self._move(transfer, lambda way: way.write(sending), takes_turns=takes_turns)
 
     def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed

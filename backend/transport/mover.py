@@ -83,13 +83,15 @@ class Transfer(NamedTuple):
 
 class Sending(NamedTuple):
     """An extent on its way to a target: a part of a file. `passed` is called, from any thread, with bytes
-    that are in memory of this process. With `growth`, the file is still being received."""
+    that are in memory of this process. With `growth`, the file is still being received; else it may be
+    sparse."""
 
     extent: Extent
     target: Target
     source: FileRange
     passed: Landed = nothing_landed
     growth: Growth | None = None
+    is_sparse: bool = False
 
 
 class Way(Protocol):

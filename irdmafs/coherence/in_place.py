@@ -118,7 +118,7 @@ class InPlace:
                 with extents.opened(inode.extent) as source:
                     await trio.to_thread.run_sync(copy_contents, source, fd)
         content.show_newest(inode, self._set_mtime(content, inode))
-        for node in list(self._nodes.of(content.ino)):
+        for node in self._nodes.of(content.ino):
             if node.content is content:
                 if node.cached:
                     await self._kernel.forget_content(node)

@@ -6,7 +6,7 @@ two nodes behind one name. docs/sharing.md has the rules; this module has only t
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..backend.namespace import ROOT_INO, Inode, fail
@@ -157,13 +157,11 @@ class NodeTable:
         """Return the node that has the number of its inode."""
         return self.by_id.get(inode.ino) or self.add(inode)
 
-    def of(self, ino: int) -> Iterator[Node]:
-        """Yield every node of an inode."""
-        siblings = self._siblings.get(ino)
-        if siblings is not None:
-            yield from siblings
-        elif ino in self._first:
-            yield self._first[ino]
+    def of(self, ino: int) -> Collection[Node]:
+        """Return every node of an inode."""
+        if ino in self._siblings:
+            return [*self._siblings[ino]]
+        return (self._first[ino],) if ino in self._first else ()
 
     def count(self, ino: int) -> int:
         """Return how many nodes an inode has."""

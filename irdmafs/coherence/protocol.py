@@ -104,9 +104,9 @@ class Coherence:
         kernel takes these for the newest."""
         self.entry(answer, parent, name, node, inode)
 
-    def missing_s(self, parent: Inode) -> float | None:
-        """Return for how many seconds the kernel may believe that a directory does not have a name; None:
-        use `find_fresh`."""
+    def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
+        """Return for how many seconds the kernel may believe that a directory does not have a name, which
+        `find` has not found; None: use `find_fresh`."""
         # A process that waits for a name looks it up before the kernel has noted the answered change.
         watches = self.namespace.watches
         return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S

@@ -124,8 +124,12 @@ class Shared(Coherence):
             answer.entry_timeout = valid_s
             self._beliefs.name(node.name, inode.ino, valid_s)
 
-    def missing_s(self, parent: Inode) -> float | None:
-        return None
+    def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
+        if not self._trails.are_usual() or not self._freshness.is_missing(parent.ino, name):
+            return None
+        self._trails.missed(pid)
+        self._kernel_names.found((parent.ino, name), None)
+        return 0.0
 
     def listing(self, directory: int) -> Listing:
         valid_s = self._freshness.believable_s(directory)

@@ -77,7 +77,7 @@ class Answers:
 
     def refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """Have the kernel ask for an inode's attributes that changed through one of its nodes."""
-        for other in list(self._nodes.of(ino)):
+        for other in self._nodes.of(ino):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 

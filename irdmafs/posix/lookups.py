@@ -34,8 +34,8 @@ class Lookups(Part):
         inode = self._coherence.find(parent.ino, name, pid)
         if inode is not None:
             return self._answers.entry(parent.ino, name, inode, pid)
-        valid_s = self._coherence.missing_s(parent)
-        if valid_s is None:
+        valid_s = self._coherence.missing_s(parent, name, pid)
+        if valid_s is None or name == PRIVATE_VIEW:
             return None
         if parent.xattrs and (link := self._since.find(parent, name)) is not None:
             return link

@@ -49,7 +49,7 @@ class FerryWay(Way):
         landed(0, len(data), memoryview(data))
 
     async def write(self, sending: Sending) -> None:
-        extent, target, source, _, growth = sending
+        extent, target, source, _, growth, _ = sending
         if growth is not None:
             await growth.complete()
         path = self._pier / secrets.token_hex(16)

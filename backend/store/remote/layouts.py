@@ -33,19 +33,18 @@ class Layouts:
         """Return where the contents of a file created under this name are to be kept."""
         cluster, settings = self._cluster, self._cluster.settings
         replicas, stripe_bytes, wanted = attributes.of(self._namespace, parent, settings)
-        path = self._seeding(parent, wanted) + b"/" + name
-        layout = Layout(replicas, stripe_bytes, seed_of(path), self._policy_number(wanted))
+        # Files that are kept alike have the same seed, together with a name.
+        if wanted.together:
+            directory = attributes.directory_with(self._namespace, attributes.PLACEMENT, parent)
+            path = directory.to_bytes(8, "big") + b"/" + name
+        else:
+            path = self._namespace.path_of(parent) + b"/" + name
+        policy = self._policy_number(wanted) if wanted.rule else 0
+        layout = Layout(replicas, stripe_bytes, seed_of(path), policy)
         if wanted.local and cluster.here:
             seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)
             layout = layout._replace(seed=seed)
         return layout
-
-    def _seeding(self, parent: int, wanted: Policy) -> bytes:
-        """Return bytes that have the same seed, together with a name, for all files that are kept alike."""
-        if wanted.together:
-            directory = attributes.directory_with(self._namespace, attributes.PLACEMENT, parent)
-            return directory.to_bytes(8, "big")
-        return self._namespace.path_of(parent)
 
     def _policy_number(self, wanted: Policy) -> int:
         """Return the number of a placement rule; 0, the default, for one that no mount has made known (its

@@ -130,7 +130,7 @@ class Leases:
         """Return for how many seconds the kernel may believe the attributes of what is not followed.
         It is told of changes when they arrive here, as lookups see them; nobody waits for
         that."""
-        return min(self._session.left_s(), _BELIEVED_S)
+        return max(0.0, min(self._session.valid_until - now_s(), _BELIEVED_S))
 
     def path_valid_s(self, directory: int) -> float:
         """Return the same for the name of a directory that is followed, or lies above a followed one: a

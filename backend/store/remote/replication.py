@@ -95,7 +95,8 @@ class Publisher:
 
     async def _opened(self, version: NewVersion, ending: ExitStack) -> int:
         """Return a descriptor of the file of a version for which there is room, until `ending` ends."""
-        await self._namespace.check_room(version.ino, version.blocks)
+        if self._namespace.quotas.in_use:
+            await self._namespace.check_room(version.ino, version.blocks)
         assert version.layout is not None
         await self._layouts.ensure_groups(version.layout)
         # A store node here may adopt it, and free it again, while its file is still needed here.

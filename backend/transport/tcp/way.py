@@ -1,7 +1,6 @@
 """The caller's end over TCP: extents are divided among data connections, each used by a thread."""
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 import trio
 
-from ...files.sparse import is_sparse, segments
+from ...files.sparse import segments
 from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..frames import BadMessage
@@ -72,17 +71,15 @@ class TcpWay(Way):
         )
 
     async def write(self, sending: Sending) -> None:
-        extent, target, (fd, offset, length, _), passed, growth = sending
+        extent, target, (fd, offset, length, _), passed, growth, has_holes = sending
         ranges, streams = [(0, length)], self._streams
         places: trio.Semaphore | None = self._places
         if growth is not None:
             streams, places = 1, None
             growth.lend()
             await growth.complete()
-        else:
-            status = os.fstat(fd)
-            if is_sparse(status.st_size, status.st_blocks):
-                ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
+        elif has_holes:
+            ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
         if passed is not nothing_landed:
             passed = landed_from(passed, -offset)
 

@@ -80,7 +80,7 @@ class Path:
 
     async def write(self, sending: Sending) -> None:
         """Do as Device.write. Raises OSError, NotThisWay."""
-        extent, target, source, passed, growth = sending
+        extent, target, source, passed, growth, _ = sending
         length = source.length
         async with self._using(source) as regions:
             region = regions[0] if regions else None
