@@ -79,7 +79,8 @@ class Peers:
         device = self._devices.get(node)
         if device is None:
             link = Link(self._caller, node)
-            device = Device(link, [mover.way(link) for mover in self._movers])
+            usable = [mover for mover in self._movers if mover.is_usable]
+            device = Device(link, [mover.way(link) for mover in usable])
             self._devices[node] = device
         return device
 

@@ -204,7 +204,8 @@ class OpenFiles(Part):
         handle, locking = self._nodes.handles[fh], self._locking
         if handle.is_directory:
             raise fail(errno.EBADF)
-        shielded = locking.may_lose and locking.posix.holds(handle.node.ino, owner)
+        posix, ino = locking.posix, handle.node.ino
+        shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)
         if shielded:
             await detach()
         published = False
@@ -214,4 +215,4 @@ class OpenFiles(Part):
                 published = True
             finally:
                 if locking.closes_matter:
-                    await locking.closed(fh, handle.node.ino, owner, pid, published=published)
+                    await locking.closed(fh, ino, owner, pid, published=published)

@@ -39,7 +39,7 @@ class Layouts:
             path = directory.to_bytes(8, "big") + b"/" + name
         else:
             path = self._namespace.path_of(parent) + b"/" + name
-        policy = self._policy_number(wanted) if wanted.rule else 0
+        policy = self._policy_number(wanted) if self._members.policies else 0
         layout = Layout(replicas, stripe_bytes, seed_of(path), policy)
         if wanted.local and cluster.here:
             seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)

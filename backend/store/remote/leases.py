@@ -5,7 +5,7 @@ A mount that follows a directory has a key in etcd that says so. A host that cha
 directory returns to its caller only when every follower has seen the change and told its kernel, or when
 the follower's session is over, which etcd decides. So while a follower's session is valid by its own clock,
 its replica is fresh there, and so is what its kernel may believe for a while. A follower that is stuck or
-malicious delays others only for a limited time (promise.py). A directory given with --follow is followed
+malicious delays others only for a limited time (Followers). A directory given with --follow is followed
 for good; one that is asked about repeatedly is followed as long as that goes on, unless an attribute
 forbids it.
 
@@ -16,19 +16,18 @@ must not return before every follower knows of the move.
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import trio
 
 from ...cluster.lease import now_s
-from ...cluster.membership import followed_key, seen_key
+from ...cluster.membership import Members, followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
 from .member import Member
-from .promise import Followers
 from .rests import Rests
 
 log = logging.getLogger(__name__)
@@ -48,6 +47,8 @@ _FOLLOWED_MAX = 256
 _MARGIN_SHARE = 0.1
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
+# A kernel goes on using what it was told, and answers on their way, for so long after the belief has ended.
+_AFTERGLOW_S = 1.5
 
 
 class _Interest:
@@ -63,6 +64,53 @@ class _Interest:
     @property
     def is_worth_following(self) -> bool:
         return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
+
+
+class Followers:
+    """The followers that a host waits for when it changes something.
+
+    A follower of a directory believes its replica only while it is sure to know everything: it asks etcd
+    again and again how far it is, and each answer is good for `patience` from when it was asked for. So a
+    host need not wait longer than that for a follower that does not answer: an honest one has stopped
+    believing by then. It is not waited for again until it has acknowledged what it missed, which an honest
+    follower does before it believes anything again."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._late: dict[int, int] = {}  # lease -> the revision that it should have acknowledged
+
+    async def wait(
+        self, followers: Callable[[], Collection[int]], revision: int, patience_s: float
+    ) -> None:
+        """Return when every follower has seen the revision, or believes nothing older."""
+        members = self._members
+
+        def awaited() -> Collection[int]:
+            late, found = self._late, followers()
+            if not late:
+                return found
+            return {lease for lease in found if members.acked(lease) >= late.get(lease, 0)}
+
+        with trio.move_on_after(patience_s + _AFTERGLOW_S):
+            await members.wait_acked(awaited, revision)
+            return
+        self._late = {
+            lease: missed for lease, missed in self._late.items() if members.session_of(lease)
+        }
+        for lease in awaited():
+            if members.acked(lease) < revision:
+                self._late[lease] = revision
+                log.warning("%s", self._describe(lease, patience_s + _AFTERGLOW_S))
+
+    def _describe(self, lease: int, waited_s: float) -> str:
+        session = self._members.session_of(lease)
+        record = self._members.sessions.get(session or 0)
+        who = "a mount"
+        if record is not None:
+            who = f"the mount {record.mountpoint} on {record.host}"
+            if record.name:
+                who += f" (certificate {record.name!r})"
+        return f"{who} follows a directory and has acknowledged nothing for {waited_s:g} s: not waited for"
 
 
 class Leases:

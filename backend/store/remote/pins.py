@@ -1,15 +1,37 @@
 """The cache of a mount whose pins hold on store nodes, too, where a content is read from them."""
 
+import errno
 import logging
 
+from ...cluster.lease import Session
 from ...kv import Delete, Put
-from ...model.records import ContentId, pin_key
-from ...namespace import Inode
+from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
+from ...namespace import Inode, fail
 from .contents import Contents
 from .member import Member
-from .numbers import ContentNumbers
 
 log = logging.getLogger(__name__)
+
+_NUMBERS = 1 << CONTENT_NUMBER_BITS
+
+
+class ContentNumbers:
+    """The content numbers that a mount gives: the session that writes one, and a counter."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._last = 0
+        self._last_of = 0
+
+    def new(self) -> ContentId:
+        """Return a new number. Raises OSError ENOSPC if the session has none left."""
+        session = self._session.number
+        if session != self._last_of:
+            self._last_of, self._last = session, 0
+        self._last += 1
+        if self._last >= _NUMBERS:
+            raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
+        return ContentId(session << CONTENT_NUMBER_BITS | self._last)
 
 
 class SharedContents(Contents):

@@ -82,7 +82,7 @@ class Publisher:
                     transfer = Transfer(self._cluster, version, fd, is_adoptable, before)
                 try:
                     with self._contents.publishing(version.extent):
-                        return await self._commit(version, transfer)
+                        return await self._commit(version, transfer, before)
                 except Conflict as conflict:
                     log.info("inode %d, content %x: %s; again", ino, version.extent, conflict)
                 except OSError as error:
@@ -143,7 +143,7 @@ class Publisher:
                 self._contents.retire(extent)
                 raise
 
-    async def _commit(self, version: NewVersion, transfer: Transfer | None) -> Inode:
+    async def _commit(self, version: NewVersion, transfer: Transfer | None, before: Inode) -> Inode:
         """Name the content as the file's version in etcd. Raises Conflict if the session or a group's
         configuration has changed, Outdated if the file's version is not the one it is based on."""
         content = version.extent
@@ -155,7 +155,6 @@ class Publisher:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
                 raise
             version = version._replace(digests=transfer.digests)
-        before = self._namespace.inodes.get(version.ino)
         # Once the transaction has begun, only etcd knows how it ends.
         try:
             with trio.CancelScope(shield=True):
@@ -170,7 +169,7 @@ class Publisher:
                         del self._unsure[next(iter(self._unsure))]
             raise
         self.figures.publishes += 1
-        freed = allocated_bytes(before.size, before.blocks) if before is not None else 0
+        freed = allocated_bytes(before.size, before.blocks)
         self._space.published(allocated_bytes(version.size, version.blocks) - freed)
         if transfer is not None:
             self._published(version, transfer, inode)

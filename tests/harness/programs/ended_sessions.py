@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.at_signal import told_once
 from irdmafs.backend.model.records import CONTENT_NUMBER_BITS, ContentId
-from irdmafs.backend.store.remote.numbers import ContentNumbers
+from irdmafs.backend.store.remote.pins import ContentNumbers
 from irdmafs.cli.command import main
 
 
