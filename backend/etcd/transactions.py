@@ -80,7 +80,7 @@ class EtcdTransactions:
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
-        pauses = Pauses(*PAUSES_S)
+        pauses: Pauses | None = None
         try_s = calls.client.try_s
         was_cut_off = False
         while True:
@@ -99,6 +99,7 @@ class EtcdTransactions:
                     TXN, request, min(try_s, deadline - trio.current_time())
                 )
             except Unsent as error:
+                pauses = pauses or Pauses(*PAUSES_S)
                 if error.final or trio.current_time() + pauses.next_s >= deadline:
                     raise calls.given_up(error) from None
                 was_cut_off = True

@@ -1,6 +1,7 @@
 """The contents that inodes name: which extents they have, and in which groups they are."""
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple, Self
 
 from ..model.placement import group_of
@@ -43,9 +44,8 @@ class Named(NamedTuple):
 
     def groups(self, buckets: int) -> set[int]:
         """Return the groups of the content."""
-        return {
-            self.group(stripe, buckets) for stripe in range(min(self.stripes, STRIPE_GROUPS_MAX))
-        }
+        stripes = range(min(self.stripes, STRIPE_GROUPS_MAX))
+        return set(map(group_of, repeat(self.layout), stripes, repeat(buckets)))
 
 
 class NamedContents(dict[int, Named]):

@@ -60,8 +60,8 @@ class Handle:
     """
 
     __slots__ = (
-        "aborted", "content", "entries", "fh", "flags", "is_directory", "killed", "name", "node", "pid",
-        "since", "told", "version", "writing",
+        "aborted", "content", "entries", "fh", "flags", "is_directory", "is_rdwr", "killed", "name", "node",
+        "pid", "since", "told", "version", "writing",
     )  # fmt: skip
 
     def __init__(self, fh: int, node: Node, content: Content | None, flags: int, pid: int) -> None:
@@ -71,16 +71,13 @@ class Handle:
         self.flags = flags
         self.pid = pid
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
+        self.is_rdwr = flags & os.O_ACCMODE == os.O_RDWR
         self.since: Stamp | None = None
         self.aborted = self.killed = self.told = False
         self.name = node.name
         self.version = content.base.version if content is not None else 0
         self.is_directory = content is None
         self.entries: list[tuple[bytes, int]] | None = None
-
-    @property
-    def is_rdwr(self) -> bool:
-        return self.flags & os.O_ACCMODE == os.O_RDWR
 
 
 class NodeTable:

@@ -110,7 +110,7 @@ class Publisher:
         # The bytes are hashed while they are sent; a program that maps them may store meanwhile.
         if content.writers > 1 or (content.mapped and self._store.sends):
             return True
-        if not self._store.hands_over(content.extent):
+        if not (self._store.sends and self._store.hands_over(content.extent)):
             return False
         # The store adopts the very file: other descriptors of it would not see later writes.
         if content.holds > 1 or pid != handle.pid:
@@ -377,7 +377,8 @@ class Publisher:
         relied_on = not copies and self._hand_over(content, inode)
         content.be_published(inode, stamp_of(status), by_copy=copies, relied_on=relied_on)
         self._make_current(content, inode, by_copy=copies)
-        await self._announce(inode, content, naming=naming)
+        if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
+            await self._announce(inode, content, naming=naming)
         return True
 
     async def _store_version(self, content: Content, version: NewVersion) -> Inode:
@@ -429,7 +430,7 @@ class Publisher:
         try:
             if inode.extent != content.extent:
                 self._table.give_extent(content, inode.extent, frees=content.own)
-            elif self._store.is_lent(content.extent):
+            elif self._store.sends and self._store.is_lent(content.extent):
                 self._table.lend_again(content)
         except OSError:
             return False  # another host has published since, and the store node here has freed the file
@@ -446,7 +447,7 @@ class Publisher:
         elif content.state is State.REPLACING:
             if current is not None:
                 self._table.supersede(current)
-        else:
+        elif current is not content:
             self._table.make_current(content)  # even if others have joined it meanwhile
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
@@ -485,12 +486,11 @@ class Publisher:
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""
         ino = inode.ino
-        if self._nodes.has_siblings(ino):
-            for node in self._nodes.of(ino):
-                if not node.is_bound and node.backing_extent != inode.extent:
-                    self._kernel.drop_backing(node)
-                if node.content is not content:
-                    self._kernel.invalidate_attributes(node)
+        for node in self._nodes.of(ino) if self._nodes.has_siblings(ino) else ():
+            if not node.is_bound and node.backing_extent != inode.extent:
+                self._kernel.drop_backing(node)
+            if node.content is not content:
+                self._kernel.invalidate_attributes(node)
         if inode.nlink > 1:
             names = self._store.namespace.names_of(ino)
             if naming:

@@ -77,14 +77,12 @@ class OpenFiles(Part):
         found = self._inodes[handle.node.ino]
         if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~handle.node.told:
             await self._metadata.lose_privileges(found.ino, Closer(pid))
-        with self._publishing(handle, pid):
+        with self._publishing(handle, pid) if self._locking.may_lose else nullcontext():
             await self._cache.publisher.flush(handle, pid)
 
     def _publishing(self, handle: Handle, pid: int) -> AbstractContextManager[None]:
         """Return what encloses code that may publish for a process. Raises OSError EIO if the process has
         lost a lock."""
-        if not self._locking.may_lose:
-            return nullcontext()
         try:
             self._locking.check(pid)
         except OSError:
@@ -115,7 +113,7 @@ class OpenFiles(Part):
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
-        with self._publishing(handle, handle.pid):
+        with self._publishing(handle, handle.pid) if self._locking.may_lose else nullcontext():
             await self._cache.publisher.fsync(handle)
         if self._store.sends:
             await detach()
