@@ -15,10 +15,10 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import filterfalse
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 
@@ -290,7 +290,7 @@ class Fetcher:
             os.close(fd)
         self._contents.admit(content, room)
 
-    async def _read_all(self, inode: Inode, into: FileRange) -> None:
+    def _read_all(self, inode: Inode, into: FileRange) -> Coroutine[Any, Any, None]:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = Digests(inode.digests, stripes)
@@ -302,12 +302,16 @@ class Fetcher:
             else:
                 await self._read(inode, inode.extent, stripe, 0, there)
 
+        parts, read = stripes, read_one
+        if self._cluster.verify and digests.are_there:
+            parts, read = digests.parts, partial(self._read_checked, inode, digests, into)
+        return read(0) if parts == 1 else self._read_several(parts, read)
+
+    async def _read_several(
+        self, parts: int, read: Callable[[int], Coroutine[Any, Any, None]]
+    ) -> None:
         try:
-            if self._cluster.verify and digests.are_there:
-                read_part = partial(self._read_checked, inode, digests, into)
-                await for_each_stripe(digests.parts, read_part)
-            else:
-                await for_each_stripe(stripes, read_one)
+            await for_each_stripe(parts, read)
         except BaseExceptionGroup as group:
             if group.subgroup(Gone) is not None:
                 raise Gone from group

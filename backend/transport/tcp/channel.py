@@ -9,6 +9,7 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import trio
 
@@ -226,12 +227,9 @@ class Channel:
     def end_sending(self) -> None:
         """Finish sending: all bytes of a request were sent."""
 
-    def begin_receiving(self) -> None:
-        """Get ready for the bytes of a request."""
-
-    def receive_bytes(self, view: memoryview) -> int:
-        """Do as `receive`, for bytes of a request."""
-        return self.receive(view)
+    def begin_receiving(self) -> Callable[[memoryview], int]:
+        """Get ready for the bytes of a request, and return what does as `receive` for them."""
+        return self.receive
 
     def end_receiving(self) -> None:
         """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
@@ -330,10 +328,11 @@ class AuthenticatedChannel(Channel):
         if code is not None:
             self.send_all(code.code())
 
-    def begin_receiving(self) -> None:
+    def begin_receiving(self) -> Callable[[memoryview], int]:
         self._receiving = self.authentication.incoming_bytes()
+        return self._receive_bytes
 
-    def receive_bytes(self, view: memoryview) -> int:
+    def _receive_bytes(self, view: memoryview) -> int:
         count = self.receive(view)
         assert self._receiving is not None
         with view[:count] as data:

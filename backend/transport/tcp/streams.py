@@ -131,9 +131,10 @@ def receive_ranges(
     missing = sum(map(itemgetter(1), ranges))
     piece = piece or piece_bytes(missing)
     progress_at = time.monotonic()
-    if missing:
-        channel.begin_receiving()
-    for start, length in ranges if missing else ():
+    if not missing:
+        return
+    receive = channel.begin_receiving()
+    for start, length in ranges:
         skip = start % mmap.ALLOCATIONGRANULARITY
         with (
             mmap.mmap(fd, length + skip, offset=start - skip) as mapped,
@@ -144,7 +145,7 @@ def receive_ranges(
                 at = skip + done
                 with view[at : min(skip + length, at + piece)] as part:
                     try:
-                        count = channel.receive_bytes(part)
+                        count = receive(part)
                     except BlockingIOError:
                         count = 0
                         check_progress(progress_at, channel.patience_s)
