@@ -15,9 +15,7 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from stat import S_IFMT
-from typing import Final
 
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
@@ -39,7 +37,6 @@ from .watches import Watches
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
-_NUMBER_OF: Final = attrgetter("ino")
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
 
@@ -132,15 +129,12 @@ class Tree(Names):
                 name = key[9:]
                 names.append((ino, name, self.ino_behind(ino, name)))
         self.take(events)
-        self._tell(self._listener, inodes, names)
+        self._tell(inodes, names)
 
-    def _tell(
-        self,
-        listener: Listener,
-        inodes: dict[int, Inode | None],
-        names: Iterable[tuple[int, bytes, int]],
-    ) -> None:
+    def _tell(self, inodes: dict[int, Inode | None], names: list[tuple[int, bytes, int]]) -> None:
         """Tell the listener what became of inodes, and of names, which led to inodes before."""
+        listener = self._listener
+        assert listener is not None
         for ino, old in inodes.items():
             if (new := self.inodes.get(ino)) is not old:
                 listener.inode_changed(old, new)
@@ -277,7 +271,7 @@ class Tree(Names):
         inodes = {one.ino: self.inodes.get(one.ino) for one in (*commit.inodes, *commit.gone)}
         names = [(*name[:2], self.ino_behind(*name[:2])) for name in commit.names]
         self.enact(commit, revision=0)
-        self._tell(self._listener, inodes, names)
+        self._tell(inodes, names)
         self._listener.kept()
 
     def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> None:
@@ -331,7 +325,7 @@ class Tree(Names):
     def keeping(self, commit: Commit) -> Iterator[None]:
         """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
         and charge the commit to quotas."""
-        removed = [*map(_NUMBER_OF, commit.gone)]
+        removed = [inode.ino for inode in commit.gone]
         made = [commit.new.ino] if commit.new is not None else []
         self._making += made
         self._removing += removed
