@@ -175,15 +175,11 @@ class Transfer:
             have = self._still_have(stripe, config)
             missing = [node for node in config.members if node not in have]
             if not missing:
-                self._guards[group_key(group)] = revision
-                if waits:
-                    log.info("content %x: group %#x has it now", self._content, group)
-                return
+                break
             self.asked.update(missing)
             try:
                 await self._send(stripe, found, group, self._ordered(missing))
-                self._guards[group_key(group)] = revision
-                return
+                break
             except Fenced:
                 await cluster.replica.barrier()
                 continue
@@ -209,6 +205,9 @@ class Transfer:
                 )
             with trio.move_on_after(_LOOK_AGAIN_S * random.uniform(0.5, 1)):
                 await cluster.groups.changed()
+        self._guards[group_key(group)] = revision
+        if waits:
+            log.info("content %x: group %#x has it now", self._content, group)
 
     def _still_have(self, stripe: int, config: GroupConfig) -> set[int]:
         """Return the nodes whose acknowledgement counts under this configuration."""
