@@ -79,8 +79,7 @@ class Peers:
         device = self._devices.get(node)
         if device is None:
             link = Link(self._caller, node)
-            usable = [mover for mover in self._movers if mover.is_usable]
-            device = Device(link, [mover.way(link) for mover in usable])
+            device = Device(link, [mover.way(link) for mover in self._movers])
             self._devices[node] = device
         return device
 
