@@ -3,7 +3,7 @@
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -217,6 +217,10 @@ class Members(RecordKeeper):
             found.update(self._followers.get(directory, ()))
         return found & self._numbers.keys()
 
+    def followed(self) -> Iterable[int]:
+        """Return the directories that are followed."""
+        return self._followers.keys()
+
     def followers(self) -> set[int]:
         """Return the leases of live mounts that follow any directory."""
         return self.followers_of(self._followers)
@@ -225,12 +229,12 @@ class Members(RecordKeeper):
         """Return the newest revision that a follower has applied and told its kernel."""
         return self._seen.get(lease, 0)
 
-    async def wait_acked(self, followers: Callable[[], Iterable[int]], revision: int) -> None:
-        """Wait until each of the followers has acknowledged `revision`, does not follow any more, or its
+    async def wait_acked(self, followers: Callable[[], Mapping[int, int]]) -> None:
+        """Wait until each of the followers (leases) has acknowledged its revision, is none any more, or its
         session has ended."""
         numbers, seen = self._numbers, self._seen
         while True:
-            for lease in followers():
+            for lease, revision in followers().items():
                 if lease in numbers and seen.get(lease, 0) < revision:
                     break
             else:

@@ -78,7 +78,9 @@ class Removal:
         lost = self.lost(node)
         await self._unlink_all(groups & lost.groups)
         with trio.move_on_after(_TOLD_S):
-            await self._members.wait_acked(self._members.followers, self._newest)
+            await self._members.wait_acked(
+                lambda: dict.fromkeys(self._members.followers(), self._newest)
+            )
         return lost
 
     async def wait_usable(self, node: int, patience_s: float) -> int:

@@ -5,7 +5,8 @@
     user.irdmafs.placement     see policy.parse_policy
     user.irdmafs.isolation     on or off; for existing files, too: mounts look it up at each open
     user.irdmafs.follow        off: hosts do not follow what is below (backend.store.remote.leases) because
-                               it is read often; for what exists, too
+                               it is read often, nor claim it (backend.store.remote.claims); for what
+                               exists, too
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
     user.irdmafs.awaits        the name of a directory beside this one: names in this one lead to names in
                                that one, also to those that are yet to come (irdmafs.posix.since)

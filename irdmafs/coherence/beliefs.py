@@ -22,6 +22,7 @@ import trio
 
 from ..backend.model.records import ContentId
 from ..backend.namespace import ROOT_INO, Inode, Namespace
+from ..backend.namespace.attributes import FOLLOW
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
 
@@ -164,7 +165,7 @@ class Beliefs:
                 inodes.add(known.ino)
             if old is None or new is None:
                 continue
-            if new.is_dir and new.parent != old.parent:
+            if new.is_dir and _leases_of(new) != _leases_of(old):
                 believed_names, believed_inodes = self._below(new.ino)
                 inodes.update(filter(self._take_attributes, believed_inodes))
             elif published and not ours:
@@ -255,3 +256,8 @@ class Beliefs:
     def count(self) -> dict[str, int]:
         """Return figures for `irdmafs status`: how often the kernel was made to forget."""
         return {"epochs": self.epochs, "inodes_told": self.told_inodes}
+
+
+def _leases_of(directory: Inode) -> tuple[int, bytes | None]:
+    """Return what decides under which leases everything below a directory is believed."""
+    return directory.parent, directory.xattrs.get(FOLLOW)

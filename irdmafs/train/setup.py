@@ -98,7 +98,8 @@ def _make(
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
     os.setxattr(train.path, _PLACEMENT, b"together")
-    # A step changes more names here than it reads: following them does not pay.
+    # A step changes more names here than it reads, and each from several hosts: neither following nor
+    # claiming them pays.
     os.setxattr(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()

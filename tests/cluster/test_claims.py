@@ -122,6 +122,23 @@ def test_another_host_that_makes_a_name_ends_the_claim(
         make(here / "other")
 
 
+def test_what_is_not_to_be_followed_is_not_claimed(
+    hosts: list[ClusterMount], pair: list[Path]
+) -> None:
+    """Hosts take turns there: each would have to recall what another has claimed."""
+    os.setxattr(pair[0], "user.irdmafs.follow", b"off")
+    claims, rounds = sum(map(claimed, hosts)), FILES // 5
+    for number in range(rounds):
+        for host, path in enumerate(pair):
+            folder = path / f"{number}-{host}"
+            folder.mkdir()
+            for name in ("a", "b", "c"):
+                (folder / name).write_bytes(b"content")
+    assert sum(map(claimed, hosts)) <= claims
+    for path in pair:
+        assert len([*path.glob("*/[abc]")]) == 2 * 3 * rounds
+
+
 @pytest.mark.parametrize("stays", [True, False], ids=["open", "removed"])
 def test_a_directory_with_a_file_that_nobody_else_sees_cannot_be_removed(
     hosts: list[ClusterMount], pair: list[Path], *, stays: bool

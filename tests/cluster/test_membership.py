@@ -349,7 +349,7 @@ async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: Et
         done = trio.Event()
 
         async def wait() -> None:
-            await members.wait_acked(lambda: [lease], revision)
+            await members.wait_acked(lambda: {lease: revision})
             done.set()
 
         nursery.start_soon(wait)
@@ -360,7 +360,7 @@ async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: Et
             await engine.transact((), [Put(seen_key(lease), value, lease)])
         await done.wait()
         async with trio.open_nursery() as waiting:
-            waiting.start_soon(members.wait_acked, lambda: [lease], revision + 1000)
+            waiting.start_soon(members.wait_acked, lambda: {lease: revision + 1000})
             await follower.release()  # nobody waits for one that is gone
         assert members.followers_of([12]) == set()
         assert members.acked(lease) == 0

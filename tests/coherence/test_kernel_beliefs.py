@@ -302,6 +302,69 @@ def test_a_directory_that_moves_takes_what_is_below_it_along(
         os.close(os.open(there.parent / away / "below/again", os.O_RDONLY))
 
 
+def test_a_directory_that_moves_concerns_those_alone_who_follow_what_is_above_or_below_it(
+    here: Path, there: Path, by_itself: ClusterMount
+) -> None:
+    (here / "above/moved").mkdir(parents=True)
+    (here / "moved/below").mkdir(parents=True)
+    (here / "elsewhere/moved").mkdir(parents=True)
+    for watched in ("above/file", "moved/below/file"):
+        (here / watched).touch()
+
+    def acknowledged(moved: str, away: str) -> int:
+        before = int(_status(by_itself)["cluster"]["lease_transactions"])
+        for _ in range(3):  # a directory that is changed more often is given up
+            (here / moved).rename(here / away)
+            (here / away).rename(here / moved)
+        return int(_status(by_itself)["cluster"]["lease_transactions"]) - before
+
+    def few_of(moved: str, away: str, watched: str) -> bool:
+        believe(by_itself, there / watched)
+        return acknowledged(moved, away) < 3
+
+    for watched in ("above/file", "moved/below/file"):
+        # What it followed before, such as the directory above, it gives up when it does not use it.
+        eventually(
+            lambda: few_of("elsewhere/moved", "elsewhere/away", watched),  # noqa: B023
+            "moves elsewhere are not acknowledged",
+            within_s=30,
+        )
+    believe(by_itself, there / "above/file")
+    assert acknowledged("above/moved", "elsewhere/away") >= 6
+    believe(by_itself, there / "moved/below/file")
+    assert acknowledged("moved", "elsewhere/away") >= 6
+
+
+def test_what_is_not_to_be_followed_is_not_followed_from_above(
+    here: Path, there: Path, by_itself: ClusterMount
+) -> None:
+    """Nor is it believed any more as soon as that is said."""
+    (here / "restless/below").mkdir(parents=True)
+    (here / "file").touch()
+
+    def acknowledged() -> int:
+        before = int(_status(by_itself)["cluster"]["lease_transactions"])
+        for name in range(ROUNDS):
+            (here / f"restless/below/{name}").touch()
+            os.close(os.open(there / f"restless/below/{name}", os.O_RDONLY))
+            (here / f"restless/below/{name}").unlink()
+        return int(_status(by_itself)["cluster"]["lease_transactions"]) - before
+
+    for number in range(ROUNDS // 3):
+        kept = f"restless/below/kept{number}"
+        (here / kept).touch()
+        believe(by_itself, there / "file")
+        believe(by_itself, there / kept)
+        os.setxattr(here / "restless", "user.irdmafs.follow", b"off")
+        (here / kept).unlink()
+        with pytest.raises(FileNotFoundError):
+            os.open(there / kept, os.O_RDONLY)
+        believe(by_itself, there / "file")
+        # It goes on following what it followed there until it looks over that.
+        eventually(lambda: acknowledged() < ROUNDS, "what happens there is not acknowledged")
+        os.removexattr(here / "restless", "user.irdmafs.follow")
+
+
 def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
     believing: list[Path], process: TakeProcess
 ) -> None:

@@ -30,7 +30,8 @@ def published_untold(cluster: Cluster, fd: int, name: str, content: bytes) -> It
     try:
         paths = [mount.path / name for mount in cluster.mounts]
         eventually(
-            lambda: all(path.read_bytes() == content for path in paths), "it is published everywhere"
+            lambda: all(path.read_bytes() == content for path in paths),
+            "it is published everywhere",
         )
         yield
     finally:

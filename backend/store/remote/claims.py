@@ -13,10 +13,10 @@ exclusive any more. A holder defers nothing in a directory that others follow, m
 one, and leaves it so for a while, for longer each time.
 
 A mount takes the claim of a directory that it makes, and of one in which it makes or removes several files,
-with the transaction that does so. A holder whose session
-has ended has no claim any more. One that lives and does not answer is waited for as long as a lease lasts,
-and once more when etcd answers: etcd, or who waits, may not have run. Then its claim is deleted, and it is
-not waited for again for a while. It finds its files' names free, or taken, when it stores them, and
+with the transaction that does so, unless an attribute says that hosts take turns there. A holder whose
+session has ended has no claim any more. One that lives and does not answer is waited for as long as a lease
+lasts, and once more when etcd answers: etcd, or who waits, may not have run. Then its claim is deleted, and
+it is not waited for again for a while. It finds its files' names free, or taken, when it stores them, and
 likewise what it deferred; it gives all its claims up, and takes none for longer than that while.
 """
 
@@ -153,7 +153,7 @@ class Claims:
                 conditions += [(claim_key(one), self.revision(one)), Exists(inode_key(one))]
                 changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
         for one in made:
-            if self._may_take():
+            if self._may_take() and all(map(self._leases.may_follow, directories)):
                 taken.append(one)
                 changes.append(_claim(one, lease, exclusive=False))
         if taken:
@@ -205,7 +205,8 @@ class Claims:
         if directory in self._taking or directory in self._entries.wishes:
             return False
         if directory not in self._entries.claims:
-            return self._may_take() and directory not in self._rests
+            may_take = self._may_take() and self._leases.may_follow(directory)
+            return may_take and directory not in self._rests
         is_shared = directory not in self._entries.exclusive and directory not in self._sharing
         return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 

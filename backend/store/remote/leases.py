@@ -7,17 +7,17 @@ the follower's session is over, which etcd decides. So while a follower's sessio
 its replica is fresh there, and so is what its kernel may believe for a while. A follower that is stuck or
 malicious delays others only for a limited time (Followers). A directory given with --follow is followed
 for good; one that is asked about repeatedly is followed as long as that goes on, unless an attribute
-forbids it.
+forbids it. Leases on what is above end at a directory that has the attribute.
 
-Moving a directory takes everything below it out of one lease, maybe into none. The next change below it
-must not return before every follower knows of the move.
+Moving a directory, or setting its attribute, takes everything below it out of one lease, maybe into none.
+The next change below it must not return before each follower whom this concerns knows of it.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import trio
@@ -79,25 +79,27 @@ class Followers:
         self._members = members
         self._late: dict[int, int] = {}  # lease -> the revision that it should have acknowledged
 
-    async def wait(
-        self, followers: Callable[[], Collection[int]], revision: int, patience_s: float
-    ) -> None:
-        """Return when every follower has seen the revision, or believes nothing older."""
+    async def wait(self, followers: Callable[[], Mapping[int, int]], patience_s: float) -> None:
+        """Return when every follower has seen its revision, or believes nothing older."""
         members = self._members
 
-        def awaited() -> Collection[int]:
+        def awaited() -> Mapping[int, int]:
             late, found = self._late, followers()
             if not late:
                 return found
-            return {lease for lease in found if members.acked(lease) >= late.get(lease, 0)}
+            return {
+                lease: revision
+                for lease, revision in found.items()
+                if members.acked(lease) >= late.get(lease, 0)
+            }
 
         with trio.move_on_after(patience_s + _AFTERGLOW_S):
-            await members.wait_acked(awaited, revision)
+            await members.wait_acked(awaited)
             return
         self._late = {
             lease: missed for lease, missed in self._late.items() if members.session_of(lease)
         }
-        for lease in awaited():
+        for lease, revision in awaited().items():
             if members.acked(lease) < revision:
                 self._late[lease] = revision
                 log.warning("%s", self._describe(lease, patience_s + _AFTERGLOW_S))
@@ -142,9 +144,11 @@ class Leases:
         # Directories that were given up for their changes.
         self._rests = Rests()
         self._touched: set[int] = set()  # directories, by the transaction being applied
-        self._directory_changed = self._moved = False  # likewise
-        # The newest move of a directory, and the newest that all followers know.
-        self._moved_at = self._moved_known = 0
+        # Likewise, the directories whose records are changed, and where they were and are.
+        self._moving: list[tuple[int, int, int]] = []
+        # By the lease of a follower: the newest change of a directory's record that it has to know before
+        # anything is changed again. Those that it is known to have seen are forgotten.
+        self._moved: dict[int, int] = {}
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
         self.acknowledgements = 0
@@ -165,7 +169,7 @@ class Leases:
         held, lease, inodes = self._held, self._session.lease, self._tree.inodes
         while held.get(directory) != lease:
             inode = inodes.get(directory)
-            if inode is None or directory == ROOT_INO or not inode.parent:
+            if inode is None or not inode.parent or inode.xattrs.get(FOLLOW) == b"off":
                 return 0.0
             directory = inode.parent
         interest = self._interest.get(directory) if used else None
@@ -200,13 +204,15 @@ class Leases:
         return max(0.0, min(self._session.valid_until, self._sure_until_s) - now_s())
 
     def _path(self, directory: int) -> set[int]:
-        """Return the directory and all directories above it."""
+        """Return the directory and all directories above it, up to one that ends what is followed above."""
         path: set[int] = set()
         inodes = self._tree.inodes
-        with suppress(KeyError):  # a directory that is gone
-            while directory and directory not in path:
-                path.add(directory)
-                directory = inodes[directory].parent
+        while directory and directory not in path:
+            path.add(directory)
+            inode = inodes.get(directory)
+            if inode is None or inode.xattrs.get(FOLLOW) == b"off":
+                break
+            directory = inode.parent
         return path
 
     def follows(self, directory: int) -> bool:
@@ -279,14 +285,14 @@ class Leases:
             interest.opens >= _QUESTIONS
             and interest.is_worth_following
             and directory not in self._rests
-            and self._may_follow(directory)
+            and self.may_follow(directory)
         ):
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
 
-    def _may_follow(self, directory: int) -> bool:
-        """Return whether a directory may be followed unless somebody has asked for that: the nearest
-        directory that has the attribute decides."""
+    def may_follow(self, directory: int) -> bool:
+        """Return whether a directory may be claimed, and followed though nobody has asked for that: the
+        nearest directory that has the attribute decides."""
         inodes = self._tree.inodes
         while (inode := inodes.get(directory)) is not None:
             value = inode.xattrs.get(FOLLOW)
@@ -317,9 +323,8 @@ class Leases:
             if new is None and known.is_dir:
                 self._touched.add(known.ino)
         if new is not None and old is not None and new.is_dir and new.revision != old.revision:
-            self._directory_changed = True
             self._ways.clear()
-            self._moved = self._moved or new.parent != old.parent
+            self._moving.append((new.ino, old.parent, new.parent))
 
     def name_changed(self, directory: int) -> None:
         """Note that a change of a name in the directory is being applied."""
@@ -328,11 +333,14 @@ class Leases:
 
     def transaction(self, revision: int, ours: bool, known: bool) -> None:
         """Note that a transaction was applied, or several if it is not `known`. Nobody waits for an
-        acknowledgement of our own, unless it moved a directory: the next change there may come from outside
-        our leases."""
-        if self._moved:
-            self._moved_at = revision
-        owed = self._moved or (not ours and (self._directory_changed or not known))
+        acknowledgement of our own, unless it changed the record of a directory that we follow: the next
+        change there may come from outside our leases."""
+        owed = not ours and not known
+        if self._moving:
+            lease = self._session.lease
+            followers = self._followers_of_moved() if known else self._members.followers()
+            self._moved.update(dict.fromkeys(followers - {lease}, revision))
+            owed = owed or lease in followers
         if not ours:
             for directory in set().union(*map(self._path, self._touched)):
                 owed = owed or directory in self._held
@@ -342,9 +350,21 @@ class Leases:
                     if directory in self._held and not interest.is_worth_following:
                         self._rest(directory)
         self._touched.clear()
-        self._directory_changed = self._moved = False
+        self._moving.clear()
         if owed and self._held:
             self._owe(revision)
+
+    def _followers_of_moved(self) -> set[int]:
+        """Return the leases of mounts that follow a directory above or below those whose records the
+        transaction changes: these had, or get, other names for something that they believe."""
+        members, found = self._members, set[int]()
+        for moved, *parents in self._moving:
+            found |= members.followers_of({moved}.union(*map(self._path, parents)))
+            inode = self._tree.inodes.get(moved)
+            if inode is not None and inode.nlink > 2:
+                below = [one for one in members.followed() if moved in self._path(one)]
+                found |= members.followers_of(below)
+        return found
 
     def _rest(self, directory: int) -> None:
         """Give a directory up for a while that others change often."""
@@ -401,27 +421,18 @@ class Leases:
             await trio.sleep(self._members.lease_ttl_s / 4)
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
-        """Return when all followers of these directories have seen the revision."""
-        inodes = self._tree.inodes
-        path, moved = set[int](), False
-        for directory in directories:
-            path |= self._path(directory)
-            inode = inodes.get(directory)
-            is_put = inode is not None and inode.revision == revision
-            moved = moved or (is_put and not self._tree.is_empty(directory))
-        members, ours = self._members, self._session.lease
-        if self._moved_at > self._moved_known:
-            newest = self._moved_at
-            await self._followers.wait(
-                lambda: members.followers() - {ours}, newest, self._members.lease_ttl_s
-            )
-            self._moved_known = max(self._moved_known, newest)
-        # A directory's record was moved: everything followed below it has other names now.
-        await self._followers.wait(
-            lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
-            revision,
-            self._members.lease_ttl_s,
-        )
+        """Return when all followers of these directories have seen the revision, and each follower of a
+        directory whose record was changed before, by anybody, has seen that."""
+        path = set().union(*map(self._path, directories))
+        members, moved, ours = self._members, self._moved.copy(), self._session.lease
+
+        def awaited() -> dict[int, int]:
+            still = members.followers() if moved else ()
+            earlier = {lease: moved[lease] for lease in still if lease in moved}
+            return earlier | dict.fromkeys(members.followers_of(path) - {ours}, revision)
+
+        await self._followers.wait(awaited, members.lease_ttl_s)
+        self._moved = {lease: at for lease, at in self._moved.items() if moved.get(lease, 0) < at}
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -454,8 +465,10 @@ class Leases:
                 self._ways.clear()
             elif directory in self._for_good or directory in self._kept:
                 continue
-            elif (interest := self._interest.get(directory)) is None or (
-                now - interest.last_open > _IDLE_S
+            elif (
+                (interest := self._interest.get(directory)) is None
+                or now - interest.last_open > _IDLE_S
+                or not self.may_follow(directory)
             ):
                 self._interest.pop(directory, None)
                 await self._attempt(partial(self.unfollow, directory))
