@@ -87,7 +87,7 @@ def _shares(weights: Floats, domains: Sequence[Ints], replicas: int) -> Floats:
             result[members] = _water(total, weights[members], np.ones(len(members)))
             return
         column = domains[depth][members]
-        children = [members[column == number] for number in np.unique(column)]
+        children = [members[column == number] for number in sorted(set(column.tolist()))]
         sizes = np.array([len(child) for child in children])
         even = next(n for n in range(1, most + 1) if np.minimum(sizes, n).sum() >= most)
         limits = np.minimum(sizes, even)
