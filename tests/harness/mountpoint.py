@@ -247,7 +247,7 @@ class Mount:
             if self.pids():
                 self.abort()
             while self.is_mounted():
-                run_checked("umount", "-l", self.path)
+                run_checked("umount", "-il", self.path)
         finally:
             if self._small_store:
                 run_checked("umount", "-l", self.store)

@@ -171,7 +171,7 @@ class ClusterMount(Daemon):
     def detach(self) -> None:
         """Take the mountpoint of a dead daemon away."""
         while self.is_mounted():
-            run("umount", "-l", self.path)
+            run("umount", "-il", self.path)
 
     def restart(self) -> None:
         """Kill it and mount again."""
