@@ -14,6 +14,8 @@ as Python sets them.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -23,11 +25,14 @@ import select
 import socket
 import struct
 import sys
+import threading
 from importlib import import_module
 from typing import NamedTuple, TypedDict
 
 # Modules that commands import, some of them late. Importing them starts no thread and opens no file.
 MODULES = (
+    "irdmafs.cli.cluster_admin",
+    "irdmafs.cli.cluster_status",
     "irdmafs.cli.command",
     "irdmafs.mount.daemon",
     "irdmafs.backend.cluster.inquiry",
@@ -167,10 +172,21 @@ def main() -> None:
     # Here the child has nothing of the server on its stack or in a local name.
     if request is None:
         return
-    if _is_package(request):
-        runpy.run_module(PACKAGE, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(request["command"][1], run_name="__main__")
+    try:
+        if _is_package(request):
+            runpy.run_module(PACKAGE, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(request["command"][1], run_name="__main__")
+    except SystemExit as end:
+        # Freeing each object, and thereby copying each page they lie in, takes longer than most commands.
+        if isinstance(end.code, int):
+            with contextlib.suppress(OSError):
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(end.code)
+        raise
 
 
 if __name__ == "__main__":
