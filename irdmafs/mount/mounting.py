@@ -107,7 +107,7 @@ def parse_mountinfo(text: bytes) -> list[Mount]:
         fields, tail = before.split(b" "), after.split(b" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
-        texts = map(unescape, (*fields[2:6], *tail[:3]))
+        texts = map(unescape if b"\\" in line else os.fsdecode, (*fields[2:6], *tail[:3]))
         mounts.append(Mount(int(fields[0]), int(fields[1]), *texts))
     return mounts
 
