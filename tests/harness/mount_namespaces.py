@@ -7,7 +7,7 @@ from pathlib import Path
 _LET_GO = """
 keep=$1; shift
 findmnt --list --noheadings --output TARGET,FSTYPE | while read -r target type; do
-    case $type in fuse.irdmafs) [ "$target" = "$keep" ] || umount -l "$target" ;; esac
+    case $type in fuse.irdmafs) [ "$target" = "$keep" ] || umount -il "$target" ;; esac
 done
 exec "$@"
 """
