@@ -137,7 +137,7 @@ def test_example_that_is_ended_leaves_no_mount_and_no_process(tmp_path: Path, nu
 
 
 def test_scaling_is_printed_up_to_10000_workers_and_where_its_curves_are(tmp_path: Path) -> None:
-    printed = run("scaling.py", f"--out={tmp_path}")
+    printed = run("scaling.py", f"--out={tmp_path}", plots=True)
     assert "10,000" in printed.splitlines()[0]
     assert f"curves: {tmp_path / 'scaling.csv'}" in printed
     curves = (tmp_path / "scaling.csv").read_text()
