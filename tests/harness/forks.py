@@ -25,7 +25,7 @@ from .tiers import Tier, allow
 
 REAL = "IRDMAFS_REAL_COMMANDS"
 PREFIX = (sys.executable, "-m", PACKAGE)
-# The command irdmafs with changes, each a program.
+# Programs that import irdmafs; most are its command with changes.
 PROGRAMS = Path(__file__).with_name("programs")
 _SERVER = Path(__file__).with_name("fork_server.py")
 # For the longest command line.

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, eventually
-from harness.seeds import chosen_seed
-from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
-from harness.storms.training_worker import (
+from harness.programs.training_worker import (
     COUNTERS,
     LEDGER,
     SHAPES,
@@ -24,6 +22,8 @@ from harness.storms.training_worker import (
     digest,
     gradients,
 )
+from harness.seeds import chosen_seed
+from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
 from harness.training_runs import reduce, state_of
 from safetensors.numpy import load_file, save_file
 

@@ -12,9 +12,9 @@ from harness.clusters import Cluster, ClusterMount, CommandFailed, Daemon
 from harness.daemons import wait_until
 from harness.network import run
 from harness.parts import irdmafs_command
-from harness.storms import training_worker
+from harness.programs import training_worker
+from harness.programs.training_worker import Records
 from harness.storms.faults import Faults
-from harness.storms.training_worker import Records
 
 RUN = "run"
 ROUND = (
