@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .mounting import ask_child, is_under, parse_mountinfo, unescape
+from .mounting import ask_child, is_under, unescape
 
 _PATIENCE_S = 5.0
 
@@ -48,10 +48,10 @@ def _holders(device: str) -> Iterator[int]:
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
             with open(f"/proc/{pid}/mountinfo", "rb") as file:
-                table = parse_mountinfo(file.read())
+                devices = {line.split(b" ", 3)[2] for line in file}
         except OSError:
             continue  # the process has ended, or this user may not read it
-        if any(mount.device == device for mount in table):
+        if device.encode() in devices:
             yield pid
 
 
