@@ -107,19 +107,11 @@ class Processes:
     def _seen(self) -> str:
         """Return what each mount shows of the run's pushes and of what is being made, and what it cannot
         read of them."""
-        look = (
-            "cd {}/.train; ls -lR push next versions; cat push/*/* push/*.* next/*/*/* > /dev/null"
-        )
+        shell = ("timeout", "20", "sh", "-c")
+        look = "ls -lR push next versions; cat push/*/* push/*.* next/*/*/* > /dev/null"
         return "\n".join(
             f"== {mount.name}\n"
-            + run(
-                "timeout",
-                "20",
-                "sh",
-                "-c",
-                f"exec 2>&1; {look.format(mount.path / RUN)}",
-                check=False,
-            )
+            + run(*shell, f"exec 2>&1; cd {mount.path / RUN}/.train; {look}", check=False)
             for mount in self.cluster.mounts
         )
 
