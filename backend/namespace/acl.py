@@ -8,7 +8,7 @@ Permissions are three bits, as in one digit of a mode.
 import errno
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from .inode import Inode, fail
@@ -104,6 +104,25 @@ def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
     if stat.S_ISDIR(mode):
         acls[DEFAULT] = default
     return mode, acls
+
+
+def grants(value: bytes, wanted: int, uid: int, group: int, groups: Collection[int]) -> bool:
+    """Return whether an access ACL gives a user, other than the owner, all of the wanted permissions.
+    `group` is the file's, `groups` are the user's (POSIX 1003.1e draft 17, 23.1.4)."""
+    acl = _decode(value)
+    mask = next((entry.permissions for entry in acl if entry.tag == _MASK), 0o7)
+
+    def masked(entries: Iterable[_Entry]) -> list[bool]:
+        return [entry.permissions & mask & wanted == wanted for entry in entries]
+
+    as_user = masked(one for one in acl if one.tag == _USER and one.id == uid)
+    as_member = masked(
+        one for one in acl
+        if (one.tag == _GROUP and one.id in groups) or (one.tag == _GROUP_OBJ and group in groups)
+    )  # fmt: skip
+    if as_user or as_member:
+        return any(as_user or as_member)
+    return any(one.tag == _OTHER and one.permissions & wanted == wanted for one in acl)
 
 
 def _is_minimal(acl: Sequence[_Entry]) -> bool:

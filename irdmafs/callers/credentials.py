@@ -6,6 +6,8 @@ Finding out takes some 200 us, so it is done only where a rule of POSIX turns on
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+CAP_DAC_OVERRIDE: Final = 1
+CAP_DAC_READ_SEARCH: Final = 2
 CAP_FOWNER: Final = 3
 CAP_FSETID: Final = 4
 CAP_SYS_ADMIN: Final = 21

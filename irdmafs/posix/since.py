@@ -23,6 +23,7 @@ from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
 from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
 from ..inline import detach
 from .calls import Attributes, Caller
+from .permissions import LIST, SEARCH
 from .superblock import Part, Superblock
 from .waits import Waits
 
@@ -42,6 +43,7 @@ class Since(Part):
         super().__init__(block)
         self._waits = waits
         self._kernel = block.kernel
+        self._permissions = block.permissions
         # None where nobody else changes the namespace.
         self._freshness = block.store.freshness
         # Nodes that the kernel keeps although it asks for the names again: those since it was made to drop
@@ -79,12 +81,13 @@ class Since(Part):
             raise fail(errno.EPERM)
 
     async def target(self, link: Inode, ctx: Caller) -> bytes:
-        """Return the target of a link, as soon as there is one. Raises OSError ETIMEDOUT; EAGAIN, EINTR as
-        Waits does; ESTALE if its directory is gone, ENOENT if that is an ordinary one now."""
+        """Return the target of a link, as soon as there is one. Raises OSError ETIMEDOUT; EACCES to who may
+        not look where it leads; EAGAIN, EINTR as Waits does; ESTALE if its directory is gone, ENOENT if
+        that is an ordinary one now."""
         directory = self._namespace.inode(link.parent)
         if self._freshness is not None:
             await self._freshen(self._freshness, directory)
-        found = self._found_by(directory, link.target)
+        found = await self._found_by(directory, link.target, ctx)
         if found is not None:
             return found
         await detach(any_signal=True)
@@ -95,7 +98,7 @@ class Since(Part):
                 awaited = self._awaited(directory)
                 watched = awaited.ino if awaited else self._namespace.parent_of(directory.ino)
                 count = self._waits.count(watched)
-                found = self._found_by(directory, link.target)
+                found = await self._found_by(directory, link.target, ctx)
                 if found is not None:
                     return found
                 await self._waits.changed(watched, count, math.inf, ctx)
@@ -134,11 +137,12 @@ class Since(Part):
         found = self._namespace.lookup(self._namespace.parent_of(directory.ino), name)
         return found if found is not None and found.is_dir else None
 
-    def _found_by(self, directory: Inode, name: bytes) -> bytes | None:
+    async def _found_by(self, directory: Inode, name: bytes, ctx: Caller) -> bytes | None:
         """Return the target of the link with this name, if there is one. Raises OSError."""
         awaited = self._awaited(directory)
         if awaited is None:
             return None
+        await self._permissions.check(awaited, SEARCH | LIST if _is_number(name) else SEARCH, ctx)
         if _is_number(name):
             numbers = (one for one, _ in self._namespace.children(awaited.ino) if _is_number(one))
             at_least = [one for one in numbers if int(one) >= int(name)]

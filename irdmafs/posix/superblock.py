@@ -6,6 +6,7 @@ from ..coherence.protocol import Coherence
 from ..mount_options import MountOptions
 from .answers import Answers
 from .atimes import Atimes
+from .permissions import Permissions
 
 
 class Superblock:
@@ -30,6 +31,7 @@ class Superblock:
         self.coherence = coherence
         self.atimes = atimes
         self.answers = Answers(cache, coherence, options, atimes)
+        self.permissions = Permissions(cache.processes, options)
 
 
 class Part:

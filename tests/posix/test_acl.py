@@ -76,6 +76,40 @@ ACLS = (
 )
 
 
+DIRECTORIES = (
+    "u::rwx,g::-,o::-",
+    "u::rwx,g::x,o::rx",
+    "u::-,g::rx,o::x",
+    f"u::rwx,g::-,u:{USER}:rx,g:{GROUP}:x,o::-",
+    f"u::rwx,g::rx,u:{USER}:-,g:{GROUP}:rx,m::x,o::rx",
+)
+
+
+@pytest.mark.parametrize("entries", DIRECTORIES)
+@pytest.mark.parametrize("group", [0, GROUP])
+def test_links_that_wait_tell_nobody_more_than_their_directory(
+    folder: Path, users: dict[str, Process], entries: str, group: int
+) -> None:
+    folder.chmod(0o755)
+    versions, since = folder / "versions", folder / "since"
+    (versions / "1").mkdir(parents=True)
+    (versions / "model").touch()
+    since.mkdir()
+    os.setxattr(since, "user.irdmafs.awaits", b"versions")
+    os.chown(versions, 10, group)
+    setfacl("-m", entries, versions)
+    for name, one in users.items():
+
+        def may(call: str, *path: str, one: Process = one) -> bool:
+            code = f"try:\n  ok = bool(os.{call}(f))\nexcept PermissionError:\n  ok = False\nok"
+            return bool(one.do(code, f=str(folder.joinpath(*path))))
+
+        searches = may("stat", "versions", "model")
+        lists = searches and may("listdir", "versions")
+        told = may("readlink", "since", "model"), may("readlink", "since", "0")
+        assert told == (searches, lists), name
+
+
 @pytest.mark.parametrize("entries", ACLS)
 def test_an_acl_says_who_may_open_a_file(
     folder: Path, tmpfs: Path, users: dict[str, Process], entries: str
