@@ -27,6 +27,8 @@ REPLY_MAX_BYTES = REPLY.size + 8192
 # comes with it. WATCH: open statm and stat of a process. STATUS: read its status. HOLDS: tell whether it
 # has an inode of the mount whose path follows open, as a descriptor below a number.
 LEND, WATCH, STATUS, HOLDS = range(4)
+# The line of a process's status that has a value where its capabilities hold for us.
+OUR_USER_NAMESPACE = b"OurUserNamespace"
 # The most loans of one user to one mount. Each takes two descriptors here and two in the mount.
 _LENT_MAX = 128
 _NAME_MAX = 100
@@ -108,9 +110,15 @@ def open_files(pid: int) -> list[int]:
 
 
 def read_status(pid: int) -> bytes:
-    """Return the text of /proc/PID/status. Raises OSError."""
+    """Return the text of /proc/PID/status after a line for the user namespace, which has nothing if that is
+    not ours, or is not told. Raises OSError."""
+    try:
+        ours = os.path.samestat(os.stat(f"/proc/{pid}/ns/user"), os.stat("/proc/self/ns/user"))
+    except PermissionError:
+        ours = False
+    line = b"%b:%b\n" % (OUR_USER_NAMESPACE, b"1" if ours else b"")
     with open(f"/proc/{pid}/status", "rb") as file:
-        return file.read(REPLY_MAX_BYTES - REPLY.size)
+        return line + file.read(REPLY_MAX_BYTES - REPLY.size - len(line))
 
 
 def _is_in_exec(pid: int) -> bool:

@@ -257,7 +257,7 @@ class Processes:
             return False
 
     async def _status(self, pid: int) -> bytes:
-        """Return the text of /proc/PID/status. Raises OSError."""
+        """Return what onlooker.read_status does. Raises OSError."""
         uid = ids_of(pid).uid
         if uid == self._own_user:
             return onlooker.read_status(pid)
@@ -265,13 +265,15 @@ class Processes:
         return await self.onlookers.status(uid, pid)
 
     async def credentials(self, pid: int) -> Credentials:
-        """Return the credentials of a thread. They are empty for one that cannot be seen."""
+        """Return the credentials of a thread. They are empty for one that cannot be seen. Capabilities
+        in a user namespace of its own, which everybody can make, are none here."""
         try:
             status = await self._status(pid)
-            found = _lines(status, b"Groups", b"CapEff")
+            found = _lines(status, b"Groups", b"CapEff", onlooker.OUR_USER_NAMESPACE)
         except OSError:
             return NOTHING
-        return Credentials(frozenset(map(int, found[b"Groups"].split())), int(found[b"CapEff"], 16))
+        effective = int(found[b"CapEff"], 16) if found[onlooker.OUR_USER_NAMESPACE] else 0
+        return Credentials(frozenset(map(int, found[b"Groups"].split())), effective)
 
     async def pending_signals(self, pid: int) -> "PendingSignals":
         """Return the signals that wait for a thread to come back from the kernel. If the thread cannot be

@@ -14,13 +14,15 @@ from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount
-from harness.processes import NOBODY, Process, TakeProcess
+from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
+# From <linux/sched.h>.
+CLONE_NEWUSER = 0x10000000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -394,6 +396,26 @@ def test_extended_attributes_of_every_namespace_are_those_of_tmpfs(
         return found
 
     # tmpfs takes no user attributes in kernels before 6.6.
+    assert seen(folder) == seen(tmpfs)
+
+
+@needs_root
+def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
+    folder: Path, tmpfs: Path
+) -> None:
+    def seen(place: Path) -> Any:
+        place.chmod(0o755)
+        program = place / "program"
+        program.touch()
+        program.chmod(0o6755)
+        os.setxattr(program, "trusted.a", b"v")
+        with Process(AS_NOBODY) as user:
+            user.do(f"import ctypes; failed = ctypes.CDLL(None).unshare({CLONE_NEWUSER})")
+            if user.do("failed"):
+                pytest.skip("no user namespaces")
+            chown = partial(user.do, "os.chown(f, -1, -1)", f=str(program))
+            return outcome(chown), user.do("os.listxattr(f)"), program.stat().st_mode
+
     assert seen(folder) == seen(tmpfs)
 
 
