@@ -54,6 +54,8 @@ class Connection:
         return self.lost_because is None and not self.http2.draining
 
     async def run(self) -> None:
+        if self.lost_because is not None:
+            return  # closed before this task began
         reason = "the connection was closed"
         try:
             if self._tls is not None:

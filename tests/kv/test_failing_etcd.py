@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 import trustme
 from harness.errors import fails_with
 from harness.etcd_server import EtcdServer, free_port, new_prefix
 from harness.seeds import seeded
 
-from irdmafs.backend.etcd import client
+from irdmafs.backend.etcd import client, endpoint
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.errors import NoAnswer
@@ -742,6 +743,28 @@ async def test_members_that_accept_and_say_nothing_hold_nobody_up(
             await asking.attempt(RANGE, pb.RangeRequest(key=b"k"), math.inf)
         finally:
             asking.close()
+
+
+async def test_a_call_may_be_given_up_as_soon_as_it_has_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection is closed before its task has run: trio chooses at random which one goes first."""
+    scopes: list[trio.CancelScope] = []
+
+    async def connect_and_give_up(to: endpoint.Endpoint) -> socket.socket:
+        sock = await endpoint.connect(to)
+        scopes[-1].cancel()
+        return sock
+
+    monkeypatch.setattr(client, "connect", connect_and_give_up)
+    with socket.create_server(("127.0.0.1", 0)) as silent, trustme.CA().cert_pem.tempfile() as ca:
+        asking = client.DirectClient([f"127.0.0.1:{silent.getsockname()[1]}"], ca=ca)
+        for _ in range(10):
+            with trio.CancelScope() as scope:
+                scopes.append(scope)
+                await asking.attempt(RANGE, pb.RangeRequest(key=b"k"), math.inf)
+            assert scope.cancelled_caught
+            await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_a_call_goes_to_another_member_if_one_stands_still(
