@@ -98,7 +98,7 @@ class Names:
         return self.records.first(*_in(directory)) is None
 
     def parents_of(self, ino: int) -> Sequence[int]:
-        """Return the directories that hold an inode, once for each name."""
+        """Return the directories that hold an inode, without reading all names that it has in them."""
         try:
             inode = self.inodes[ino]
         except KeyError:
@@ -107,7 +107,12 @@ class Names:
             return ()
         if not inode.more:
             return (inode.parent,)
-        return [parent for parent, _ in self.names_of(ino)]
+        found = {inode.parent: None}
+        parent, end = -1, link_key(ino + 1, 0, b"")
+        while key := self.records.first(link_key(ino, parent + 1, b""), end):
+            parent = int.from_bytes(key[9:17], "big")
+            found[parent] = None
+        return list(found)
 
     def names_of(self, ino: int) -> list[tuple[int, bytes]]:
         """Return every (parent, name) of an inode."""

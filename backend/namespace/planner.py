@@ -319,7 +319,7 @@ class Planner:
         commit.inode = inode
         if inode.nlink:
             commit.inodes = [*commit.inodes, inode]
-        elif not is_damaged or (inode.revision and len(self._tree.parents_of(inode.ino)) == 1):
+        elif not is_damaged or (inode.revision and len(self._tree.names_of(inode.ino)) == 1):
             commit.gone = (inode,)
 
     def publish(self, version: NewVersion) -> Commit:

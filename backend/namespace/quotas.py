@@ -124,7 +124,7 @@ class Quotas:
         parents = self._parents_of(ino)
         if len(parents) == 1:
             return self.above(parents[0])
-        return tuple(sorted({quota for parent in set(parents) for quota in self.above(parent)}))
+        return tuple(sorted({quota for parent in parents for quota in self.above(parent)}))
 
     def around(self, ino: int) -> list[Usage]:
         """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""

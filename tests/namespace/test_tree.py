@@ -306,6 +306,32 @@ def test_a_change_takes_one_commit_and_few_records(records: Map, namespace: Name
         assert costs(gone) == {"get": 2, "put": 1, "delete": 2, "commit": 1}
 
 
+def test_a_link_to_a_file_reads_few_of_its_names(
+    records: Map, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where changes below its directories are waited for, and where they have a quota."""
+    read = 0
+
+    def counted(start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        nonlocal read
+        for found in scan(start, end):
+            read += 1
+            yield found
+
+    scan = records.range
+    places = [make(namespace, ROOT_INO, b"%d" % number, DIRECTORY).ino for number in range(3)]
+    run(namespace.set_xattr(places[1], b"user.irdmafs.quota_inodes", b"9"))
+    file = make(namespace, places[1], b"file", FILE)
+    before = namespace.watches.count(places[0])
+    for number in range(100):
+        run(namespace.link(file.ino, places[number % 2], b"name%d" % number))
+    monkeypatch.setattr(records, "range", counted)
+    run(namespace.link(file.ino, places[1], b"one more"))
+    assert namespace.watches.count(places[0]) > before
+    assert set(namespace.parents_of(file.ino)) == set(places[:2])
+    assert read < 20
+
+
 def test_files_without_a_record_let_others_stay_decoded(namespace: Namespace) -> None:
     for _ in range(9):
         run(namespace.orphan(FILE, 0, 0))

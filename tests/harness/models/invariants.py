@@ -44,7 +44,8 @@ def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
         assert inode.nlink == expected, f"inode {ino} has nlink {inode.nlink}, not {expected}"
         assert inode.parent in found or (ino == ROOT_INO and not inode.parent)
         assert inode.more == max(0, len(found) - 1)
-        assert sorted(namespace.parents_of(ino)) == sorted(found)
+        assert sorted(parent for parent, _ in namespace.names_of(ino)) == sorted(found)
+        assert sorted(namespace.parents_of(ino)) == sorted(set(found))
     for ino in namespace.quotas.directories():
         usage = namespace.quotas.usage(ino)
         assert usage is not None and (usage.inodes, usage.bytes) == recount(namespace, ino)
