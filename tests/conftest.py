@@ -29,7 +29,7 @@ from harness.guest.kernel import built_kernel, cache_directory
 from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
-from harness.programs import rdma_part
+from harness.programs import breakable
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
@@ -382,14 +382,15 @@ def shared_rdma_cluster() -> Iterator[SharedCluster]:
     listen = {"listen": rdma.need_address()}
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=20)
-    shared = SharedCluster(plan, rdma_part.__file__)
+    shared = SharedCluster(plan, breakable.__file__)
     yield shared
     shared.close()
 
 
 @pytest.fixture
 def rdma_cluster(shared_rdma_cluster: SharedCluster) -> Cluster:
-    """Two store nodes and two mounts that move extents by RDMA. Tests leave them as they are."""
+    """Two store nodes and two mounts that move extents by RDMA. Tests leave them as they are, or whole
+    again."""
     return shared_rdma_cluster.get()
 
 
