@@ -392,7 +392,7 @@ def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(
 
 def test_what_a_node_has_wrong_is_noticed_and_read_from_another(rdma_cluster: WholeCluster) -> None:
     written = {f"file{i}": random_bytes(300 * KiB) for i in range(10)}
-    written["in two pieces"] = random_bytes(33 * MiB)
+    written["in two pieces"] = random_bytes(9 * MiB)
     reader = rdma_cluster.add_mount("--rdma", "require")
     for name, data in written.items():
         (rdma_cluster.mounts[0].path / name).write_bytes(data)

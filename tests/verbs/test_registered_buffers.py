@@ -25,7 +25,7 @@ from irdmafs import client
 pytestmark = pytest.mark.verbs
 
 SIZE = 3 * MIB + 12345
-VERSIONS = 6
+VERSIONS = 4
 LINKS = ["roce0", "roce1"]
 F_SEAL_SHRINK = 0x2
 UDMABUF_CREATE = 0x40187542
