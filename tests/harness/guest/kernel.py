@@ -1,4 +1,4 @@
-"""The guest's kernel: built once for a configuration and a version of the source, and kept."""
+"""The guest's kernel: built once for a configuration, a patch and a version of the source, and kept."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 SOURCE_PACKAGE = "linux-source-6.12"
 SOURCE = Path("/usr/src") / f"{SOURCE_PACKAGE}.tar.xz"
 CONFIG = Path(__file__).resolve().with_name("kernel.config")
+PATCH = CONFIG.with_name("kernel.patch")
 INSTALL = Path(__file__).resolve().parents[3] / "scripts/install"
 # What no guest has, and half of the source: drivers and documentation. Kconfig files stay.
 LEFT_OUT = (
@@ -43,7 +44,7 @@ def cache_directory() -> Path:
 
 
 def built_kernel() -> Path | None:
-    """The kernel, if it is built: of this configuration, and of the source that is installed (of
+    """The kernel, if it is built: of this configuration and patch, and of the source that is installed (of
     any, if none is)."""
     version = _source_version()
     if version is not None:
@@ -75,7 +76,8 @@ def say(text: str) -> None:
 
 
 def _name(version: str) -> str:
-    return f"linux-{version}-{hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]}"
+    ours = hashlib.sha256(CONFIG.read_bytes() + PATCH.read_bytes()).hexdigest()
+    return f"linux-{version}-{ours[:12]}"
 
 
 def _source_version() -> str | None:
@@ -122,6 +124,7 @@ def _install_packages() -> None:
 def _unpack(work: Path) -> None:
     say("unpacking")
     _run("tar", "-xJf", SOURCE, "-C", work, *(f"--exclude={pattern}" for pattern in LEFT_OUT))
+    _run("patch", "-s", "-p1", "-d", work / SOURCE_PACKAGE, "-i", PATCH)
 
 
 def _compile(source: Path) -> Path:
