@@ -55,7 +55,7 @@ def test_a_node_that_says_no_is_heard_although_another_cannot_be_reached() -> No
     cluster: Any = SimpleNamespace(
         peers=Peers(),
         groups=SimpleNamespace(get=lambda group: (config, 1), changed=changed),
-        group=lambda layout, stripe: 1,
+        buckets=1,
         members=SimpleNamespace(nodes={AWAY, HERE}),
         here=0,
         small_bytes=1000,

@@ -139,7 +139,7 @@ def test_what_was_written_on_while_it_was_sent_is_not_checked(
     cluster: Any = SimpleNamespace(
         peers=Nodes(fd, change, touch=not mapped, shows=shows),
         groups=SimpleNamespace(get=lambda group: (config, 1)),
-        group=lambda layout, stripe: 1,
+        buckets=1,
         here=0,
         small_bytes=1000,
         verify=True,
