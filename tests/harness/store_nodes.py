@@ -148,9 +148,11 @@ class Node:
             task_status.started()
 
     def store(self, extent: Extent, data: bytes) -> None:
-        """What a writer sends."""
+        """Take what a writer sends; what comes again is acknowledged again."""
         if not self.session.valid():
             raise Unreachable(self.id, "its session is over")
+        if extent in self.files:
+            return
         incoming = self.files.create(len(data))
         os.pwrite(incoming.fd, data, 0)
         self.files.seal(incoming, extent)
