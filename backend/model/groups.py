@@ -6,7 +6,6 @@ protocol; tests/model_replication.py explores it with these very functions.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import filterfalse
 
 from .records import GroupConfig
 
@@ -97,10 +96,7 @@ def has_still(before: GroupConfig, after: GroupConfig, node: int) -> bool:
 
 def leader(config: GroupConfig, live: Collection[int]) -> int | None:
     """Return the node that changes the configuration: the first live member in sync, if any."""
-    for node in config.in_sync:
-        if node in live:
-            return node
-    return None
+    return next((node for node in config.in_sync if node in live), None)
 
 
 def degraded(config: GroupConfig, live: Collection[int], replicas: int) -> int:
@@ -125,13 +121,13 @@ def next_step(
     # If all members in sync are dead, the others wait for one of them to come back.
     if leader(config, live) is None:
         return None
-    dead = [*filterfalse(live.__contains__, members)]
+    dead = [node for node in members if node not in live]
     if dead:
         return without(config, *dead)
     if not target:
         return None
 
-    unwanted = [*filterfalse(target.__contains__, config.joining)]
+    unwanted = [node for node in config.joining if node not in target]
     if unwanted:
         return without(config, *unwanted)
     new = [
@@ -143,7 +139,7 @@ def next_step(
         return with_joining(config, *new)
     if not set(target) <= set(config.in_sync):
         return None
-    surplus = [*filterfalse(target.__contains__, config.in_sync)]
+    surplus = [node for node in config.in_sync if node not in target]
     if surplus:
         return dropped(config, *surplus)
     if config.in_sync[0] != target[0]:

@@ -81,7 +81,7 @@ def pin_key(content: int, lease: int) -> bytes:
 
 def claim_key(directory: int) -> bytes:
     """Return the key whose value is the lease of the mount that has the claim of a directory."""
-    return CLAIM + directory.to_bytes(8, "big")
+    return key_of(CLAIM, directory)
 
 
 def wish_key(directory: int, lease: int) -> bytes:

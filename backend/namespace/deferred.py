@@ -148,7 +148,7 @@ class Deferred:
         """Return whether a commit cannot be stored with what is deferred: it changes the same, or needs a
         directory that is not stored yet. If the outcome of that were not known, what was deferred would be
         stored again, over the commit."""
-        if not self._changes and not self._under_way:
+        if self.is_empty:
             return False
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
@@ -161,7 +161,7 @@ class Deferred:
 
     def _news(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events of a transaction that show no earlier state of a record than the tree has."""
-        if not self._changes and not self._under_way:
+        if self.is_empty:
             return events
         return [event for event in events if not self._is_ahead_of(event)]
 
@@ -240,7 +240,7 @@ class Deferred:
     ) -> Coroutine[Any, Any, int]:
         """Apply operations if conditions hold, and return the revision of that. What was deferred before
         this call is stored before, or in the same transaction. Raises Conflict, OSError."""
-        if not self._changes and not self._under_way:
+        if self.is_empty:
             return self._engine.transact(conditions, operations)
         return self._transact_after(self.count, conditions, operations)
 

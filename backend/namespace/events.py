@@ -8,7 +8,15 @@ import msgspec
 
 from ..kv import Event
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
-from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, TIME_MAX, Inode, inode_key
+from .inode import (
+    DAMAGED_INO,
+    FIRST_VIRTUAL_INO,
+    NAME_MAX,
+    ROOT_INO,
+    Inode,
+    inode_key,
+    nearest_time,
+)
 from .subvolumes import SUBVOLUMES, belongs
 
 # Called with a key, what is wrong with its record, and the value.
@@ -109,7 +117,7 @@ def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
 
 def time_of(value: bytes) -> int:
     """Return the time of a record."""
-    return min(int.from_bytes(value, "big"), TIME_MAX)
+    return nearest_time(int.from_bytes(value, "big"))
 
 
 def removals_first(names: Sequence[_Name]) -> Sequence[_Name]:

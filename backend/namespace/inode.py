@@ -26,7 +26,6 @@ FIRST_VIRTUAL_INO = 1 << 47
 # The inode of names whose record is damaged.
 DAMAGED_INO = 2 * FIRST_VIRTUAL_INO - 1
 NAME_MAX = 255
-TIME_MAX: Final = 2**63 - 1
 
 NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
@@ -193,7 +192,7 @@ def name_key(parent: int, name: bytes) -> bytes:
 
 def nearest_time(time_ns: int) -> int:
     """Return the nearest time that can be stored: in 64 bits, the years 1677 to 2262."""
-    return max(-TIME_MAX - 1, min(time_ns, TIME_MAX))
+    return max(-(2**63), min(time_ns, 2**63 - 1))
 
 
 class NoInode(KeyError):

@@ -167,9 +167,7 @@ class Names:
 
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
-        if len(name) > NAME_MAX:
-            return 0
-        value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
+        value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
         return int.from_bytes(value[8:], "big") if value is not None else 0
 
     # -- names that are not seen -------------------------------------------------------------------

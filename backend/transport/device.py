@@ -121,7 +121,8 @@ class Device:
             has_holes = is_sparse(status.st_size, status.st_blocks)
         sending = Sending(extent, target, source, passed, growth, has_holes)
         transfer = Transfer("write", source.length, is_sparse=has_holes)
-        # What is received waits for no other operation, as crossing chains would wait for each other.
+        # An extent that is being received waits for no other operation, as crossing chains would wait for
+        # each other.
         takes_turns = growth is None
         return self._move(transfer, lambda way: way.write(sending), takes_turns=takes_turns)
 

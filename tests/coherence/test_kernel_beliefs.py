@@ -323,7 +323,7 @@ def test_a_directory_that_moves_concerns_those_alone_who_follow_what_is_above_or
         return acknowledged(moved, away) < 3
 
     for watched in ("above/file", "moved/below/file"):
-        # What it followed before, such as the directory above, it gives up when it does not use it.
+        # The mount gives up what it followed before, such as the directory above, once it is not used.
         eventually(
             lambda: few_of("elsewhere/moved", "elsewhere/away", watched),  # noqa: B023
             "moves elsewhere are not acknowledged",

@@ -29,7 +29,6 @@ from itertools import islice
 
 import trio
 
-from ...cluster.lease import now_s
 from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Exists, Put
 from ...model.records import claim_key, wish_key
@@ -109,7 +108,7 @@ class Claims:
             or claim.lease != lease
             or directory in self._ending
             or (self._doubted == lease and self._is_doubted())
-            or now_s() >= self._session.valid_until
+            or not self._session.valid()
         ):
             return False
         self._used[directory] = time.monotonic()

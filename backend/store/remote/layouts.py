@@ -49,10 +49,8 @@ class Layouts:
     def _policy_number(self, wanted: Policy) -> int:
         """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
         attribute was set by other means)."""
-        for number, rule in self._members.policies.items():
-            if rule == wanted.rule:
-                return number
-        return 0
+        rules = self._members.policies
+        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
 
     def of(self, inode: Inode) -> Layout:
         """Return the layout of a file, also of one that was made without a name."""

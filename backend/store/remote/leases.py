@@ -182,7 +182,7 @@ class Leases:
         """Return for how many seconds the kernel may believe the attributes of what is not followed.
         It is told of changes when they arrive here, as lookups see them; nobody waits for
         that."""
-        return max(0.0, min(self._session.valid_until - now_s(), _BELIEVED_S))
+        return min(self._session.left_s(), _BELIEVED_S)
 
     def path_valid_s(self, directory: int) -> float:
         """Return the same for the name of a directory that is followed, or lies above a followed one: a
@@ -427,8 +427,8 @@ class Leases:
         members, moved, ours = self._members, self._moved.copy(), self._session.lease
 
         def awaited() -> dict[int, int]:
-            still = members.followers() if moved else ()
-            earlier = {lease: moved[lease] for lease in still if lease in moved}
+            still = moved.keys() & members.followers() if moved else ()
+            earlier = {lease: moved[lease] for lease in still}
             return earlier | dict.fromkeys(members.followers_of(path) - {ours}, revision)
 
         await self._followers.wait(awaited, members.lease_ttl_s)
