@@ -245,8 +245,8 @@ class Writer:
     async def start(self, nursery: trio.Nursery) -> None:
         await self.replica.start(nursery)
         await nursery.start(self.session.run)
-        await self.groups.ensure(
-            self.engine, 2, self._nodes.settings, self.members.placement().target
+        await self.groups.want(
+            self.engine, 2, self._nodes.settings, self.members.placement().target, 60.0
         )
 
     async def publish(self, data: bytes) -> Extent:
