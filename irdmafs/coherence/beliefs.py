@@ -16,7 +16,7 @@ answers to its own changes (create, link, setattr): their attributes may not be 
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import trio
 
@@ -26,9 +26,11 @@ from ..backend.namespace.attributes import FOLLOW
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
 
-# The kernel believes no answer that was given longer ago than this (seconds). It is far longer than any
-# answer allows: a caller may be kept from its processor before it takes the answer in.
-_REMEMBERED_S = 2.0
+# The kernel believes no answer that was given longer ago than this (seconds). It is longer than any answer
+# allows: a caller may be kept from its processor before it takes the answer in.
+_REMEMBERED_S = 7.0
+# The kernel is made to forget all names rather than believe more of them.
+_NAMES_MAX = 1 << 17
 # The kernel keeps inodes that it looked up, and the daemon their nodes, until memory is short. It is
 # made to drop removed inodes: at most so many at a time, collected for so many seconds.
 _COLLECT_S = 1.0
@@ -38,16 +40,11 @@ _COLLECTED_MAX = 1 << 16
 class _Said:
     """Names and attributes that the kernel was told, each until a time.monotonic()."""
 
-    __slots__ = ("attributes", "names", "names_of")
+    __slots__ = ("attributes", "names")
 
     def __init__(self) -> None:
         self.names: dict[Name, tuple[int, float]] = {}
-        self.names_of: dict[int, set[Name]] = {}
         self.attributes: dict[int, float] = {}
-
-    def forget_names(self) -> None:
-        self.names.clear()
-        self.names_of.clear()
 
 
 class Beliefs:
@@ -84,9 +81,8 @@ class Beliefs:
         """Note an answer: a name leads to an inode for so many seconds; with `attributes`, it has its own
         for as long, too."""
         said, now = self._now_saying()
-        known = said.names.get(name)
-        if known is None or known[0] != ino:
-            said.names_of.setdefault(ino, set()).add(name)
+        if len(said.names) >= _NAMES_MAX:
+            self._forget(names=True, inodes=())
         said.names[name] = ino, now + seconds
         if attributes:
             said.attributes[ino] = now + seconds
@@ -170,7 +166,7 @@ class Beliefs:
                 inodes.update(filter(self._take_attributes, believed_inodes))
             elif published and not ours:
                 # Another version is another node.
-                believed_names = self._names_of(new.ino)
+                believed_names = self._names_of(new)
             else:
                 continue
             names = names or any(map(self._take_name, believed_names))
@@ -197,13 +193,11 @@ class Beliefs:
     def _take_attributes(self, ino: int) -> float:
         return max(self._said.attributes.pop(ino, 0.0), self._said_before.attributes.pop(ino, 0.0))
 
-    def _names_of(self, ino: int) -> list[Name]:
-        return [
-            key
-            for said in (self._said, self._said_before)
-            for key in said.names_of.get(ino, ())
-            if said.names.get(key, (0,))[0] == ino
-        ]
+    def _names_of(self, inode: Inode) -> Sequence[Name]:
+        """Return the names of an inode that may be believed: of one with several, all names."""
+        if inode.more:
+            return [*self._said.names, *self._said_before.names]
+        return ((inode.parent, inode.name),)
 
     def _below(self, directory: int) -> tuple[list[Name], list[int]]:
         """Return the names and inodes that are believed because of where the directory was."""
@@ -232,8 +226,8 @@ class Beliefs:
         self.told_inodes += len(nodes)
         if names:
             self.epochs += 1
-            self._said.forget_names()
-            self._said_before.forget_names()
+            self._said.names.clear()
+            self._said_before.names.clear()
         if names or nodes:
             self._kernel.forget(nodes, names=names)
 

@@ -52,10 +52,13 @@ class Directories(Part):
         """Give a session names with attributes. `add` takes a name, the number and mode of its inode, its
         attributes and the id of the name after it; it returns False if there is no room left. Without
         attributes the kernel is to take no reference: it has them, and will for a while, or they are those
-        of "." and "..". `one_number`: the session has one number for a node and its inode."""
+        of "." and "..". The first name has them in any case: Linux goes on asking for attributes only if a
+        program uses some that came in the last answer. `one_number`: the session has one number for a node
+        and its inode."""
         handle = self._directory_handle(fh)
         entries, inodes = self._listing(handle, start_id), self._inodes
         listing = self._coherence.listing(handle.node.ino)
+        first = max(start_id, 2)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             try:
@@ -69,7 +72,7 @@ class Directories(Part):
             main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
-            if node.lookups and listing.is_known(name, node):
+            if index > first and node.lookups and listing.is_known(name, node):
                 if not add(name, ino, inode.mode, None, index + 1):
                     return
                 continue

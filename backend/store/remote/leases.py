@@ -45,8 +45,9 @@ _CHANGES_FREE = 8
 _FOLLOWED_MAX = 256
 # Clocks run at slightly different rates.
 _MARGIN_SHARE = 0.1
-# For how long the kernel may believe an answer.
-_BELIEVED_S = 1.0
+# For how long the kernel may believe an answer about what is followed, and the attributes of what is not.
+_BELIEVED_S = 5.0
+_NOT_FOLLOWED_S = 1.0
 # A kernel goes on using what it was told, and answers on their way, for so long after the belief has ended.
 _AFTERGLOW_S = 1.5
 
@@ -182,7 +183,7 @@ class Leases:
         """Return for how many seconds the kernel may believe the attributes of what is not followed.
         It is told of changes when they arrive here, as lookups see them; nobody waits for
         that."""
-        return min(self._session.left_s(), _BELIEVED_S)
+        return min(self._session.left_s(), _NOT_FOLLOWED_S)
 
     def path_valid_s(self, directory: int) -> float:
         """Return the same for the name of a directory that is followed, or lies above a followed one: a
