@@ -53,7 +53,8 @@ from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import make_session_key, session_digest
 
 BUCKETS = 8
-TTL_S = 4
+TTL_S = 60  # so that a busy machine loses no session
+SHORT_TTL_S = 4
 START_TIMEOUT_S = 30.0
 LARGE = 3 << 20
 
@@ -151,7 +152,7 @@ class Writer:
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
         record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
-        self.session = Session(engine, MOUNT, record, TTL_S)
+        self.session = Session(engine, MOUNT, record, place.settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()
         tree = Tree()
@@ -445,9 +446,9 @@ async def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
 async def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add()
+    data = os.urandom(64 << 20)
     async with writing(place) as writer:
         layout, content = writer.layout(), writer.content()
-        data = os.urandom(64 << 20)
         stored = False
 
         async def write() -> None:
@@ -486,8 +487,8 @@ async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back
 ) -> None:
     with EtcdServer() as own:
         place.etcd = own
+        place.settings = Settings(1, place.name, 1, BUCKETS, 0, SHORT_TTL_S)
         await place.found()
-        place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
         node = place.add()
         async with writing(place) as writer:
             content = await writer.publish(b"name", b"bytes")
