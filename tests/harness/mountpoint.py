@@ -16,6 +16,7 @@ import pytest
 
 from harness import forks
 from harness.daemons import wait_until
+from harness.mount_namespaces import none_is_made
 from harness.processes import has_ended
 from harness.scratch import mount_points, scratch_directory
 from irdmafs.mount.mounting import can_mount, mounts
@@ -41,8 +42,12 @@ def irdmafs(
     *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line tool; its exit code is for the caller to judge."""
-    words = [*IRDMAFS, *(str(word) for word in arguments)]
-    return forks.run(words, launcher, timeout_s=COMMAND_TIMEOUT_S)
+    return _run([*IRDMAFS, *(str(word) for word in arguments)], launcher)
+
+
+def _run(words: list[str], launcher: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    with none_is_made() if "umount" in words else contextlib.nullcontext():
+        return forks.run(words, launcher, timeout_s=COMMAND_TIMEOUT_S)
 
 
 def can_be_opened(path: Path) -> bool:
@@ -129,8 +134,7 @@ class Mount:
         )
 
     def _run(self, *words: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
-        command = [os.fspath(word) for word in words]
-        return forks.run(command, self.launcher, timeout_s=COMMAND_TIMEOUT_S)
+        return _run([os.fspath(word) for word in words], self.launcher)
 
     def mount(self) -> None:
         done = self.try_mount()
