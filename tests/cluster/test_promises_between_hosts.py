@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.claims import claim
+from harness.claims import claim, often
 from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from harness.errors import fails_with
 from harness.mount_namespaces import in_new_mount_namespace
@@ -236,6 +236,7 @@ def test_what_a_mapping_leaves_is_read_while_it_is_published(
     write(here / "file", pattern(1, MIB))
 
     def asks_nobody() -> bool:
+        often((here / "file").read_bytes)
         before = counters(cluster.mounts[0])["barriers"]
         (here / "file").read_bytes()
         return bool(counters(cluster.mounts[0])["barriers"] == before)
@@ -460,6 +461,9 @@ def test_prefetched_files_are_opened_without_a_transfer(
 
 def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, here: Path) -> None:
     follower = cluster.add_mount("--follow", f"/{here.name}")
+    eventually(lambda: bool(counters(follower)["followed_directories"]), "it is followed")
+    # What another mount has yet to store, here or above, is asked for by whoever looks first.
+    assert os.listdir(follower.path / here.name) == []
     for i in range(5):
         write(here / "file", pattern(i, MIB))
         fetched = (i + 1) * MIB

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 from conftest import make_mount
+from harness.claims import often
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import TakeProcess
 
 ROUNDS = 12
-PLAN = Plan(nodes=1, replicas=1, mounts=3)
+# Longer than a busy machine stops a host, and yet to be waited for once.
+PLAN = Plan(nodes=1, replicas=1, mounts=3, lease_ttl_s=8)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,12 @@ def questions(mount: ClusterMount, action: Callable[[], object]) -> int:
 
 def believe(mount: ClusterMount, path: Path) -> None:
     """Look at a file until the kernel answers by itself."""
-    eventually(lambda: not questions(mount, lambda: os.stat(path)), f"{path} is believed")
+
+    def is_believed() -> bool:
+        often(lambda: os.stat(path))
+        return not questions(mount, lambda: os.stat(path))
+
+    eventually(is_believed, f"{path} is believed")
 
 
 @pytest.fixture

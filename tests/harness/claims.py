@@ -1,10 +1,17 @@
-"""Claims of directories, at the mount."""
+"""Claims and leases of directories, at the mount."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.clusters import ClusterMount, counters
 from harness.mountpoint import eventually
+
+
+def often(ask: Callable[[], object]) -> None:
+    """Ask about a directory so often at a time that a mount follows it, on a slow machine, too."""
+    for _ in range(10):
+        ask()
 
 
 def claimed(mount: ClusterMount) -> int:
