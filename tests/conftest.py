@@ -22,7 +22,7 @@ import trio
 from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
-from harness.clusters import Cluster, ClusterMount, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel, cache_directory
@@ -372,7 +372,7 @@ class SharedCluster:
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[SharedCluster]:
-    shared = SharedCluster(Plan())
+    shared = SharedCluster(Plan(lease_ttl_s=LONG_LEASE_S))
     yield shared
     shared.close()
 
@@ -380,8 +380,7 @@ def shared_cluster() -> Iterator[SharedCluster]:
 @pytest.fixture(scope="session")
 def shared_rdma_cluster() -> Iterator[SharedCluster]:
     listen = {"listen": rdma.need_address()}
-    # A host that is busy must not look like one that is gone.
-    plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=20)
+    plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=LONG_LEASE_S)
     shared = SharedCluster(plan, breakable.__file__)
     yield shared
     shared.close()

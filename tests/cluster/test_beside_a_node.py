@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.clusters import MIB, Cluster, Plan
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
@@ -18,7 +18,8 @@ from irdmafs.client._files import open_privately, open_to_read
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as made:
+    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
+    with Cluster(plan) as made:
         yield made
 
 

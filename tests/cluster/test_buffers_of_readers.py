@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from harness.clusters import MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
@@ -25,7 +25,7 @@ from irdmafs.backend.store.remote.lent import Lender
 SIZES = [100_000, MIB, 3 * MIB + 4097]
 XATTR = "user.irdmafs.read_into"
 ROUNDS = 30
-PLAN = Plan(nodes=2, mounts=2)
+PLAN = Plan(nodes=2, mounts=2, lease_ttl_s=LONG_LEASE_S)
 
 
 def held(buffer: client.Buffer) -> bytes:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.clusters import MIB, Cluster, Plan
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan
 from harness.errors import fails_with
 
 from irdmafs.train.placement import is_here, shard_names
 
 PLACEMENT, NODES = "user.irdmafs.placement", "user.irdmafs.nodes"
 
-PLAN = Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0})
+PLAN = Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
 
 
 @pytest.fixture

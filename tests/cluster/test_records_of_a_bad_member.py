@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 
@@ -35,7 +35,7 @@ SENSELESS: list[dict[str, Any]] = [
     {"size": 10, "layout": Layout(-1, 0)},
     {"size": 10, "layout": Layout(1, 0, 0, 256)},
 ]
-PLAN = Plan(nodes=1, mounts=2, replicas=1, namespaces=False)
+PLAN = Plan(nodes=1, mounts=2, replicas=1, namespaces=False, lease_ttl_s=LONG_LEASE_S)
 NEWER_RULE = "zone=a orbit=geostationary"
 
 

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, StoreNode, counters
 from harness.patterns import pattern
 
 from irdmafs.backend.model.records import STRIPES_MAX
 
 STORE_BYTES = 192 * MIB
-PLAN = Plan(nodes=2, mounts=2, store_bytes=STORE_BYTES, cache_bytes=64 * MIB)
+PLAN = Plan(
+    nodes=2, mounts=2, store_bytes=STORE_BYTES, cache_bytes=64 * MIB, lease_ttl_s=LONG_LEASE_S
+)
 
 
 def write_with_holes(path: Path, size: int, data: dict[int, bytes]) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from harness.at_signal import SIGNAL
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.programs import late_answers
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=2), mount_program=late_answers.__file__) as made:
+    with Cluster(
+        Plan(nodes=2, lease_ttl_s=LONG_LEASE_S), mount_program=late_answers.__file__
+    ) as made:
         yield made
 
 

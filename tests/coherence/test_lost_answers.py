@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from harness.at_signal import SIGNAL
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.programs import lost_answers
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     beside = {0: 0} if request.param == "a node here" else {}
-    plan = Plan(nodes=1, replicas=1, beside=beside)
+    plan = Plan(nodes=1, replicas=1, beside=beside, lease_ttl_s=LONG_LEASE_S)
     with Cluster(plan, mount_program=lost_answers.__file__) as made:
         yield made
 

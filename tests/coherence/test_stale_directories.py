@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.processes import is_waiting
 
@@ -21,7 +21,7 @@ from irdmafs.coherence.kernel_names import KernelNames
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, replicas=1)) as made:
+    with Cluster(Plan(nodes=1, replicas=1, lease_ttl_s=LONG_LEASE_S)) as made:
         # Nobody waits for a host that has looked something up.
         os.setxattr(made.mounts[0].path, "user.irdmafs.follow", b"off")
         yield made

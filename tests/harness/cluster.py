@@ -31,6 +31,8 @@ from .tiers import Tier, allow
 
 MIB = 1 << 20
 CLUSTER_NAME = "default"
+# A host that is busy for seconds must not look like one that is gone: for tests that end no lease.
+LONG_LEASE_S = 20
 
 # The clusters that run, for whoever has to end or explain them.
 living: set[Cluster] = set()

@@ -9,6 +9,7 @@ import subprocess
 from itertools import count
 
 from harness import forks
+from harness.cluster import LONG_LEASE_S
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mountpoint import IRDMAFS, Mount, eventually
 from harness.scratch import scratch_directory
@@ -36,7 +37,7 @@ class OneNodeMount(Mount):
         done = self._run(
             *(*IRDMAFS, "cluster", "init", "--no-tls", "--etcd", shared_etcd().endpoint),
             *("--name", name, "--out", self._directory),
-            *("--replicas", "1", "--buckets", "8", "--lease-ttl", "3"),
+            *("--replicas", "1", "--buckets", "8", "--lease-ttl", str(LONG_LEASE_S)),
         )
         assert done.returncode == 0, done
         self._config = self._directory / "cluster.toml"

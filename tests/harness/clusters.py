@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import harness.cluster
-from harness.cluster import MIB, Plan
+from harness.cluster import LONG_LEASE_S, MIB, Plan
 from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
@@ -15,6 +15,7 @@ from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
 from harness.training import train
 
 __all__ = [
+    "LONG_LEASE_S",
     "MIB",
     "Cluster",
     "ClusterMount",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from harness.clusters import MIB, Cluster, Plan, counters
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, counters
 from harness.striped import damage, new_content
 
 from irdmafs.backend.files.digest import BLOCK_BYTES, digest_of_bytes
@@ -22,7 +22,7 @@ from irdmafs.mount import mounting
 SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
 FILES = 8
-PLAN = Plan(nodes=2, mounts=2)
+PLAN = Plan(nodes=2, mounts=2, lease_ttl_s=LONG_LEASE_S)
 
 
 @pytest.mark.parametrize("size", SIZES)

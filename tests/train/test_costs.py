@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from harness.clusters import Cluster, ClusterMount, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, ClusterMount, Plan
 from harness.mountpoint import eventually
 from harness.training_runs import (
     model,
@@ -29,7 +29,7 @@ def figures(mount: ClusterMount) -> dict[str, Any]:
     return found
 
 
-PLAN = Plan(nodes=1, mounts=2, replicas=1)
+PLAN = Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=LONG_LEASE_S)
 
 
 def test_planning_fetches_no_push(cluster: Cluster) -> None:
