@@ -14,9 +14,16 @@ pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[Mount]:
+def kept_mount() -> Iterator[Mount]:
     with make_mount(CLUSTER) as mount:
         yield mount
+
+
+@pytest.fixture
+def mount(kept_mount: Mount) -> Mount:
+    """A mount that has no claims: one gives them up in the background, when they are not used."""
+    kept_mount.restart()
+    return kept_mount
 
 
 @pytest.fixture(scope="module")
