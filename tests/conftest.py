@@ -355,7 +355,7 @@ class SharedCluster:
     def get(self) -> Cluster:
         if self._made is not None:
             while len(self._made.mounts) > self._plan.mounts:
-                self._made.mounts.pop().close()
+                self._made.remove_mount()
             if not all(part.alive for part in self._made.parts()):
                 self.close()
         if self._made is None:

@@ -27,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
 def beside(cluster: Cluster) -> Cluster:
     """A node, and a mount on its host, which a test may end; others that it adds go after it."""
     while len(cluster.mounts) > 1:
-        cluster.mounts.pop().close()
+        cluster.remove_mount()
     if not cluster.mounts[0].alive:
         cluster.mounts[0].restart()
     return cluster

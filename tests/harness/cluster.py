@@ -195,6 +195,12 @@ class Cluster:
         mount.wait_ready()
         return mount
 
+    def remove_mount(self) -> None:
+        """Take the newest mount away. It ends in order: the others would wait for its session."""
+        mount = self.mounts.pop()
+        mount.terminate()
+        mount.close()
+
     def config_of(self, certificate: str) -> Path:
         """A configuration file for who has the certificate of this name, at the nodes that run now."""
         path = self.directory / f"{certificate}.toml"
