@@ -28,7 +28,7 @@ from harness.differential.command import (
 )
 from harness.differential.differences import REFUSED, Leniency
 from harness.differential.sides import Normal
-from harness.differential.steps import Program, Vocabulary
+from harness.differential.steps import Vocabulary
 from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
 
@@ -163,30 +163,9 @@ def test_a_difference_is_found_and_shrunk_to_the_steps_that_make_it(
     assert len(short.steps) <= 4
 
 
-def test_steps_before_a_difference_that_do_not_matter_are_left_out() -> None:
-    program = Vocabulary().program(random.Random(5))
-    wanted = {3, len(program.steps) - 1}
-
-    def fails(shorter: Program) -> Difference | None:
-        has = [step for step in shorter.steps if step in [program.steps[one] for one in wanted]]
-        return Difference(len(shorter.steps), has[0], 1, 2) if len(has) >= len(wanted) else None
-
-    assert len(shrink(program, fails).steps) == len(wanted)
-
-
 def test_a_program_that_was_written_down_is_the_same_when_read() -> None:
     program = Vocabulary().program(random.Random(1))
     assert loaded(saved(program)) == program
-
-
-def test_every_part_of_a_program_can_be_run(reference: Path) -> None:
-    """Shrinking relies on it."""
-    with tmpfs_directory() as other, Pair([other], reference, Leniency("plain")) as pair:
-        chance = random.Random(2)
-        for _, program in zip(range(PROGRAMS_AT_ONCE), programs(2, Vocabulary()), strict=False):
-            pair.run(
-                program._replace(steps=[step for step in program.steps if chance.random() < 0.5])
-            )
 
 
 def test_a_time_that_goes_back_is_told_from_one_that_moves_on() -> None:

@@ -71,16 +71,6 @@ def test_set_ids_are_lost_when_somebody_else_changes_the_content(
 
 
 @needs_root
-@pytest.mark.parametrize("change", ["write", "truncating open and write", "ftruncate"])
-def test_set_ids_stay_when_root_changes_the_content(
-    folder: Path, tmpfs: Path, process: TakeProcess, change: str
-) -> None:
-    expected = modes_after(tmpfs, CHANGES[change], process(), 0o6777, b"content")
-    assert modes_after(folder, CHANGES[change], process(), 0o6777, b"content") == expected
-    assert expected == [0o6777] * 3
-
-
-@needs_root
 def test_set_group_id_stays_for_a_member_when_nobody_may_execute(folder: Path, tmpfs: Path) -> None:
     """Such a file does not run as its group."""
     seen = []
@@ -262,42 +252,6 @@ def test_what_pyfuse3_does_not_carry_does_as_on_a_tmpfs(
 
 # -- what descriptors show -----------------------------------------------------------------------
 
-RENAMES: dict[str, str] = {
-    "link": "os.link(f, f + '2')",
-    "unlink of another name": "os.link(f, f + '2'); os.unlink(f)",
-    "unlink": "os.unlink(f)",
-    "rename": "os.rename(f, f + '2')",
-    "replaced": "open(f + '2', 'w').close(); os.rename(f + '2', f)",
-    "chmod": "os.chmod(f, 0o611)",
-    "chown to nobody": "os.chown(f, -1, -1)",
-    "setxattr": "os.setxattr(f, 'user.a', b'x')",
-    "removexattr": "os.setxattr(f, 'user.a', b'x'); os.removexattr(f, 'user.a')",
-}
-
-
-OPENS = {
-    "reading": os.O_RDONLY,
-    "in place": os.O_RDWR,
-    "replacing": os.O_WRONLY | os.O_TRUNC,
-    "new": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-}
-
-
-@pytest.mark.parametrize("change", RENAMES)
-def test_descriptors_show_what_happens_to_their_file(as_on_tmpfs: AsOnTmpfs, change: str) -> None:
-    """Opened in each of these ways by another process before."""
-    lines = [
-        f"holder: opens = {OPENS!r}",
-        "other: for name in ('reading', 'in place', 'replacing'): write(name, 'content')",
-        "holder: fds = {name: open_fd(name, flags) for name, flags in opens.items()}",
-        "holder: before = {name: os.fstat(fd).st_ctime_ns for name, fd in fds.items()}",
-        f"other: import time; time.sleep(0.02); names = {tuple(OPENS)!r}",
-        f"other: for f in names: {RENAMES[change]}",
-        "holder: now = {name: os.fstat(fd) for name, fd in fds.items()}",
-        "holder: [(s.st_nlink, s.st_mode, s.st_ctime_ns > before[n]) for n, s in now.items()]",
-    ]
-    as_on_tmpfs("\n".join(lines))
-
 
 def test_a_descriptor_that_never_opened_a_file_keeps_it_all_the_same(
     session: str, folder: Path, tmpfs: Path
@@ -415,25 +369,6 @@ def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
                 pytest.skip("no user namespaces")
             chown = partial(user.do, "os.chown(f, -1, -1)", f=str(program))
             return outcome(chown), user.do("os.listxattr(f)"), program.stat().st_mode
-
-    assert seen(folder) == seen(tmpfs)
-
-
-# -- access and times ----------------------------------------------------------------------------
-
-
-@needs_root
-def test_supplementary_groups_count(folder: Path, tmpfs: Path) -> None:
-    def seen(place: Path) -> Any:
-        place.chmod(0o755)
-        file = place / "file"
-        file.touch()
-        os.chown(file, 0, 4321)
-        file.chmod(0o064)
-        with Process() as one:
-            one.do(f"os.setgroups([77, 4321]); os.setresgid(*[{NOBODY}] * 3)")
-            one.do(f"os.setresuid(*[{NOBODY}] * 3)")
-            return one.do("[os.access(f, mode) for mode in range(8)]", f=str(file))
 
     assert seen(folder) == seen(tmpfs)
 

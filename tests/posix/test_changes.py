@@ -144,7 +144,7 @@ def test_a_wait_with_a_time_limit_ends_with_the_same_counter(folder: Path) -> No
     assert int(os.getxattr(folder, f"{CHANGES}.{count}.0")) == count
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGALRM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_that_is_handled_ends_a_wait(
     folder: Path, process: TakeProcess, number: signal.Signals
 ) -> None:

@@ -215,18 +215,6 @@ async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
     assert order[2:] == [3]
 
 
-@pytest.mark.parametrize("kind", [LockTable, FlockTable])
-async def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable]) -> None:
-    table = kind()
-    table.acquire(INO, 1, write())
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(acquire_wait, table, INO, 2, write(pid=2))
-        await trio.testing.wait_all_tasks_blocked()
-        assert table.test(INO, 3, write()) == write(pid=1)
-        table.release_owner(INO, 1)
-    assert table.test(INO, 3, write()) == write(pid=2)
-
-
 @pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50)])
 async def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> None:
     table = LockTable()

@@ -1,7 +1,5 @@
 """Locks between processes: fcntl ranges, flock, and what wakes or frees a waiter."""
 
-import errno
-import signal
 from pathlib import Path
 
 import pytest
@@ -116,15 +114,6 @@ struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))
     assert two.do(query)[0] == two.do("fcntl.F_UNLCK")
 
 
-def test_waiter_is_woken_when_the_range_is_unlocked(folder: Path, process: TakeProcess) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
-    two.start("fcntl.lockf(fd, fcntl.LOCK_EX); os.pread(fd, 3, 0)")
-    assert not two.finished(within_s=0.2)
-    one.do("os.pwrite(fd, b'one', 0); fcntl.lockf(fd, fcntl.LOCK_UN)")
-    assert two.result() == b"one"
-
-
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_lock_is_free_when_its_holder_is_killed(
     folder: Path, process: TakeProcess, lock: str
@@ -160,81 +149,6 @@ os.waitpid(child, 0)
     assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
 
 
-@pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_signal_interrupts_a_wait_for_a_lock(folder: Path, process: TakeProcess, lock: str) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_EX)", lock=lock)
-    interrupted = """
-class Interrupted(Exception): pass
-def interrupt(*_): raise Interrupted
-previous = signal.signal(signal.SIGINT, interrupt)
-try:
-    getattr(fcntl, lock)(fd, fcntl.LOCK_EX)
-    outcome = 'locked'
-except Interrupted:
-    outcome = 'interrupted'
-signal.signal(signal.SIGINT, previous)
-outcome
-"""
-    two.start(interrupted, lock=lock)
-    assert not two.finished(within_s=0.3)
-    two.send_signal(signal.SIGINT)
-    assert two.result(10) == "interrupted"
-    one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_UN)", lock=lock)
-    again = (
-        "try_flock(fd, fcntl.LOCK_EX)" if lock == "flock" else "try_lock(fd, fcntl.LOCK_EX, 0, 0)"
-    )
-    assert one.do(again), "the interrupted waiter got the lock after all"
-
-
-def test_interrupted_system_call_says_eintr(folder: Path, process: TakeProcess) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
-    wait = """
-libc = ctypes.CDLL(None, use_errno=True)
-previous = signal.signal(signal.SIGINT, lambda *_: None)
-signal.siginterrupt(signal.SIGINT, True)
-result = libc.flock(fd, fcntl.LOCK_EX)
-number = ctypes.get_errno()
-signal.signal(signal.SIGINT, previous)
-result, number
-"""
-    two.start(wait)
-    assert not two.finished(within_s=0.3)
-    two.send_signal(signal.SIGINT)
-    assert two.result(10) == (-1, errno.EINTR)
-
-
-def test_waiter_that_is_killed_does_not_get_the_lock(folder: Path, process: TakeProcess) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
-    with Process() as waiter:
-        waiter.start(
-            "fcntl.flock(os.open(file, os.O_RDWR), fcntl.LOCK_EX)", file=str(folder / "file")
-        )
-        assert not waiter.finished(within_s=0.2)
-        waiter.kill()
-    one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
-    assert two.do("try_flock(fd, fcntl.LOCK_EX)")
-
-
-@pytest.mark.parametrize("lock", ["lockf", "flock"])
-@pytest.mark.parametrize("mode", ["w", "a", "r+", "x"])
-def test_lock_file_idiom_excludes_a_second_process(
-    folder: Path, process: TakeProcess, lock: str, mode: str
-) -> None:
-    file = folder / "lock"
-    if mode == "r+":
-        file.write_text("")
-    one, two = process(), process()
-    take = "f = open(file, mode); getattr(fcntl, lock)(f, fcntl.LOCK_EX)"
-    one.do(take, file=str(file), lock=lock, mode=mode)
-    two.start(take + "; 'mine'", file=str(file), lock=lock, mode="w" if mode == "x" else mode)
-    assert not two.finished(within_s=0.2)
-    one.do("f.close()")
-    assert two.result() == "mine"
-
-
 def test_lock_holds_across_versions(file: Path, process: TakeProcess) -> None:
     one, two = openers(file, process)
     one.do("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_EX)")
@@ -242,26 +156,6 @@ def test_lock_holds_across_versions(file: Path, process: TakeProcess) -> None:
     two.do("os.close(fd); fd = os.open(file, os.O_RDWR)")
     assert not two.do("try_flock(fd, fcntl.LOCK_EX)")
     assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 1)")
-
-
-def test_counter_guarded_by_a_lock_loses_no_increment(folder: Path, process: TakeProcess) -> None:
-    (folder / "counter").write_text("0")
-    (folder / "lock").write_text("")
-    count = """
-for _ in range(20):
-    with open(d + '/lock', 'r+') as guard:
-        fcntl.lockf(guard, fcntl.LOCK_EX)
-        with open(d + '/counter') as f:
-            n = int(f.read())
-        with open(d + '/counter', 'w') as f:
-            f.write(str(n + 1))
-"""
-    counters = [process() for _ in range(4)]
-    for counter in counters:
-        counter.start(count, d=str(folder))
-    for counter in counters:
-        counter.result()
-    assert (folder / "counter").read_text() == "80"
 
 
 def test_status_counts_the_locks_that_are_held(

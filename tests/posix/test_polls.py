@@ -72,37 +72,6 @@ def test_a_change_by_another_host_wakes_who_polls(
     assert reader.result() is True
 
 
-FOLLOW = """
-import select
-place, lines = 0, []
-while not lines or lines[-1] != "end":
-    with open(file) as log:
-        log.seek(place)
-        lines += log.read().split()
-        place = log.tell()
-        p = select.poll()
-        p.register(log, select.POLLPRI)
-        if not lines or lines[-1] != "end":
-            assert p.poll(20_000)
-lines
-"""
-
-
-def test_a_log_of_another_host_can_be_followed(here: Path, there: Path, reader: Process) -> None:
-    (here / "log").write_text("first\n")
-    reader.start(FOLLOW, file=str(there / "log"))
-    lines = ["first", *(f"line{number}" for number in range(20)), "synced", "end"]
-    for line in lines[1:-2]:
-        with (here / "log").open("a") as log:
-            log.write(line + "\n")
-    with (here / "log").open("a") as log:
-        for line in lines[-2:]:
-            log.write(line + "\n")
-            log.flush()
-            os.fsync(log.fileno())
-        assert reader.result() == lines
-
-
 def test_a_change_of_something_else_is_not_told(folder: Path, process: TakeProcess) -> None:
     file, beside = folder / "file", folder / "beside"
     file.write_bytes(b"old")

@@ -1,7 +1,6 @@
 """One file, many descriptors: who shares what, who joins whom, and what a close publishes."""
 
 import errno
-import itertools
 import os
 import resource
 import signal
@@ -23,7 +22,6 @@ SESSIONS = (*_SESSIONS, CLUSTER)
 NewMount = Callable[..., Mount]
 
 NEW = os.O_CREAT | os.O_EXCL
-WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")
 
 
 SCENARIOS = {
@@ -62,32 +60,6 @@ def version(file: Path) -> int:
     return int(os.getxattr(file, "user.irdmafs.version"))
 
 
-@pytest.mark.kernel_session("who publishes what is below the sessions")
-@pytest.mark.parametrize("flags", WRITING)
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_descriptor_that_wrote_nothing_changes_nothing_when_it_is_closed(
-    folder: Path, process: TakeProcess, flags: str, exists: bool
-) -> None:
-    for number, (sync, rename, order) in enumerate(
-        itertools.product((False, True), (False, True), ("ab", "ba"))
-    ):
-        file = folder / f"file{number}"
-        if exists:
-            file.write_bytes(b"old")
-        first, second = process(), process()
-        first.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(file))
-        second.do(f"fd = os.open(file, os.{flags})", file=str(file))
-        first.do("os.write(fd, b'AAAA')")
-        if sync:
-            first.do("os.fsync(fd)")
-        if rename:
-            os.rename(file, folder / "renamed")
-            file = folder / "renamed"
-        for name in order:
-            (first if name == "a" else second).do("os.close(fd)")
-        assert file.read_bytes() == b"AAAA", (sync, rename, order)
-
-
 @pytest.mark.beyond_posix
 def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     file: Path, process: TakeProcess
@@ -103,18 +75,6 @@ def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     joiner.do("f.close()")
     assert reader.do("open(file, 'rb').read()", file=str(file)) == b"new and more"
     assert reader.do("f.read()") == b"the old version"
-
-
-@pytest.mark.beyond_posix
-def test_a_joiner_that_wrote_nothing_publishes_nothing(
-    file: Path, process: TakeProcess, writer: Process
-) -> None:
-    file.write_bytes(b"the old version")
-    writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(file))
-    process().do("open(file, 'ab').close(); open(file, 'r+b').close()", file=str(file))
-    assert file.read_bytes() == b"the old version"
-    writer.do("f.write(b' and half'); f.close()")
-    assert file.read_bytes() == b"half and half"
 
 
 @pytest.mark.beyond_posix
@@ -297,29 +257,6 @@ def test_no_write_fails_or_is_lost_while_readers_come_and_go(
     file.write_bytes(b"Z")
     for reader in readers:
         reader.result()
-
-
-def test_no_open_fails_while_others_empty_the_file_and_rename_another_over_it(
-    folder: Path, process: TakeProcess
-) -> None:
-    """The kernel tries an open twice: the name may mean another file by then, which is busy, too."""
-    files = [str(folder / f"file{number}") for number in range(2)]
-    for file in files:
-        Path(file).write_bytes(b"weights")
-    programs = [process() for _ in range(5)]
-    for number, program in enumerate(programs):
-        program.start(
-            "rng = __import__('random').Random(own)\n"
-            "for _ in range(50):\n"
-            "    file = rng.choice(files)\n"
-            "    how = rng.choice(('wb', 'r+b', 'rb', 'ab', 'rename'))\n"
-            "    with open(own if how == 'rename' else file, 'wb' if how == 'rename' else how) as opened:\n"
-            "        opened.read(1) if how == 'rb' else opened.write(b'weights')\n"
-            "    if how == 'rename': os.rename(own, file)\n",
-            files=files, own=str(folder / f"own{number}"),
-        )  # fmt: skip
-    for program in programs:
-        program.result()
 
 
 @pytest.mark.kernel_session("in the pyfuse3 session times are kept by the kernel")

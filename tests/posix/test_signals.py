@@ -86,8 +86,10 @@ def test_changes_of_names_are_made_once_while_a_timer_ticks(
     assert ticking
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT])
-@pytest.mark.parametrize("after_tick", [False, True])
+@pytest.mark.parametrize(
+    ("number", "after_tick"),
+    [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGQUIT, True)],
+)
 def test_who_is_ended_while_it_waits_ends(
     cluster: Cluster, number: signal.Signals, after_tick: bool
 ) -> None:

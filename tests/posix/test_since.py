@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
-from harness.processes import Process, is_waiting, many_waiting
+from harness.processes import Process, is_waiting
 
 # How waits end in the pyfuse3 session, and with the daemon, is told by test_changes.py.
 SESSIONS = ("kernel", CLUSTER)
@@ -57,14 +56,6 @@ def test_a_link_leads_to_the_newest_version(since: Path) -> None:
         for asked in (0, 1, number):
             assert os.readlink(since / f"{asked}") == f"../versions/{number}"
             assert (since / f"{asked}" / "model").read_bytes() == b"version %d" % number
-
-
-def test_a_program_waits_for_a_version(since: Path, reader: Process) -> None:
-    make_version(since.parent, 2)
-    start_reading(reader, since / "3" / "model")
-    assert not reader.finished(within_s=0.2)
-    make_version(since.parent, 3)
-    assert reader.result() == b"version 3"
 
 
 def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
@@ -113,12 +104,6 @@ def test_versions_that_are_removed_do_not_count(since: Path) -> None:
     assert os.readlink(since / "0") == "../versions/2"
     (since.parent / "versions" / "2").rename(since.parent / "taken-back")
     assert os.readlink(since / "0") == "../versions/1"
-
-
-def test_many_wait_for_one_version(since: Path) -> None:
-    with many_waiting(f"os.readlink({str(since / '1')!r})", 100) as answers:
-        make_version(since.parent, 1)
-        assert answers() == {"../versions/1"}
 
 
 # -- the links themselves ----------------------------------------------------------------------------
@@ -236,22 +221,6 @@ def test_a_wait_ends_after_its_time(since: Path) -> None:
         os.readlink(since / "1")
     with pytest.raises(TimeoutError):
         (since / "1" / "model").read_bytes()
-
-
-def test_a_signal_that_is_handled_ends_a_wait(since: Path, reader: Process) -> None:
-    reader.do("def tick(*_): raise InterruptedError\nbefore = signal.signal(signal.SIGUSR1, tick)")
-    start_reading(reader, since / "1" / "model")
-    reader.send_signal(signal.SIGUSR1)
-    with pytest.raises(InterruptedError):
-        reader.result()
-
-
-def test_who_is_killed_while_it_waits_ends(since: Path) -> None:
-    with Process() as reader:
-        start_reading(reader, since / "1" / "model")
-        reader.kill()
-    make_version(since.parent, 1)
-    assert os.readlink(since / "0") == "../versions/1"
 
 
 # -- between hosts -----------------------------------------------------------------------------------
