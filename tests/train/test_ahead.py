@@ -278,9 +278,8 @@ def params(run: Path, version: int) -> list[Path]:
     return sorted((run / ".train" / "versions" / str(version)).glob("*/params/*"))
 
 
-@pytest.mark.parametrize("keep", [2, 3])
-def test_file_of_a_version_that_has_another_name_keeps_its_content(run: Path, keep: int) -> None:
-    start(run, model(), shards=SHARDS, keep=keep)
+def test_file_of_a_version_that_has_another_name_keeps_its_content(run: Path) -> None:
+    start(run, model(), shards=SHARDS, keep=2)
     with Reducer(run) as reducer, Worker(run, "w") as worker:
         linked: dict[Path, bytes] = {}
         for _ in range(6):
@@ -292,11 +291,8 @@ def test_file_of_a_version_that_has_another_name_keeps_its_content(run: Path, ke
     assert [name.read_bytes() for name in linked] == list(linked.values())
 
 
-@pytest.mark.parametrize("keep", [2, 3])
-def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
-    run: Path, keep: int
-) -> None:
-    start(run, model(), shards=SHARDS, keep=keep)
+def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(run: Path) -> None:
+    start(run, model(), shards=SHARDS, keep=2)
     with Reducer(run) as reducer, Worker(run, "w") as worker:
         make_version(run, reducer, worker)
         files = [path.open("rb", buffering=0) for path in params(run, 1)]

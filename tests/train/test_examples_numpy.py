@@ -92,7 +92,7 @@ def test_two_workers_reach_the_accuracy_after_as_many_steps_as_one(
 
 @needs("sklearn")
 def test_accuracy_is_reached_in_spite_of_a_slow_worker(place: Path) -> None:
-    printed = run("speedup.py", place, "--sample-ms=0.5", "--slow=5")
+    printed = run("speedup.py", place, "--sample-ms=0.1", "--slow=3")
     found = re.findall(r"^4 workers, (\S+) .* (\d+) pushes", printed, re.MULTILINE)
     assert [sync for sync, _ in found] == ["bsp", "ssp:4", "quorum:3", "async"]
 

@@ -2,8 +2,6 @@
 
 import pytest
 from harness.models.explorer import Broken, explore
-from harness.models.removal import Model as RemovalModel
-from harness.models.removal import Rules as RemovalRules
 from harness.models.training import Bounds, Model, Rules
 
 KEPT = {
@@ -50,9 +48,3 @@ def test_every_push_counts_once_and_a_version_is_made_by_one_plan(case: str) -> 
 def test_rule_is_needed(rule: str) -> None:
     with pytest.raises(Broken):
         explore(Model(NEEDED[rule], Rules(**{rule: False})))
-
-
-def test_a_push_is_published_whole_whoever_removes_its_directory() -> None:
-    assert explore(RemovalModel(RemovalRules())).complete
-    with pytest.raises(Broken, match="published with 1 of 2 files"):
-        explore(RemovalModel(RemovalRules(renames_before_removing=False)))

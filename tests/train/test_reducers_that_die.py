@@ -1,7 +1,6 @@
 """A run goes on when the host of its reducer dies, or is cut off for longer than its lease."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import is_locked
 
-Record = Callable[[str, object], None]
 LEASE_S = 2
 
 pytestmark = pytest.mark.usefixtures("looks_often")
@@ -42,23 +40,6 @@ def reducer_on(cluster: Cluster, mount: ClusterMount) -> Daemon:
 
 def is_free(run: Path) -> bool:
     return not is_locked(TrainDirectory(run).reducers / "coordinator")
-
-
-def test_reducer_whose_host_dies_is_replaced(cluster: Cluster, record_property: Record) -> None:
-    here, dies = cluster.mounts
-    run = start(here.path / "run", shards=2)
-    process = reducer_on(cluster, dies)
-    with Worker(run, "w") as worker, Reducer(run) as other:
-        worker.push(ones(1))
-        worker.pull(timeout_s=30)
-        other.step()
-        worker.push(ones(1))
-        began_s = time.monotonic()
-        dies.kill9()
-        process.kill9()
-        reduce_until(other, lambda: newest(run) >= 2, "another reducer has its parts")
-        record_property("replaced_s", time.monotonic() - began_s)
-        assert worker.pull(timeout_s=30)["norm"].tolist() == [2] * 3
 
 
 def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Cluster) -> None:

@@ -57,9 +57,7 @@ def test_run_that_is_repeated_gives_the_same_bits(place: Path, config: dict[str,
     assert same_bits(run_bsp(place / "one", **config), run_bsp(place / "other", **config))
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float32, BF16, np.float16], ids=lambda dtype: np.dtype(dtype).name
-)
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=lambda dtype: np.dtype(dtype).name)
 def test_number_of_shards_changes_no_bit(place: Path, dtype: type) -> None:
     one = run_bsp(place / "one", rule="adamw", dtype=dtype)
     three = run_bsp(place / "three", rule="adamw", dtype=dtype, shards=3)
@@ -117,37 +115,17 @@ def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
         assert a.version == 1
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_quorum_goes_on_without_the_last_whose_push_counts_later(run: Path, shards: int) -> None:
-    start(run, sync="quorum:2", shards=shards)
-    with Reducer(run) as reducer:
-        a, b, c = (Worker(run, name) for name in "abc")
-        reduce(reducer)
-        push_and_reduce(reducer, a, ones(1))
-        assert newest(run) == 0
-        push_and_reduce(reducer, b, ones(2))
-        assert (newest(run), everywhere(run, 3)) == (1, True)
-        c.push(ones(4))
-        a.push(ones(8))
-        reduce(reducer)
-        assert (newest(run), everywhere(run, 15)) == (2, True)
-        for worker in (a, b, c):
-            worker.pull(timeout_s=1)
-            worker.close()
-
-
-@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize(
-    "config",
+    ("shards", "config"),
     [
-        {"rule": "sgd", "options": {"momentum": 0.9}, "clip_norm": 1.0},
-        {"rule": "adamw"},
-        {"rule": "ema", "options": {"decay": 0.5}},
+        (3, {"rule": "sgd", "options": {"momentum": 0.9}, "clip_norm": 1.0}),
+        (1, {"rule": "adamw"}),
+        (3, {"rule": "ema", "options": {"decay": 0.5}}),
     ],
-    ids=lambda config: str(config["rule"]),
+    ids=["sgd", "adamw", "ema"],
 )
 def test_async_pushes_that_come_together_count_one_by_one(
-    place: Path, config: dict[str, Any], shards: int
+    place: Path, shards: int, config: dict[str, Any]
 ) -> None:
     """Parameters do not depend on how many pushes the reducer finds when it looks."""
     results = []
@@ -163,18 +141,6 @@ def test_async_pushes_that_come_together_count_one_by_one(
         assert newest(run) == (1 if together else 4)
         results.append(parameters(run))
     assert same_bits(*results)
-
-
-@pytest.mark.parametrize("sync", ["async", "ssp:3"])
-def test_worker_goes_on_with_parameters_that_have_its_own_push(run: Path, sync: str) -> None:
-    start(run, sync=sync)
-    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
-        a.push(ones())
-        with pytest.raises(TimeoutError):
-            a.pull(timeout_s=0.05)
-        assert b.pull(timeout_s=5)["norm"].tolist() == [0] * 3
-        reduce(reducer)
-        assert a.pull(timeout_s=5)["norm"].tolist() == [1] * 3
 
 
 @pytest.mark.parametrize(("others", "counted", "kept"), [(3, 2, [0, 1, 2, 3]), (7, 1, [6, 7])])
@@ -198,19 +164,6 @@ def test_learning_rate_0_changes_no_parameter(run: Path) -> None:
         assert everywhere(run, 0)
         push_and_reduce(reducer, worker, ones())
         assert everywhere(run, -1)
-
-
-def test_ssp_bounds_how_far_ahead_a_worker_is(run: Path) -> None:
-    start(run, sync="ssp:2")
-    with Reducer(run) as reducer, Worker(run, "fast") as fast, Worker(run, "slow") as slow:
-        for _ in range(2):
-            push_and_reduce(reducer, fast, ones())
-            fast.pull(timeout_s=5)
-        push_and_reduce(reducer, fast, ones())
-        with pytest.raises(TimeoutError):
-            fast.pull(timeout_s=0.05)
-        push_and_reduce(reducer, slow, ones())
-        assert fast.pull(timeout_s=5)["norm"].tolist() == [4] * 3
 
 
 # -- workers that come and go ----------------------------------------------------------------------

@@ -142,17 +142,6 @@ def test_what_is_gone_each_time_that_it_is_looked_up_is_not_there(
     assert not is_locked(tmp_path / "file")
 
 
-def test_program_without_a_library_trains(hosts_of_run: Hosts) -> None:
-    train = TrainDirectory(hosts_of_run.here)
-    closed(train.push / "c@1.safetensors", push_with(hosts_of_run))
-    fd = os.open(train.since / "1" / "model.safetensors", os.O_RDONLY)
-    try:
-        (hosts_of_run.local / "pulled").write_bytes(os.read(fd, 1 << 20))
-    finally:
-        os.close(fd)
-    assert load_file(hosts_of_run.local / "pulled")["norm"].tolist() == [1] * 3
-
-
 @pytest.mark.parametrize("hosts_of_run", [{"workers": 2}], indirect=True)
 def test_status_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> None:
     train = TrainDirectory(hosts_of_run.here)
