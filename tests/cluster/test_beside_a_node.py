@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,32 +118,6 @@ def test_several_who_write_one_file_in_place_get_along(
         writer.result()
     assert file.read_bytes()[:32] == 4 * (turns - 1).to_bytes(8, "big")
     assert os.listdir(folder) == ["file"], "writers of one host were in conflict"
-
-
-def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
-    beside: Cluster, folder: Path, process: TakeProcess
-) -> None:
-    (mount,) = beside.mounts
-    for number in range(100):
-        (folder / f"old{number}").write_bytes(pattern(number, 10_000))
-    in_use = len(os.listdir(f"/proc/{mount.pid}/fd"))
-    resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
-    victim, greedy = process(), process()
-    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(folder / "victim"))
-    greedy.do(
-        "fds = [os.open(f'{folder}/old{n}', os.O_RDONLY) for n in range(100)]\n"
-        "new = [os.open(f'{folder}/new{n}', os.O_WRONLY | os.O_CREAT) for n in range(100)]\n"
-        "edited = [os.open(f'{folder}/old{n}', os.O_RDWR) for n in range(50)]\n",
-        folder=str(folder),
-    )
-    assert victim.do("os.pwrite(fd, b'new', 0)") == 3
-    victim.do("os.close(fd)")
-    assert (folder / "victim").read_bytes() == b"new"
-    greedy.do("for fd in new: os.write(fd, b'x'); os.close(fd)")
-    assert (folder / "new99").read_bytes() == b"x"
-    assert greedy.do("os.pread(fds[99], 8, 0)") == pattern(99, 10_000)[:8]
-    greedy.do("for fd in fds + edited: os.close(fd)")
-    mount.terminate()  # not everybody may raise a limit again
 
 
 def test_who_has_an_old_version_open_keeps_it_and_its_memory_goes_with_the_last_of_them(

@@ -147,26 +147,6 @@ def test_what_is_not_to_be_followed_is_not_claimed(
         assert len([*path.glob("*/[abc]")]) == 2 * 3 * rounds
 
 
-@pytest.mark.parametrize("stays", [True, False], ids=["open", "removed"])
-def test_a_directory_with_a_file_that_nobody_else_sees_cannot_be_removed(
-    hosts: list[ClusterMount], pair: list[Path], *, stays: bool
-) -> None:
-    (pair[0] / "directory").mkdir()
-    here, there = (folder / "directory" for folder in pair)
-    claim(hosts[0], here)
-    fd = make(here / "file")
-    if stays:
-        with fails_with(errno.ENOTEMPTY):
-            there.rmdir()
-        os.close(fd)
-        assert (there / "file").exists()
-    else:
-        os.unlink(here / "file")
-        there.rmdir()
-        os.close(fd)
-        assert not can_be_opened(here)
-
-
 @pytest.fixture(scope="module")
 def failing_cluster() -> Iterator[Cluster]:
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:

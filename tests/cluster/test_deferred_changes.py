@@ -357,8 +357,10 @@ os.write(1, b"given up")
 """
 
 
-@pytest.mark.parametrize("kind", ["lockf", "flock"])
-@pytest.mark.parametrize("by", ["unlock", "share", "close"])
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [("lockf", "unlock"), ("flock", "share"), ("lockf", "close"), ("flock", "close")],
+)
 def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
     own_cluster: Cluster, apart: Apart, kind: str, by: str
 ) -> None:

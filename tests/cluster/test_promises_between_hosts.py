@@ -581,46 +581,6 @@ def _wait_settled(cluster: Cluster) -> None:
     eventually(settled, "everything is where it should be", 60)
 
 
-def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(process: TakeProcess) -> None:
-    with Cluster(Plan(nodes=2, store_bytes=512 * MIB)) as cluster:
-        one, other = cluster.mounts
-        size = 24 * MIB
-        write(one.path / "file", pattern(0, size))
-        current = 0
-        for i in (1, 4):
-            # So slow that close() takes a while.
-            cluster.slow_down(one, 1e9)
-            writer = process()
-            writer.do("import os")
-            writer.do(
-                "fd = os.open(path, os.O_WRONLY | os.O_TRUNC); os.write(fd, pattern(i, size))",
-                path=str(one.path / "file"),
-                i=i,
-                size=size,
-            )
-            writer.start("os.close(fd)")
-            closed = writer.finished(i * 0.06)
-            one.kill9()
-            if closed:
-                writer.result()
-                assert read_version(other.path / "file") == i
-            else:
-                with contextlib.suppress(OSError):
-                    writer.result()
-            found = read_version(other.path / "file")
-            assert found in (current, i)
-            current = found
-            cluster.slow_down(one, None)
-            one.start()
-            one.wait_ready()
-            assert read_version(one.path / "file") == current
-        eventually(
-            lambda: sum(node.stored_bytes() for node in cluster.nodes) == 2 * size,
-            "what was not published is dropped",
-            30,
-        )
-
-
 def test_full_nodes_refuse_before_anything_is_lost() -> None:
     with Cluster(Plan(nodes=2, store_bytes=48 * MIB, cache_bytes=96 * MIB)) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
@@ -655,21 +615,6 @@ def test_groups_wait_for_nodes_that_are_about_to_start() -> None:
         write(mount.path / "file", pattern(0, MIB))
         groups = cluster.groups().values()
         assert {(group.epoch, len(group.in_sync)) for group in groups} == {(1, 2)}
-
-
-def test_a_paused_node_that_wakes_up_serves_nothing_old(failing: Cluster) -> None:
-    one, other = (mount.path for mount in failing.mounts)
-    write(one / "file", pattern(0, MIB))
-    # Whoever is the only one in sync is waited for.
-    failing.wait_healthy()
-    node = failing.nodes[0]
-    node.pause()
-    write(one / "file", pattern(1, MIB))
-    assert read_version(other / "file") == 1
-    eventually(lambda: node.node_id not in failing.live_nodes(), "its lease is over")
-    node.resume()
-    assert read_version(other / "file") == 1
-    failing.wait_healthy()
 
 
 def test_an_open_that_the_kernel_tries_only_once_needs_no_lookup(pair: list[Path]) -> None:

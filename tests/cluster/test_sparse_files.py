@@ -96,13 +96,6 @@ def test_a_new_node_gets_holes_as_holes() -> None:
         assert 5 * MIB < allocated(third) < 64 * MIB or not allocated(third)
 
 
-def test_what_does_not_fit_is_refused_by_its_data_not_by_its_length(cluster: Cluster) -> None:
-    one = cluster.mounts[0]
-    write_with_holes(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
-    check(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
-    (one.path / "fits").unlink()
-
-
 def test_a_file_that_is_longer_than_a_cluster_keeps_is_refused_and_stays_as_it_was(
     cluster: Cluster,
 ) -> None:

@@ -407,52 +407,6 @@ def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(
         assert not exists(other / "renamed"), i
 
 
-def test_a_symlink_that_is_replaced_leads_elsewhere_at_once(
-    two: list[Path], follower: ClusterMount
-) -> None:
-    one, other = two
-    for i in range(2):
-        (one / f"file{i}").write_bytes(b"%d" % i)
-    (one / "link").symlink_to("file0")
-    believe(follower, other / "link")
-    for i in range(ROUNDS):
-        os.stat(other / "link")
-        (one / "new").symlink_to(f"file{i % 2}")
-        (one / "new").rename(one / "link")
-        assert (other / "link").read_bytes() == b"%d" % (i % 2)
-
-
-def test_what_programs_see_while_another_host_changes_it_never_goes_back(
-    two: list[Path], follower: ClusterMount, process: TakeProcess
-) -> None:
-    one, other = two
-    (one / "file").write_bytes(b"")
-    believe(follower, other / "file")
-    readers = [process(), process()]
-    for reader in readers:
-        reader.start(
-            """
-import os, time
-sizes = []
-until = time.monotonic() + 1.5
-while time.monotonic() < until:
-    sizes.append(os.stat(path).st_size)
-sizes == sorted(sizes), len(set(sizes))
-""",
-            path=str(other / "file"),
-        )
-    i = 0
-    while not all(reader.finished() for reader in readers):
-        i += 1
-        (one / "new").write_bytes(b"x" * i)
-        (one / "new").rename(one / "file")
-        assert os.stat(other / "file").st_size == i
-    for reader in readers:
-        in_order, different = reader.result()
-        assert in_order
-        assert different > 1
-
-
 def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
     pair: list[Path], by_itself: ClusterMount, cluster: Cluster, process: TakeProcess
 ) -> None:

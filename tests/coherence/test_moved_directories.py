@@ -27,7 +27,7 @@ FAILURES_MAX = MOVES
 PAUSE_S = 0.003
 
 OLD, NEW, OTHER = 10, 11, 12
-ONE, ANOTHER = 100, 101
+ONE = 100
 
 
 @contextlib.contextmanager
@@ -102,43 +102,6 @@ def node_in(parent: int) -> Node:
 def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:
     """Wait, in time that passes when nobody can do anything."""
     trio.run(waiting, *arguments, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
-def told(node: Node, parent: int) -> None:
-    """As the coherence of a mount does with the answer."""
-    node.name = (parent, b"name")
-
-
-def test_who_looks_where_it_was_before_is_not_held_up(moves: Moves, locks: KernelLocks) -> None:
-    with locks.hold(OLD, OTHER):
-        assert moves.may_tell(node_in(OLD), OLD, ONE)
-
-
-def test_renames_from_directory_to_directory_hold_all_up(moves: Moves, locks: KernelLocks) -> None:
-    node = node_in(OLD)
-    with locks.hold(ANOTHER, OTHER):
-        assert not moves.may_tell(node, NEW, ONE)
-    assert moves.may_tell(node, NEW, ONE)
-
-
-def test_changes_in_one_directory_hold_up_what_comes_from_there(
-    moves: Moves, locks: KernelLocks
-) -> None:
-    with locks.hold(NEW), locks.hold(OTHER, OTHER):
-        assert moves.may_tell(node_in(OLD), NEW, ONE)
-    with locks.hold(OLD):
-        assert not moves.may_tell(node_in(OLD), NEW, ONE)
-
-
-def test_a_thread_that_asks_again_waits_once(moves: Moves) -> None:
-    node = node_in(OLD)
-    assert moves.may_tell(node, NEW, ONE)
-    told(node, NEW)
-    assert moves.may_tell(node, NEW, ANOTHER), "another thread asks for the first time"
-    assert not moves.may_tell(node, NEW, ONE)
-
-    run(moves.wait_to_tell, node, NEW, ONE)
-    assert moves.may_tell(node, NEW, ONE)
 
 
 def test_it_is_waited_until_the_locks_are_released(moves: Moves, locks: KernelLocks) -> None:

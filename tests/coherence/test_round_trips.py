@@ -26,12 +26,6 @@ def mount(kept_mount: Mount) -> Mount:
     return kept_mount
 
 
-@pytest.fixture(scope="module")
-def followed() -> Iterator[Mount]:
-    with make_mount(CLUSTER, "--follow", "/") as mount:
-        yield mount
-
-
 def counted(mount: Mount) -> dict[str, int]:
     """What was asked of etcd and of the store node, but not for directory leases: those begin and
     end in the background, when a directory was asked about so many times."""
@@ -63,45 +57,6 @@ def test_a_warm_open_deep_in_the_tree_costs_one_round_trip(mount: Mount) -> None
     cost = spent(mount, before)
     assert cost["barriers"] <= 1
     assert cost["transactions"] == cost["round_trips"] == 0
-
-
-def test_a_warm_open_of_what_is_followed_costs_none(followed: Mount) -> None:
-    (followed.path / "file").write_bytes(b"warm")
-    read(followed.path / "file")
-    before = counted(followed)
-    for _ in range(100):
-        assert read(followed.path / "file") == b"warm"
-    assert spent(followed, before) == {"barriers": 0, "transactions": 0, "round_trips": 0}
-
-
-def test_a_directory_that_is_read_again_and_again_is_followed_by_itself(mount: Mount) -> None:
-    file = mount.path / "hot" / "file"
-    file.parent.mkdir()
-    file.write_bytes(b"hot")
-
-    def is_free() -> bool:
-        often(lambda: read(file))
-        before = counted(mount)
-        read(file)
-        return not any(spent(mount, before).values())
-
-    eventually(is_free, "opens that ask nobody")
-
-
-def test_a_directory_that_is_not_to_be_followed_is_not(mount: Mount) -> None:
-    top = mount.path / "restless"
-    file = top / "below" / "file"
-    file.parent.mkdir(parents=True)
-    os.setxattr(top, "user.irdmafs.follow", b"off")
-    file.write_bytes(b"hot")
-    for _ in range(100):
-        read(file)
-    before = counted(mount)
-    for _ in range(20):
-        read(file)
-    assert spent(mount, before)["barriers"] >= 20
-    with pytest.raises(OSError, match="Invalid argument"):
-        os.setxattr(top, "user.irdmafs.follow", b"sometimes")
 
 
 def test_publishing_over_a_small_file_costs_two_round_trips_and_the_asking_of_its_open(

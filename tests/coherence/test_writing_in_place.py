@@ -35,22 +35,7 @@ def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
     assert here.read_bytes() == b"another version"
 
 
-def test_a_descriptor_that_wrote_nothing_never_conflicts(
-    pair: list[Path], process: TakeProcess
-) -> None:
-    here, there = pair[0] / "file", pair[1] / "file"
-    here.write_bytes(b"old")
-    idle = process()
-    idle.do("f = open(file, 'r+b', buffering=0)", file=str(there))
-    here.write_bytes(b"newer")
-    assert there.read_bytes() == b"newer"
-    idle.do("f.close()")
-    assert here.read_bytes() == there.read_bytes() == b"newer"
-    assert os.listdir(pair[0]) == ["file"]
-
-
-@pytest.mark.parametrize("flags", ["O_RDWR", "O_WRONLY"])
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(("flags", "sync"), [("O_RDWR", False), ("O_WRONLY", True)])
 def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_closed(
     pair: list[Path], reader: Process, writer: Process, flags: str, sync: bool
 ) -> None:

@@ -26,16 +26,6 @@ PLAN = Plan(nodes=2, mounts=2, lease_ttl_s=LONG_LEASE_S)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_fetched_is_checked(cluster: Cluster, striped: str, size: int) -> None:
-    one, other = cluster.mounts[:2]
-    content = new_content(size)
-    (one.path / striped / "file").write_bytes(content)
-    before = counters(other)["checked_bytes"]
-    assert (other.path / striped / "file").read_bytes() == content
-    assert counters(other)["checked_bytes"] == before + size
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
     cluster: Cluster, striped: str, size: int
 ) -> None:
