@@ -132,12 +132,11 @@ def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) ->
 # -- making a cluster ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seen", ["ca.pem", "cluster.toml"])
-def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path, seen: str) -> None:
+def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
     command = (sys.executable, "-m", "irdmafs", "cluster", "init", "--etcd", "127.0.0.1:1")
     with subprocess.Popen([*command, "--out", made], stderr=subprocess.PIPE, text=True) as init:
-        eventually((made / seen).exists, "the file is made")
+        eventually((made / "cluster.toml").exists, "all files are made")
         init.send_signal(signal.SIGINT)
         assert init.stderr is not None
         assert init.stderr.read() == ""
@@ -154,14 +153,6 @@ def test_ctrl_c_among_several_tasks_ends_a_command_as_any_other() -> None:
     with pytest.raises(SystemExit) as ended:
         type(main)(commands=[waiting]).main(["wait"])
     assert ended.value.code == 128 + signal.SIGINT
-
-
-def test_a_node_keeps_to_its_size(tmp_path: Path) -> None:
-    init("sized", tmp_path, "--no-tls")
-    config = tmp_path / "cluster.toml"
-    with serving(tmp_path / "store", config, "--size", "64M"):
-        found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
-        assert [node["total_bytes"] for node in found["nodes"]] == [64 << 20]
 
 
 # -- directories ----------------------------------------------------------------------------------

@@ -476,17 +476,6 @@ def test_nodes_are_named_as_the_status_shows_them() -> None:
             found.find_node(name)
 
 
-def test_nodes_are_named_by_id_or_address(cluster: Cluster) -> None:
-    near = A + 1
-    cluster.admit(A, near, B)
-    line = one_line(cluster.run("cluster", "drain", "a1"))
-    assert line.startswith("'a1' means several nodes: ")
-    assert f"{A:016x}" in line
-    assert f"known are: {A:016x} (127.0.0.1, " in one_line(cluster.run("cluster", "remove", "ff"))
-    assert cluster.run("cluster", "drain", f"{near:x}", "--no-wait").returncode == 0
-    assert cluster.run("cluster", "drain", f"0x{B:X}", "--no-wait").returncode == 0
-
-
 # -- rebalance ------------------------------------------------------------------------------------
 
 

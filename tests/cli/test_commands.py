@@ -126,18 +126,6 @@ def test_store_on_the_mount_itself_or_another_is_refused(mounted: Mount, tmp_pat
     assert list(mounted.path.iterdir()) == list(second.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(("-o", "cache=yes"), "cache"), (("--size", "many"), "many"), (("--size", "1G"), "--size")],
-)
-def test_option_that_makes_no_sense_is_one_clear_line(
-    own: Mount, arguments: tuple[str, ...], named: str
-) -> None:
-    own.arguments = arguments
-    assert named in one_line(own.try_mount())
-    assert not own.is_mounted()
-
-
 def test_log_that_cannot_be_written_is_one_clear_line(own: Mount) -> None:
     own.log = own.log / "missing" / "log"
     assert "cannot log to" in one_line(own.try_mount())
@@ -214,18 +202,6 @@ def test_daemon_that_fails_unforeseen_names_its_log(own: Mount) -> None:
     log = own.store / "irdmafs.log"
     assert f"ZeroDivisionError: bad sum (see {log})" in one_line(done)
     assert "Traceback" in log.read_text()
-
-
-def test_interrupted_mount_takes_its_daemon_along(own: Mount) -> None:
-    body = "print(os.getpid(), file=sys.stderr, flush=True); await trio.sleep_forever()"
-    log = own.store / "irdmafs.log"
-    with subprocess.Popen(with_bad_daemon(own, body)) as command:
-        eventually(lambda: log.exists() and log.read_text().endswith("\n"), "the daemon runs")
-        daemon = int(log.read_text())
-        command.send_signal(signal.SIGINT)
-        assert command.wait(timeout=60) == 128 + signal.SIGINT
-    with pytest.raises(ProcessLookupError):
-        os.kill(daemon, 0)
 
 
 # -- foreground -----------------------------------------------------------------------------------

@@ -320,16 +320,6 @@ def test_default_store_is_resized_but_never_below_its_contents(roots: Path) -> N
     assert Path(store.path, "data").stat().st_size == 4 << 20
 
 
-@needs_root
-def test_leftover_stores_are_those_without_a_mount(roots: Path) -> None:
-    store = stores.default_store("/some/where", 8 << 20)
-    Path(store.path, "data").write_bytes(bytes(1 << 20))
-    [left] = stores.leftover_stores(["/else/where"])
-    assert (left.path, left.mountpoint) == (store.path, "/some/where")
-    assert left.bytes >= 1 << 20
-    assert stores.leftover_stores(["/some/where"]) == []
-
-
 def _lock(store: str) -> int:
     descriptor = os.open(os.path.join(store, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -405,12 +395,3 @@ def test_explicit_store_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     for mountpoint in (tmp_path, tmp_path / "mnt", tmp_path.parent):
         with pytest.raises(MountError, match="contain"):
             stores.explicit_store(str(tmp_path), str(mountpoint))
-
-
-def test_discarding_an_explicit_store_keeps_what_is_not_the_stores(tmp_path: Path) -> None:
-    (tmp_path / "extents").mkdir()
-    (tmp_path / "extents" / "1").write_bytes(b"extent")
-    (tmp_path / "names-closed").touch()
-    (tmp_path / "notes.txt").write_text("mine")
-    stores.discard_store(str(tmp_path))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]

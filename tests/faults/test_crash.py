@@ -8,11 +8,10 @@ that was in flight. IRDMAFS_CRASH_ROUNDS says how often the daemon is killed.
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.changed_tree import Change, File, Tree, carry_out
+from harness.changed_tree import Change, File, Tree
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
@@ -176,27 +175,6 @@ def test_acknowledged_changes_survive_the_death_of_the_daemon(own_mount: Mount) 
 # -- mounting again --------------------------------------------------------------------------
 
 
-def test_mounting_again_heals_the_stale_mountpoint(own_mount: Mount) -> None:
-    (own_mount.path / "weights").write_bytes(pattern(1, 100_000))
-    own_mount.kill9()
-    with pytest.raises(OSError):
-        os.stat(own_mount.path / "weights")
-    own_mount.remount()
-    assert version_of((own_mount.path / "weights").read_bytes()) == 1
-    own_mount.unmount()
-    assert os.listdir(own_mount.path) == []
-
-
-def test_unmounting_and_mounting_again_keeps_everything(own_mount: Mount) -> None:
-    tree, rng = Tree(), random.Random(7)
-    for version in range(1, 200):
-        change = tree.propose(rng, version)
-        carry_out(change, str(own_mount.path), rng)
-        tree.apply(change)
-    own_mount.restart()
-    assert comparable(look(own_mount.path)) == comparable(tree.look())
-
-
 def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(own_mount: Mount) -> None:
     old = own_mount.path / "old"
     old.write_bytes(pattern(1, 100_000))
@@ -215,31 +193,3 @@ def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(own_mou
     assert version_of(old.read_bytes()) == 1
     assert os.listdir(own_mount.path) == ["old"]
     assert len(own_mount.extents()) == 1
-
-
-def test_sigterm_unmounts_and_keeps_what_was_closed(own_mount: Mount) -> None:
-    import signal
-
-    (own_mount.path / "weights").write_bytes(pattern(1, 100_000))
-    os.kill(own_mount.pid, signal.SIGTERM)
-    eventually(
-        lambda: not own_mount.is_mounted() and not own_mount.pids(), "unmounted after SIGTERM"
-    )
-    own_mount.remount()
-    assert version_of((own_mount.path / "weights").read_bytes()) == 1
-
-
-def test_store_of_a_living_daemon_is_refused_to_a_second_one(
-    new_mount: Callable[..., Mount],
-) -> None:
-    first, second = new_mount(), new_mount()
-    (first.path / "weights").write_bytes(b"x")
-    second.unmount()
-    second.store = first.store
-    done = second.try_mount()
-    second.store = second.path.parent / "none"
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert str(first.store) in done.stderr
-    assert not second.is_mounted()
-    assert (first.path / "weights").read_bytes() == b"x"

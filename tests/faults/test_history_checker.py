@@ -61,28 +61,6 @@ MAY_HAPPEN = {
         replace("2", 6, 7),
         read("2", 8, 9, final=True),
     ],
-    "a read during a write may see the new version": [
-        write("1", 0, 1),
-        write("2", 2, 9),
-        read("2", 3, 4),
-        read("2", 6, 7, host="b"),
-    ],
-    "a read during a write may see the old version": [
-        write("1", 0, 1),
-        write("2", 2, 9),
-        read("1", 3, 4),
-        read("1", 6, 7, host="b"),
-    ],
-    "two writes at a time may come in the order of their ends": [
-        write("1", 0, 5),
-        write("2", 1, 4, host="b"),
-        read("1", 6, 7),
-    ],
-    "two writes at a time may come in the order of their beginnings": [
-        write("1", 0, 5),
-        write("2", 1, 4, host="b"),
-        read("2", 6, 7),
-    ],
     "a write that failed may be seen, and need not": [
         write("1", 0, 1),
         write("2", 2, 3, outcome="failed"),
