@@ -178,13 +178,6 @@ def test_every_version_of_the_npy_format_is_read(
     assert_same(store["array"], array)
 
 
-def test_field_names_beyond_ascii_survive(store: client.Store, directory: Path) -> None:
-    array = np.array([(1,)], dtype=[("größe→", "<i4")])
-    store["array"] = array
-    assert_same(store["array"], array)
-    assert_same(np.load(directory / "array.npy"), array)
-
-
 def test_large_arrays_that_need_conversion_are_copied_in_pieces(
     store: client.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,7 +597,6 @@ def tensor(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)
 
 
 DAMAGED_SAFETENSORS = {
-    "too short": b"\x01\x02",
     "empty header": safe(b""),
     "header beyond the file": struct.pack("<Q", 100) + b"{}",
     "huge header length": struct.pack("<Q", 2**64 - 1) + b"{}",
@@ -627,17 +619,6 @@ DAMAGED_SAFETENSORS = {
     "overflow hidden by zero": safe(tensor(shape=(0, 2**63), offsets=(0, 0))),
     "negative offset": safe(tensor(offsets=(-8, 0)), bytes(8)),
     "offsets backwards": safe(tensor(shape=(0,), offsets=(8, 0)), bytes(8)),
-    "offsets beyond the file": safe(tensor(), bytes(7)),
-    "span does not fit": safe(tensor(offsets=(0, 4)), bytes(4)),
-    "bytes left over": safe(tensor(), bytes(9)),
-    "hole": safe(tensor(offsets=(4, 12)), bytes(12)),
-    "overlap": safe(
-        {
-            "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
-            "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
-        },
-        bytes(6),
-    ),
 }
 
 

@@ -108,31 +108,6 @@ def test_nothing_after_detach_runs_before_resume() -> None:
     assert steps == ["before", "after"]
 
 
-async def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> None:
-    async def receiving(channel: trio.MemoryReceiveChannel[int]) -> list[int]:
-        await detach()
-        values = [await channel.receive(), await channel.receive()]
-        await detach()  # where it waits already, this is nothing
-        return [*values, await trio.to_thread.run_sync(sum, values)]
-
-    send, receive = trio.open_memory_channel[int](0)
-    coro = receiving(receive)
-    with pytest.raises(Detached):
-        run(coro)
-    results: list[list[int]] = []
-
-    async def finish() -> None:
-        results.append(await Rest(coro))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(finish)
-        await trio.testing.wait_all_tasks_blocked()
-        assert results == []
-        await send.send(3)
-        await send.send(4)
-    assert results == [[3, 4, 7]]
-
-
 def test_a_detached_coroutine_may_run_others_inline() -> None:
     async def quick() -> str:
         return "quick"

@@ -65,32 +65,6 @@ def nothing_is_left_open() -> None:
 # -- the formats -------------------------------------------------------------------------------------
 
 
-def test_every_layout_has_the_size_that_the_kernel_gives_it() -> None:
-    """sizeof() of the structures in include/uapi/linux/fuse.h."""
-    assert {name: value.size for name, value in vars(wire).items() if isinstance(value, struct.Struct)} == {
-        "IN_HEADER": 40, "OUT_HEADER": 16,
-        "OPEN_IN": 8, "CREATE_IN": 16, "MKNOD_IN": 16, "MKDIR_IN": 8, "RENAME_IN": 8,
-        "RENAME2_IN": 16, "LINK_IN": 8, "SETATTR_IN": 88, "READ_IN": 40, "WRITE_IN": 40,
-        "FLUSH_IN": 24, "RELEASE_IN": 24, "FSYNC_IN": 16, "SETXATTR_IN": 16, "GETXATTR_IN": 8,
-        "STATX_OUT": 32, "STATX": 256,
-        "LOCK_IN": 48, "ACCESS_IN": 8, "INTERRUPT_IN": 8, "INIT_IN": 16, "INIT_IN_FLAGS2": 4,
-        "FORGET_IN": 8, "BATCH_FORGET_IN": 8, "FORGET_ONE": 16, "FALLOCATE_IN": 32,
-        "LSEEK_IN": 24, "COPY_FILE_RANGE_IN": 56, "POLL_IN": 24,
-        "INIT_OUT": 64, "ENTRY_OUT": 128, "ATTR_OUT": 104, "OPEN_OUT": 16, "WRITE_OUT": 8,
-        "STATFS_OUT": 80, "XATTR_SIZE_OUT": 8, "LOCK_OUT": 24, "LSEEK_OUT": 8, "POLL_OUT": 8,
-        "DIRENT": 24, "NOTIFY_POLL": 8, "NOTIFY_INVAL_INODE": 24, "NOTIFY_INVAL_ENTRY": 16,
-        "NOTIFY_PRUNE": 16,
-    }  # fmt: skip
-
-
-@given(size=st.integers(1, 200))
-def test_a_header_is_decoded_field_by_field(size: int) -> None:
-    buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
-    found = Request(*wire.IN_HEADER.unpack_from(buffer))
-    assert (found.length, found.opcode, found.unique, found.nodeid) == (40 + size, 1, 2, 3)
-    assert (found.uid, found.gid, found.pid) == (4, 5, 6)
-
-
 @given(size=st.integers(0, 100), wanted=st.integers(0, 200))
 def test_a_request_that_is_too_short_for_its_kind_is_refused(size: int, wanted: int) -> None:
     buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
@@ -133,17 +107,6 @@ def test_a_directory_entry_is_padded_to_eight_bytes(name: bytes, ino: int, offse
     assert len(record) % 8 == 0
     assert wire.DIRENT.unpack_from(record) == (ino, offset, len(name), 8)
     assert record[24:].rstrip(b"\0") == name.rstrip(b"\0")
-
-
-def test_replies_and_notifications_name_their_length() -> None:
-    assert wire.reply(7, b"abc") == struct.pack("<IiQ", 19, 0, 7) + b"abc"
-    for message, code in (
-        (wire.inval_inode(1, -1, 0), wire.Notify.INVAL_INODE),
-        (wire.inval_entry(1, b"name"), wire.Notify.INVAL_ENTRY),
-        (wire.inc_epoch(), wire.Notify.INC_EPOCH),
-        (wire.prune([1, 2, 3]), wire.Notify.PRUNE),
-    ):
-        assert wire.OUT_HEADER.unpack_from(message) == (len(message), code, 0)
 
 
 # -- a session without a kernel ----------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Changes of an ordered map, and a program that makes them until it is killed."""
+"""Changes of an ordered map."""
 
-import os
 import random
 
 from irdmafs.backend.kv.map import Map
@@ -34,18 +33,3 @@ def transaction_of(seed: int, number: int) -> tuple[list[Change], bool]:
         size = chance.choice([3, 200, 9000])
         changes.append((b"k%d" % key, None if chance.random() < 0.3 else chance.randbytes(size)))
     return changes, chance.random() < 0.2
-
-
-def newest(records: Map) -> int:
-    return int(records.get(b"newest") or b"0")
-
-
-def write_until_killed(path: str, seed: int) -> None:
-    """Runs in a child process: acknowledges durable transactions on standard output."""
-    records = Map(path)
-    while True:
-        number = newest(records) + 1
-        changes, durable = transaction_of(seed, number)
-        change(records, changes, durable=durable)
-        if durable:
-            os.write(1, b"%d\n" % number)

@@ -354,81 +354,9 @@ class TestUncertainTransaction:
             assert sorted(acknowledged) == [tuple(event) for event in events[:-1]]
 
 
-class Writers:
-    """Tasks that each count up a key of their own, and what was acknowledged to them."""
-
-    def __init__(self) -> None:
-        self.acknowledged: dict[bytes, list[tuple[int, int]]] = {}
-        self.stopping = False
-        self._progress = trio.lowlevel.ParkingLot()
-
-    async def run(self, engine: EtcdEngine, name: bytes) -> None:
-        done = self.acknowledged[name] = []
-        revision = 0
-        while not self.stopping:
-            number = len(done) + 1
-            operations = [Put(name, b"%d" % number), Put(b"log/%s/%06d" % (name, number), b"")]
-            revision = await engine.transact([(name, revision)], operations)
-            done.append((revision, number))
-            self._progress.unpark_all()
-
-    async def wait_progress(self, transactions: int) -> None:
-        """Until every writer had that many more acknowledged."""
-        goal = {name: len(done) + transactions for name, done in self.acknowledged.items()}
-        while any(len(self.acknowledged[name]) < count for name, count in goal.items()):
-            await self._progress.park()
-
-    def check(self, changes: list[Change]) -> None:
-        """Every acknowledged transaction happened once, whole, in its order, and nothing else."""
-        seen: dict[bytes, list[tuple[int, int]]] = {name: [] for name in self.acknowledged}
-        for change in changes:
-            values = {event.key: event.value for event in change.events}
-            for name in seen.keys() & values.keys():
-                value = values[name]
-                assert value is not None
-                assert b"log/%s/%06d" % (name, int(value)) in values
-                seen[name].append((change.revision, int(value)))
-        assert seen == self.acknowledged
-
-
 async def collect(engine: EtcdEngine, into: list[Change]) -> None:
     async for change in engine.watch(b"", END, 0):
         into.append(change)  # noqa: PERF401 - read while it grows
-
-
-async def test_transactions_and_watches_survive_failures_of_members() -> None:
-    chance = seeded()
-
-    with EtcdServer(3) as server:
-        writers = Writers()
-        watched: list[Change] = []
-        prefix = new_prefix()
-        async with (
-            EtcdEngine(server.endpoints, prefix) as first,
-            EtcdEngine(server.endpoints, prefix) as second,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(collect, second, watched)
-            async with trio.open_nursery() as writing:
-                for number in range(4):
-                    engine = chance.choice([first, second])
-                    writing.start_soon(writers.run, engine, b"w%d" % number)
-                await trio.sleep(0)
-                for fault in chance.sample(["kill9", "stop", "pause"], 2):
-                    await writers.wait_progress(20)
-                    leader = await in_thread(server.leader)
-                    member = leader if chance.random() < 0.8 else (leader + 1) % 3
-                    print(f"{fault} {member}, the leader is {leader}")
-                    await in_thread(getattr(server, fault), member)
-                    await writers.wait_progress(20)
-                    await in_thread(server.resume if fault == "pause" else server.start, member)
-                writers.stopping = True
-            last = await first.transact((), [Put(b"last", b"")])
-            while not watched or watched[-1].revision < last:
-                await trio.sleep(0.01)
-            nursery.cancel_scope.cancel()
-            assert watched == await history(first, b"", END, last)
-            writers.check(watched)
 
 
 async def test_an_etcd_that_is_restarted_is_waited_for() -> None:

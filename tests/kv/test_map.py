@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import lmdb
 import pytest
 import trio
 from harness.errors import fails_with
-from harness.map_changes import Change, change, newest, transaction_of
+from harness.map_changes import Change, change, transaction_of
 from harness.seeds import chosen_seed, seeded
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -151,33 +150,6 @@ def test_a_map_in_memory_leaves_neither_file_nor_descriptor() -> None:
 
 
 # -- crashes -----------------------------------------------------------------------------------------
-
-
-def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path) -> None:
-    seed = chosen_seed()
-    chance = random.Random(seed)
-    path = str(tmp_path / "names")
-    command = f"from harness import map_changes; map_changes.write_until_killed({path!r}, {seed})"
-    state: dict[bytes, bytes] = {}
-    replayed = 0
-    for _ in range(4):
-        with subprocess.Popen(
-            [sys.executable, "-c", command],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
-        ) as child:
-            assert child.stdout is not None
-            acknowledgements = [child.stdout.readline() for _ in range(chance.randint(1, 150))]
-            child.send_signal(signal.SIGKILL)
-            acknowledgements += child.stdout.readlines()
-        assert child.returncode == -signal.SIGKILL
-        records = Map(path)
-        assert newest(records) >= int(acknowledgements[-1])
-        while replayed < newest(records):
-            replayed += 1
-            apply(state, transaction_of(seed, replayed)[0])
-        assert contents(records) == state
-        records.close()
 
 
 _CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (\d+)")
@@ -359,19 +331,6 @@ class TestFullStore:
         assert contents(records) == {}
         os.unlink(small_tmpfs / "filler")
         change(records, [(b"after", bytes(65536))])
-        records.close()
-
-    def test_keeps_what_was_acknowledged_without_being_durable(
-        self, small_tmpfs: Path, power_safe: bool
-    ) -> None:
-        records = Map(str(small_tmpfs / "names"), power_safe=power_safe)
-        for number in range(200):
-            change(records, [(b"k%d" % number, b"x" * 5000)], durable=False)
-        fill(small_tmpfs)
-        records.leave(b"")
-        records.close()
-        records = Map(str(small_tmpfs / "names"), power_safe=power_safe)
-        assert len(contents(records)) == 200
         records.close()
 
     def test_cannot_be_made_and_says_so(self, small_tmpfs: Path, power_safe: bool) -> None:

@@ -20,7 +20,6 @@ from harness.shared_namespaces import (
     all_at_once,
     error_of,
     everything,
-    expect_all_equal,
     host,
     hosts,
 )
@@ -31,7 +30,7 @@ from trio.testing import wait_all_tasks_blocked
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.watch import Watch
-from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
+from irdmafs.backend.kv import Change, Event, KeyValue, Put
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
@@ -168,40 +167,6 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
         await replica.barrier()
         assert everything(namespace) == everything(other)
         nursery.cancel_scope.cancel()
-
-
-async def test_records_that_make_no_sense_are_told_of_and_harm_what_they_name(
-    keys: EtcdKeys, caplog: pytest.LogCaptureFixture
-) -> None:
-    def key(kind: bytes, ino: int, name: bytes = b"") -> bytes:
-        return kind + ino.to_bytes(8, "big") + name
-
-    async with hosts(keys, 2) as (here, there):
-        file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-        nonsense = {
-            key(b"i", 2**40): b"nonsense",
-            key(b"d", ROOT_INO, b"dangling"): (2**40).to_bytes(8, "big"),
-            key(b"d", 2**41, b"nowhere"): file.ino.to_bytes(8, "big"),
-            key(b"t", file.ino): bytes(8),
-            key(b"t", 2**41): b"\xff" * 20,
-            b"i": b"",
-            b"d": b"x",
-            b"t": b"",
-            b"dangling": b"\xff" * 20,
-            b"us": b"?",
-        }
-        await here.engine.transact((), [Put(*item) for item in nonsense.items()])
-        for what in (f"inode {2**40}", "b'nowhere'", "b'dangling'"):
-            await here.hub.barrier()
-            assert what in caplog.text
-        await here.create(ROOT_INO, b"other", FILE, 0, 0)
-        await expect_all_equal(keys, [here, there])
-        names = [name for name, _ in here.children(ROOT_INO)]
-        assert names == [b"dangling", b"file", b"other"]
-        with pytest.raises(OSError, match="damaged"):
-            here.inode(2**40)
-        await here.engine.transact((), [Delete(key) for key in nonsense])
-        await expect_all_equal(keys, [here, there])
 
 
 # -- the hub -----------------------------------------------------------------------------------------

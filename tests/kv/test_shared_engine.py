@@ -9,17 +9,7 @@ from harness.etcd_server import new_prefix
 from harness.seeds import seeded
 
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.kv import (
-    Change,
-    Compare,
-    Conflict,
-    Delete,
-    Empty,
-    Event,
-    Exists,
-    KeyValue,
-    Put,
-)
+from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Event, Exists, KeyValue, Put
 
 END = b"\xff"
 Open = Callable[[], EtcdEngine]
@@ -73,21 +63,6 @@ async def test_a_key_cannot_occur_twice_in_a_transaction(engine: EtcdEngine) -> 
     with pytest.raises(ValueError, match="one operation"):
         await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
     assert await contents(engine) == {}
-    await engine.close()
-
-
-async def test_everything_is_there_after_closing_and_opening(open_engine: Open) -> None:
-    engine = open_engine()
-    for number in range(20):
-        await engine.transact((), [Put(b"%d" % number, b"x" * number)])
-    revision = await engine.transact((), [Delete(b"7")])
-    before = await engine.range(b"0", b":")
-    assert len(before) == 19
-    await engine.close()
-    await engine.close()
-    engine = open_engine()
-    assert await engine.range(b"0", b":") == before
-    assert await engine.transact((), [Put(b"next", b"")]) > revision
     await engine.close()
 
 
@@ -179,67 +154,6 @@ async def test_a_conflict_names_the_first_compare_that_did_not_hold(engine: Etcd
                 await engine.transact(compares, operations)
             assert refused.value.key == key
     await engine.close()
-
-
-async def test_a_range_is_empty_after_its_keys_were_deleted(engine: EtcdEngine) -> None:
-    await engine.transact((), [Put(b"a1", b""), Put(b"a2", b""), Put(b"b", b"")])
-    await engine.range(b"", END)
-    await engine.transact((), [Delete(b"a1")])
-    with pytest.raises(Conflict):
-        await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
-    await engine.transact((), [Delete(b"a2")])
-    await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
-    with pytest.raises(Conflict):
-        await engine.transact([Exists(b"a2")], [Put(b"done", b"")])
-    await engine.close()
-
-
-async def test_deleting_what_is_not_there_leaves_no_event(engine: EtcdEngine) -> None:
-    first = await engine.transact((), [Put(b"a", b"1")])
-    await engine.transact((), [Delete(b"b")])
-    assert await engine.transact([(b"a", first)], []) == await engine.barrier()
-    second = await engine.transact((), [Delete(b"b"), Delete(b"a")])
-    await engine.transact((), [Delete(b"a")])
-    last = await engine.transact((), [Put(b"c", b"")])
-    assert await changes(engine, b"a", b"d", first - 1, last) == [
-        (first, [Event(first, b"a", b"1")]),
-        (second, [Event(second, b"a", None)]),
-        (last, [Event(last, b"c", b"")]),
-    ]
-    await engine.close()
-
-
-async def test_a_watch_gives_every_change_of_its_range_once_in_order(engine: EtcdEngine) -> None:
-    old = await engine.transact((), [Put(b"a", b"old")])
-    first = await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
-    watch = engine.watch(b"a", b"c", old)
-    assert await anext(watch) == Change(first, (Event(first, b"a", b"1"), Event(first, b"b", b"2")))
-    seen: list[Change] = []
-    came = trio.lowlevel.ParkingLot()
-
-    async def follow() -> None:
-        async for change in watch:
-            seen.append(change)
-            came.unpark_all()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(follow)
-        await engine.transact((), [Put(b"z", b"no")])
-        third = await engine.transact((), [Delete(b"a"), Delete(b"bb")])
-        with pytest.raises(Conflict):
-            await engine.transact([(b"b", 9)], [Put(b"b", b"no")])
-        fourth = await engine.transact((), [Put(b"b", b"3")])
-        while len(seen) < 2:
-            await came.park()
-        assert seen == [
-            Change(third, (Event(third, b"a", None),)),
-            Change(fourth, (Event(fourth, b"b", b"3"),)),
-        ]
-        fifth = await engine.transact((), [Put(b"b", b"4")])
-        while len(seen) < 3:
-            await came.park()
-        await engine.close()
-    assert seen[2:] == [Change(fifth, (Event(fifth, b"b", b"4"),))]
 
 
 async def test_watching_from_a_snapshot_leaves_no_gap(engine: EtcdEngine) -> None:

@@ -8,7 +8,7 @@ import pytest
 import trio
 from harness.errors import fails_with
 from harness.etcd_server import EtcdKeys
-from harness.models.namespace import DIRECTORY, FILE, SYMLINK
+from harness.models.namespace import DIRECTORY, FILE
 from harness.open_inodes import while_open
 from harness.seeds import chosen_seed
 from harness.shared_namespaces import (
@@ -31,33 +31,6 @@ from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
 
 # -- what one host does, the others see --------------------------------------------------------------
-
-
-async def test_every_operation_shows_on_all_hosts(keys: EtcdKeys) -> None:
-    async with hosts(keys, 2) as (here, there):
-        place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o2775, 0, 5)
-        file = await there.create(place.ino, b"file", FILE | 0o644, 1, 1)
-        assert file.gid == 5
-        await here.create(place.ino, b"link", SYMLINK | 0o777, 0, 0, target=b"file")
-        await there.link(file.ino, ROOT_INO, b"second")
-        await here.publish(
-            NewVersion(file.ino, ContentId(77), 1000, 8, 12345, layout=Layout(1, 0, 9))
-        )
-        await there.set_xattr(file.ino, b"user.a", b"1", os.XATTR_CREATE)
-        await here.set_xattr(file.ino, b"user.b", b"2")
-        await there.remove_xattr(file.ino, b"user.a")
-        await here.set_attributes(file.ino, mode=0o4600, uid=9)
-        await there.rename(place.ino, b"file", ROOT_INO, b"moved", 0)
-        await here.unlink(ROOT_INO, b"second")
-        await there.unlink(place.ino, b"link")
-        await here.rmdir(ROOT_INO, b"place")
-        await there.hub.barrier()
-        inode = found(there, ROOT_INO, b"moved")
-        assert (inode.ino, inode.mode, inode.uid) == (file.ino, FILE | 0o4600, 9)
-        assert (inode.extent, inode.version, inode.size) == (77, 1, 1000)
-        assert (inode.xattrs, inode.layout) == ({b"user.b": b"2"}, Layout(1, 0, 9))
-        assert [name for name, _ in there.children(ROOT_INO)] == [b"moved"]
-        await expect_all_equal(keys, [here, there])
 
 
 async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
@@ -186,48 +159,6 @@ async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it
         assert here.lookup(ROOT_INO, b"file") is None
         assert here.inode(made.ino).nlink == 0
         here.tree.drop(made.ino)
-        await expect_all_equal(keys, [here, there])
-
-
-@pytest.mark.parametrize("kind", ["unlink", "rename", "rmdir"])
-async def test_what_its_own_host_removes_stays_if_in_use(keys: EtcdKeys, kind: str) -> None:
-    async with host(keys) as namespace:
-        mode = DIRECTORY if kind == "rmdir" else FILE
-        for in_use in (True, False):
-            inode = await namespace.create(ROOT_INO, b"name", mode, 0, 0)
-            gone: Inode | None
-            if kind != "rename":
-                removing = getattr(namespace, kind)(ROOT_INO, b"name")
-                gone = await while_open(namespace, removing, is_open=in_use)
-            else:
-                await namespace.create(ROOT_INO, b"other", mode, 0, 0)
-                replacing = namespace.rename(ROOT_INO, b"other", ROOT_INO, b"name", 0)
-                gone = await while_open(namespace, replacing, is_open=in_use)
-                await namespace.unlink(ROOT_INO, b"name")
-            assert gone is not None and (gone.ino, gone.nlink) == (inode.ino, 0)
-            assert (inode.ino in namespace.inodes) == in_use
-            if kind == "rmdir" and in_use:
-                made = namespace.create(inode.ino, b"below", FILE, 0, 0)
-                assert await error_of(made) == "ENOENT"
-            namespace.tree.drop(inode.ino)
-        await expect_all_equal(keys, [namespace])
-
-
-async def test_a_file_made_without_a_name_gets_one_on_all_hosts(keys: EtcdKeys) -> None:
-    async with hosts(keys, 2) as (here, there):
-        for number in range(20):
-            name = b"%d" % number
-            file = await here.orphan(FILE | 0o600, 1, 2)
-            await here.set_attributes(file.ino, mode=0o644)
-            # A version that is published while the name is on its way is not lost.
-            await all_at_once(
-                here.link(file.ino, ROOT_INO, name),
-                here.publish(NewVersion(file.ino, ContentId(9), 10, 8, 11)),
-            )
-            await there.hub.barrier()
-            inode = found(there, ROOT_INO, name)
-            assert (inode.mode, inode.nlink) == (FILE | 0o644, 1)
-            assert (inode.version, inode.extent) == (1, 9)
         await expect_all_equal(keys, [here, there])
 
 
@@ -415,26 +346,6 @@ async def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be
         await move(ROOT_INO, b"file", path[-1], b"file", 0)
         assert namespace.path_of(path[100]) == b"/d" * 100
         await expect_all_equal(keys, [namespace])
-
-
-async def test_link_counts_are_right_after_links_and_unlinks_at_once(keys: EtcdKeys) -> None:
-    async with hosts(keys, 4) as namespaces:
-        file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
-        for namespace in namespaces:
-            await namespace.hub.barrier()
-
-        async def link(namespace: Namespace, host_name: bytes) -> None:
-            for number in range(8):
-                name = b"%s-%d" % (host_name, number)
-                await namespace.link(file.ino, ROOT_INO, name)
-                if number % 2:
-                    await namespace.unlink(ROOT_INO, name)
-
-        async with trio.open_nursery() as nursery:
-            for number, namespace in enumerate(namespaces):
-                nursery.start_soon(link, namespace, b"%d" % number)
-        await expect_all_equal(keys, namespaces)
-        assert namespaces[0].inode(file.ino).nlink == 1 + 4 * 4
 
 
 @pytest.mark.parametrize("hub", [Replica, Lagging])

@@ -178,24 +178,6 @@ def make(namespace: Namespace, parent: int, name: bytes, mode: int, version: int
     return run(namespace.create(parent, name, mode, 0, 0, version=version))
 
 
-def test_a_new_store_has_a_root_directory_and_nothing_else(namespace: Namespace) -> None:
-    assert [path for path, _ in walk(namespace)] == [b"/"]
-    assert namespace.inode(ROOT_INO).mode == DIRECTORY | 0o755
-    assert namespace.lookup(ROOT_INO, b"..") is namespace.inode(ROOT_INO)
-    check(namespace)
-
-
-def test_dot_and_dotdot_lead_to_the_directory_and_its_parent(namespace: Namespace) -> None:
-    outer = make(namespace, ROOT_INO, b"outer", DIRECTORY)
-    inner = make(namespace, outer.ino, b"inner", DIRECTORY)
-    for name, found in ((b".", inner.ino), (b"..", outer.ino)):
-        inode = namespace.lookup(inner.ino, name)
-        assert inode is not None and inode.ino == found
-    run(namespace.rename(outer.ino, b"inner", ROOT_INO, b"moved", 0))
-    inode = namespace.lookup(inner.ino, b"..")
-    assert inode is not None and inode.ino == ROOT_INO
-
-
 def test_dotdot_of_a_removed_directory_in_a_removed_directory_is_stale(
     namespace: Namespace,
 ) -> None:
@@ -258,22 +240,6 @@ def test_xattrs_of_one_inode_have_a_limit_together(namespace: Namespace) -> None
     assert error_of(lambda: run(namespace.set_xattr(ino, b"user.15", value))) == "ENOSPC"
     assert namespace.inode(ino).xattrs == before
     run(namespace.set_xattr(ino, b"user.14", value))
-
-
-def test_a_file_without_a_name_leaves_nothing_unless_it_is_linked(
-    records: Map, namespace: Namespace
-) -> None:
-    lost, kept = (run(namespace.orphan(FILE | 0o600, 0, 0)) for _ in range(2))
-    run(namespace.set_attributes(lost.ino, mode=0o640))
-    run(namespace.set_attributes(kept.ino, mode=0o640))
-    run(namespace.link(kept.ino, ROOT_INO, b"kept"))
-    run(namespace.publish(NewVersion(kept.ino, ContentId(9), 9, 1, 1)))
-    namespace.tree.drop(lost.ino)
-    assert set(namespace.inodes) == {ROOT_INO, kept.ino}
-    loaded = reloaded(records)
-    check(loaded)
-    found = loaded.lookup(ROOT_INO, b"kept")
-    assert found is not None and (found.mode, found.extent) == (FILE | 0o640, 9)
 
 
 def test_a_change_takes_one_commit_and_few_records(records: Map, namespace: Namespace) -> None:
@@ -358,18 +324,6 @@ def test_what_had_no_name_at_a_crash_is_gone_after_it(records: Map, namespace: N
     assert [key for key, _ in records.range(b"a", b"\xff")] == [b"i" + root, b"t" + root]
 
 
-def test_a_file_that_was_never_published_is_gone_after_a_crash_with_all_its_names(
-    records: Map, namespace: Namespace
-) -> None:
-    place = make(namespace, ROOT_INO, b"place", DIRECTORY)
-    file = make(namespace, ROOT_INO, b"file", FILE, version=0)
-    run(namespace.link(file.ino, place.ino, b"second"))
-    run(namespace.set_xattr(file.ino, b"user.a", b"1"))
-    loaded = reloaded(records)
-    assert [path for path, _ in walk(loaded)] == [b"/", b"/place"]
-    check(loaded)
-
-
 def test_numbers_of_inodes_that_a_crash_took_are_given_to_no_other_at_once(
     records: Map, namespace: Namespace
 ) -> None:
@@ -394,30 +348,3 @@ def test_a_damaged_record_is_an_error_that_names_it_and_harms_nothing_else(
     assert caught.value.errno == errno.EIO
     assert namespace.lookup(ROOT_INO, b"other") is not None
     assert len(namespace.children(ROOT_INO)) == 2
-
-
-def test_a_full_store_still_lets_names_go(namespace: Namespace, records: Map) -> None:
-    """Removing asks the map for its reserve; making does not."""
-    asked: dict[str, bool] = {}
-    begin = records.begin
-    current = ""
-
-    def spy(size: int = 0, *, urgent: bool = False) -> None:
-        asked[current] = urgent
-        begin(size, urgent=urgent)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "begin", spy)
-        current = "create"
-        file = make(namespace, ROOT_INO, b"file", FILE)
-        current = "mkdir"
-        make(namespace, ROOT_INO, b"directory", DIRECTORY)
-        current = "grow"
-        run(namespace.publish(NewVersion(file.ino, ContentId(1), 1000, 8, 1)))
-        current = "shrink"
-        run(namespace.publish(NewVersion(file.ino, ContentId(2), 10, 8, 1)))
-        current = "unlink"
-        run(while_open(namespace, namespace.unlink(ROOT_INO, b"file")))
-        current = "rmdir"
-        run(namespace.rmdir(ROOT_INO, b"directory"))
-    assert [name for name, urgent in asked.items() if urgent] == ["shrink", "unlink", "rmdir"]

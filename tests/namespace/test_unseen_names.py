@@ -8,7 +8,6 @@ import trio
 import trio.testing
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
-from harness.open_inodes import while_open
 from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host
 
 from irdmafs.backend.kv import Compare, Delete, Put
@@ -52,17 +51,6 @@ async def test_who_comes_later_does_not_see_it_either(keys: EtcdKeys) -> None:
             assert not await sees(third)
             await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
             assert await sees(third)
-
-
-async def test_the_maker_can_change_what_nobody_else_sees(keys: EtcdKeys) -> None:
-    async with two(keys) as (here, there):
-        file = await made(here)
-        await here.set_attributes(file.ino, mode=0o600, uid=7)
-        await here.set_xattr(file.ino, b"user.a", b"1")
-        assert await sees(here)
-        assert not await sees(there)
-        await here.unlink(ROOT_INO, b"file")
-        assert await error_of(made(there)) == "ok"
 
 
 async def test_only_a_file_without_a_version_is_not_seen(keys: EtcdKeys) -> None:
@@ -123,25 +111,6 @@ async def test_its_name_is_free_only_if_its_mount_has_ended(keys: EtcdKeys, ende
         for name in names:
             assert await sees(there, name) == ended
             assert await sees(here, name) == (name != b"create" or not ended)
-
-
-async def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
-    keys: EtcdKeys,
-) -> None:
-    async with two(keys) as (here, there):
-        here.held = lambda ino: True
-        lost, removed = await made(here, b"lost"), await made(here, b"removed")
-        there.ended |= {HERE}
-        await there.remove_abandoned(ROOT_INO + 1)
-        assert await sees(here, b"lost")
-        await while_open(here, here.unlink(ROOT_INO, b"removed"))
-        await there.hub.barrier()
-        await there.remove_abandoned()
-        assert not await sees(here, b"lost")
-        publishing = [
-            here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1)) for file in (lost, removed)
-        ]
-        assert await all_at_once(*publishing) == ["ESTALE", "ok"]
 
 
 class AllClaimed:

@@ -163,30 +163,6 @@ def one_stripe(seed: int = 0) -> Layout:
     return Layout(2, 0, seed)
 
 
-def test_an_extent_waits_for_its_name_as_long_as_its_session_lives(world: World) -> None:
-    session = world.session(5)
-    world.keep(session << 24 | 1)
-    world.keep(session << 24 | 2)
-    assert world.catalog.figures().pending_extents == 2
-    world.name(9, session << 24 | 1, 100, one_stripe())
-    assert world.catalog.figures().pending_extents == 1
-    world.end_session(5)
-    assert world.has(session << 24 | 1)
-    assert not world.has(session << 24 | 2)
-
-
-def test_a_superseded_and_a_deleted_content_is_freed(world: World) -> None:
-    content = world.session(5) << 24
-    for number in (1, 2):
-        world.keep(content + number)
-        world.name(9, content + number, 100, one_stripe())
-    assert not world.has(content + 1)
-    assert world.has(content + 2)
-    world.delete(9)
-    assert not world.has(content + 2)
-    assert world.catalog.freed_extents == 2
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -214,19 +190,6 @@ def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
     world.change((key_of(b"i", 3), record(3, content, 100, one_stripe())), (key_of(b"i", 10), None))
     assert world.has(content)
     world.delete(3)
-    assert not world.has(content)
-
-
-def test_a_pinned_content_stays_until_the_last_pin_goes(world: World) -> None:
-    content = world.published()
-    world.pin(content, 5)
-    world.pin(content, 6)
-    world.delete(9)
-    world.unpin(content, 5)
-    assert world.has(content)
-    world.restart()
-    assert world.has(content)
-    world.unpin(content, 6)
     assert not world.has(content)
 
 

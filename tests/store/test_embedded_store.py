@@ -1,7 +1,6 @@
 """The store directory and its node: extents, pins, what is freed when, and what a crash leaves."""
 
 import errno
-import logging
 import os
 import shutil
 import signal
@@ -255,32 +254,6 @@ def store(tmp_path: Path, in_memory: None) -> Iterator[EmbeddedStore]:
         yield opened
 
 
-def test_a_version_that_is_superseded_is_freed_once_its_last_pin_goes(store: EmbeddedStore) -> None:
-    first = make_file_of(store, b"file", b"one")
-    store.pin(first.extent)
-    store.pin(first.extent)
-    second = make_version(store, first.ino, b"two")
-    assert second.version == first.version + 1
-    assert content_of(store, first.extent) == b"one"
-    store.unpin(first.extent)
-    assert content_of(store, first.extent) == b"one"
-    store.unpin(first.extent)
-    assert set(store.extents) == {second.extent}
-    make_version(store, first.ino, b"three")
-    assert content_of(store, store.namespace.inode(first.ino).extent) == b"three"
-    assert len(set(store.extents)) == 1
-
-
-def test_an_empty_version_keeps_no_extent(store: EmbeddedStore) -> None:
-    full = make_file_of(store, b"file", b"something")
-    empty = make_version(store, full.ino, b"")
-    assert (empty.extent, empty.size, empty.version) == (0, 0, 2)
-    assert set(store.extents) == set()
-    store.pin(NO_CONTENT)
-    store.retire(NO_CONTENT)
-    store.unpin(NO_CONTENT)
-
-
 def test_publishing_the_same_extent_again_keeps_it(store: EmbeddedStore) -> None:
     """A copy that is written in place after its first version."""
     inode = make_file_of(store, b"file", b"one")
@@ -298,35 +271,6 @@ def test_a_retired_extent_that_is_published_after_all_is_kept(store: EmbeddedSto
     run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
     store.unpin(inode.extent)
     assert set(store.extents) == {inode.extent}
-
-
-def test_publishing_to_a_full_store_keeps_the_present_version(
-    tmp_path: Path, in_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise NoSpace("full")
-
-    with Store(tmp_path) as store:
-        inode = make_file_of(store, b"file", b"one")
-        with monkeypatch.context() as patch:
-            patch.setattr(store.namespace.tree.records, "begin", full)
-            with pytest.raises(NoSpace):
-                make_version(store, inode.ino, b"two")
-        now = store.namespace.inode(inode.ino)
-        assert (now.version, now.extent) == (1, inode.extent)
-        assert content_of(store, inode.extent) == b"one"
-    with Store(tmp_path) as store:
-        assert set(store.extents) == {inode.extent}
-
-
-def test_a_forgotten_inode_takes_its_content_with_it(store: EmbeddedStore) -> None:
-    inode = make_file_of(store, b"file", b"one")
-    nameless = run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"file")))
-    assert content_of(store, inode.extent) == b"one"
-    run(store.forget(nameless))
-    run(store.forget(nameless))
-    assert set(store.extents) == set()
-    assert set(store.namespace.inodes) == {ROOT_INO}
 
 
 @pytest.mark.parametrize("power_safe", [True, False])
@@ -401,54 +345,6 @@ def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -
         assert set(store.namespace.inodes) == {ROOT_INO}
         with pytest.raises(StoreInUse, match=rf"pid {os.getpid()}\b"), Store(tmp_path):
             pass
-
-
-def test_starting_frees_working_retired_and_unnamed_extents(
-    tmp_path: Path, in_memory: None
-) -> None:
-    left = tmp_path / "left"
-    with Store(tmp_path / "store") as store:
-        kept = make_file_of(store, b"kept", b"kept")
-        old = make_file_of(store, b"old", b"old")
-        store.pin(old.extent)
-        new = make_version(store, old.ino, b"new")
-        unlinked = make_file_of(store, b"unlinked", b"unlinked")
-        run(while_open(store.namespace, store.namespace.unlink(ROOT_INO, b"unlinked")))
-        working = write(store.extents, b"half of it")
-        assert set(store.extents) == {
-            kept.extent, old.extent, new.extent, unlinked.extent, working
-        }  # fmt: skip
-        shutil.copytree(tmp_path / "store", left)
-    with Store(left) as store:
-        assert {content_of(store, extent) for extent in store.extents} == {b"kept", b"new"}
-        assert store.namespace.lookup(ROOT_INO, b"unlinked") is None
-        check(store.namespace)
-        assert write(store.extents, b"next") > max(kept.extent, new.extent)
-
-
-def test_closing_frees_what_only_a_pin_kept(tmp_path: Path, in_memory: None) -> None:
-    with Store(tmp_path) as store:
-        inode = make_file_of(store, b"file", b"one")
-        store.pin(inode.extent)
-        make_version(store, inode.ino, b"two")
-    assert [path.read_bytes() for path in (tmp_path / "extents").iterdir()] == [b"two"]
-
-
-def test_content_that_is_missing_is_told_with_its_path_and_the_rest_is_served(
-    tmp_path: Path, in_memory: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Store(tmp_path) as store:
-        lost, kept = make_file_of(store, b"lost", b"lost"), make_file_of(store, b"kept", b"kept")
-        path = store.extents.path(lost.extent)
-    os.unlink(path)
-    (tmp_path / "names-closed").unlink()  # everything is looked at after a crash
-    with caplog.at_level(logging.ERROR), Store(tmp_path) as store:
-        [record] = caplog.records
-        assert path in record.getMessage() and f"inode {lost.ino} " in record.getMessage()
-        assert content_of(store, kept.extent) == b"kept"
-        with pytest.raises(OSError, match="missing from the store"):
-            store.extents.open(lost.extent)
-        assert make_version(store, lost.ino, b"again").version == 2
 
 
 def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(

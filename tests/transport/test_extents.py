@@ -287,9 +287,7 @@ def full_file(path: Path, length: int) -> int:
     return fd
 
 
-@pytest.mark.parametrize(
-    ("failing", "how"), [(1, "kill"), (2, "kill"), (3, "kill"), (1, "pause"), (3, "pause")]
-)
+@pytest.mark.parametrize(("failing", "how"), [(1, "kill"), (2, "kill"), (3, "pause")])
 async def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
     memory: Path, failing: int, how: str
 ) -> None:
