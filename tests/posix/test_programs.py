@@ -160,30 +160,27 @@ def test_zarr(folder: Path, process: TakeProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def torch_processes() -> Iterator[tuple[Process, Process]]:
-    with Process() as one, Process() as two:
-        yield one, two
+def torch_process() -> Iterator[Process]:
+    with Process() as one:
+        yield one
 
 
 @pytest.fixture
-def torch_pair(torch_processes: tuple[Process, Process]) -> Iterator[tuple[Process, Process]]:
-    """Two processes that have torch, and no file of another test."""
-    for one in torch_processes:
-        need_modules(one, "torch", "torch.distributed.checkpoint")
-        one.do("import warnings; warnings.simplefilter('ignore')")
-    yield torch_processes
-    for one in torch_processes:
-        assert one.reset()
+def torch(torch_process: Process) -> Iterator[Process]:
+    """A process that has torch, and no file of another test."""
+    need_modules(torch_process, "torch", "torch.distributed.checkpoint")
+    torch_process.do("import warnings; warnings.simplefilter('ignore')")
+    yield torch_process
+    assert torch_process.reset()
 
 
-def test_torch_saves_and_loads(folder: Path, torch_pair: tuple[Process, Process]) -> None:
-    one, two = torch_pair
+def test_torch_saves_and_loads(folder: Path, torch: Process) -> None:
     path = str(folder / "model.pt")
-    one.do("s = {f'l{n}.w': torch.full((256, 256), float(n)) for n in range(10)}")
+    torch.do("s = {f'l{n}.w': torch.full((256, 256), float(n)) for n in range(10)}")
     for version in (0, 1):
-        one.do("torch.save({k: v + version for k, v in s.items()}, p)", p=path, version=version)
+        torch.do("torch.save({k: v + version for k, v in s.items()}, p)", p=path, version=version)
         for mapped in (False, True):
-            found = two.do(
+            found = torch.do(
                 "l = torch.load(p, mmap=mapped, weights_only=True)\n"
                 "{k: (float(v.min()), float(v.max())) for k, v in l.items()}",
                 p=path,
@@ -192,20 +189,19 @@ def test_torch_saves_and_loads(folder: Path, torch_pair: tuple[Process, Process]
             assert found == {f"l{n}.w": (n + version, n + version) for n in range(10)}
 
 
-def test_torch_distributed_checkpoint(folder: Path, torch_pair: tuple[Process, Process]) -> None:
-    one, two = torch_pair
+def test_torch_distributed_checkpoint(folder: Path, torch: Process) -> None:
     path = str(folder / "checkpoint")
     for version in (1.0, 2.0):
-        one.do(
+        torch.do(
             "torch.distributed.checkpoint.save({'w': torch.full((999, 9), v)}, checkpoint_id=p)",
             p=path,
             v=version,
         )
-        two.do(
+        torch.do(
             "s = {'w': torch.zeros(999, 9)}; torch.distributed.checkpoint.load(s, checkpoint_id=p)",
             p=path,
         )
-        assert two.do("float(s['w'].min()), float(s['w'].max())") == (version, version)
+        assert torch.do("float(s['w'].min()), float(s['w'].max())") == (version, version)
 
 
 # -- databases -------------------------------------------------------------------------------
