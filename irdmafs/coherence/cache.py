@@ -18,7 +18,7 @@ from .content import Content, State
 from .host import Host
 from .in_place import InPlace
 from .isolation import Isolation
-from .kernel_cache import KernelCache
+from .kernel_cache import KernelCache, Name
 from .looks import Looks
 from .nodes import Handle, Node
 from .publishing import Publisher
@@ -65,8 +65,10 @@ class Cache:
 
     # -- open ------------------------------------------------------------------------------------
 
-    async def open(self, inode: Inode, node: Node, flags: int, pid: int) -> Handle:
-        """Open the file for a request that came to `node`.
+    async def open(
+        self, inode: Inode, node: Node, flags: int, pid: int, name: Name | None
+    ) -> Handle:
+        """Open the file for a request that came to `node`, by this name if one is known.
 
         Raises OSError ESTALE when the kernel has to look the name up again.
         """
@@ -80,7 +82,7 @@ class Cache:
                 inode = self._inodes[inode.ino]
             if flags & os.O_ACCMODE:
                 inode = await self._settled(inode, flags)
-            content, cut = self.routes.choose(inode, node, flags, pid, promise)
+            content, cut = self.routes.choose(inode, node, flags, pid, promise, name)
             handle = self._open(node, content, flags, pid)
         finally:
             if promise is not None:

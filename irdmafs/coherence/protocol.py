@@ -12,7 +12,6 @@ from .cache import Cache
 from .kernel_cache import Name
 from .kernel_locks import KernelLocks
 from .nodes import Node
-from .trail import TrailStep
 
 _FOREVER_S: Final = 86_400.0
 
@@ -72,6 +71,7 @@ class Coherence:
         self.namespace = namespace
         self._cache = cache
         self._nodes = cache.nodes
+        self._promises = cache.routes.promises
 
     @property
     def has_private_views(self) -> bool:
@@ -107,6 +107,8 @@ class Coherence:
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
         """Return for how many seconds the kernel may believe that a directory does not have a name, which
         `find` has not found; None: use `find_fresh`."""
+        if self._promises:
+            self._cache.routes.withdraw(pid, 0)
         # A process that waits for a name looks it up before the kernel has noted the answered change.
         watches = self.namespace.watches
         return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S
@@ -118,8 +120,12 @@ class Coherence:
     # -- what lookups and opens come to ------------------------------------------------------------
 
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        """Return the inode that a name leads to as far as is known here. Raises OSError."""
-        return self.namespace.lookup(parent, name)
+        """Return the inode that a name leads to as far as is known here, or the one that the thread's open
+        is promised. Raises OSError."""
+        inode = self.namespace.lookup(parent, name)
+        if self._promises and inode is not None:
+            self._cache.routes.follow(pid, (parent, name), inode)
+        return inode
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         """Return the inode that a name leads to now. Raises OSError."""
@@ -139,9 +145,7 @@ class Coherence:
         Raises OSError ESTALE."""
         return self._nodes.get(node_id)
 
-    async def settle(
-        self, node_id: int, flags: int, pid: int
-    ) -> tuple[Node, Inode, TrailStep | None]:
+    async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         """Return the node and inode that an open of a file gets, and its name, if one is known. The newest
         content is on this host then, and counted as opened. Raises OSError; ESTALE: the kernel has to look
         the name up again."""
@@ -151,10 +155,6 @@ class Coherence:
         """Return the node and inode that the names a thread looked up lead to. `by_name`: no other way
         counts. Raises OSError; ESTALE: the kernel has to look them up again."""
         return self._nodes.get(node_id)
-
-    def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
-        """Make the thread find this inode by the name again, after its open was refused with ESTALE. On one
-        host the cache itself leads it there."""
 
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         """Return the inode when this host's programs see nothing older than its version. `content`: its

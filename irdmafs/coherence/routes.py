@@ -1,18 +1,68 @@
 """Which node an open gets, so that the kernel can pass its content through.
 
-An idle node shows whatever it is opened for. An open that arrives at a node with another content is
-promised its own content on another node, and refused: see redirects.py.
+An idle node shows whatever it is opened for. The kernel decides by name which node an open goes to, and
+does not know which content we would give it. An open that arrives at a node with another content is
+answered ESTALE, and its thread is promised the content on another node. The kernel then looks the name up
+once more, and the lookup leads it to the node that is ready for it: the second try is the last one. If the
+name has come to mean another file by then, the promise is about that one from then on (`follow`), or, where
+that may have to be fetched from other hosts, the thread is led to the file that it came to (`led`). A file
+that is opened without a name (/proc/self/fd, a file that is bind-mounted) comes back without a lookup in
+between; by fanotify, never.
 """
 
 import errno
 import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 from ..backend.namespace import Inode, fail
 from .content import Content, State
 from .host import Host
+from .kernel_cache import Name
 from .nodes import Node
-from .redirects import Key, Promise, Redirects
 from .sharing import Sharing, truncates
+
+# The kernel comes back at once, unless this daemon or the thread is kept from its processor; an older
+# promise belongs to an open that died.
+_MAX_AGE_S = 10.0
+_MAX_PROMISES = 65536
+
+_Slot = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    """An open by a thread with `flags`, which came to one node by a `name`, if that is known, and will find
+    its content on another when it comes again. `cut`: the content is to be emptied for it."""
+
+    slot: _Slot
+    name: Name | None
+    came_to: Node
+    node: Node
+    content: Content
+    flags: int
+    cut: bool
+    looked_up: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def joins(self) -> bool:
+        """Return whether the open is to write a content that others may write, too."""
+        writes = self.flags & os.O_ACCMODE != os.O_RDONLY
+        return writes and (self.cut or not self.flags & os.O_TRUNC)
+
+    @property
+    def is_old(self) -> bool:
+        return time.monotonic() - self.since >= _MAX_AGE_S
+
+    def is_kept_by(self, node: Node, flags: int) -> bool:
+        """Return whether an open by the thread is the promised one."""
+        return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
+
+    def is_nameless(self, node: Node) -> bool:
+        """Return whether the open came to the same node again without a lookup in between."""
+        return self.came_to is node and not self.looked_up
 
 
 class Routes:
@@ -20,25 +70,24 @@ class Routes:
 
     def __init__(self, host: Host, sharing: Sharing) -> None:
         self._host = host
+        self._inodes = host.inodes
         self._kernel = host.kernel
         self._table = host.table
         self._nodes = host.nodes
         self._sharing = sharing
-        self._redirects = Redirects()
-        # Checked by each open, which then needs no call.
-        self.promises = self._redirects.promises
-        # In a cluster a thread is led to the file that its open was refused (trail.py).
-        self._may_move = host.store.freshness is None
+        # The promises not kept yet, at most one for each thread, and for each inode one for all threads
+        # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
+        self.promises: dict[_Slot, Promise] = {}
+        # How many threads are on their way to a node of each inode.
+        self._awaited: Counter[int] = Counter()
 
     # -- lookups ---------------------------------------------------------------------------------
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """Return the node that a lookup of the inode's name by this thread finds."""
-        if self.promises:
-            promise = self._redirects.promised((pid, inode.ino)) or self._moved(pid, inode)
-            if promise is not None:
-                promise.looked_up = True
-                return promise.node
+        if self.promises and (promise := self._promised(pid, inode.ino)) is not None:
+            promise.looked_up = True
+            return promise.node
         node = self._nodes.main.get(inode.ino)
         if node is None or ((node.opens or node.promised) and not self._shows_current(node, inode)):
             for node in self._nodes.of(inode.ino):
@@ -49,19 +98,29 @@ class Routes:
             self._nodes.main[inode.ino] = node
         return node
 
-    def _moved(self, pid: int, inode: Inode) -> Promise | None:
-        """Return the promise to a thread whose open was refused because another node has to show the file,
-        for the file that its name leads to now: the kernel tries only twice. Raises OSError (ENOSPC,
-        EMFILE)."""
-        before = self._redirects.of_thread(pid) if self._may_move else None
-        if before is None or not inode.is_file or not before.may_move:
-            return None
-        self._withdraw_stale()
-        content, cut = self._sharing.content_for(inode, before.flags)
-        moves = before.moves + 1
-        return self._promise(
-            (pid, inode.ino), before.came_to, content, inode, before.flags, cut=cut, moves=moves
-        )
+    def led(self, pid: int, name: Name) -> Inode | None:
+        """Return the file that a thread's open came to by a name, and is promised when it looks the name up
+        again. The kernel asks twice: for the entry that it has, and for the one that replaced it."""
+        promise = self._by_name(pid, name)
+        return None if promise is None else self._inodes.get(promise.content.ino)
+
+    def follow(self, pid: int, name: Name, inode: Inode) -> None:
+        """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
+        has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
+        promise = self._by_name(pid, name)
+        if promise is None or promise.content.ino == inode.ino or not inode.is_file:
+            return
+        flags = promise.flags
+        if flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
+            content, cut = self._sharing.content_for(inode, flags)
+            self._promise(inode, flags, pid, name, promise.came_to, content, cut=cut)
+
+    def _by_name(self, pid: int, name: Name) -> Promise | None:
+        slots = [(pid, 0)] if pid else [slot for slot in self.promises if not slot[0]]
+        for promise in filter(None, map(self.promises.get, slots)):
+            if promise.name == name and not promise.is_old:
+                return promise
+        return None
 
     def _shows_current(self, node: Node, inode: Inode) -> bool:
         if not node.is_bound:
@@ -71,15 +130,21 @@ class Routes:
 
     def names_are_stable(self, ino: int) -> bool:
         """Return whether the kernel may keep the answer of a lookup: every thread gets the same node."""
-        return ino not in self._table.private and ino not in self._redirects.inodes
+        return ino not in self._table.private and ino not in self._awaited
 
     # -- opens -----------------------------------------------------------------------------------
 
     def choose(
-        self, inode: Inode, node: Node, flags: int, pid: int, promise: Promise | None
+        self,
+        inode: Inode,
+        node: Node,
+        flags: int,
+        pid: int,
+        promise: Promise | None,
+        name: Name | None,
     ) -> tuple[Content, bool]:
-        """Return the content that an open arriving at `node` gets, and whether it is to be emptied. May
-        begin a private one.
+        """Return the content that an open arriving at `node` by a name gets, and whether it is to be
+        emptied. May begin a private one.
 
         Raises OSError ESTALE if another node has to show it: the kernel will look up and open again.
         """
@@ -97,7 +162,7 @@ class Routes:
         bindable = content.state is not State.REPLACING or nameless
         if node.content is content if node.is_bound else bindable:
             return content, cut
-        self._promise((pid, inode.ino), node, content, inode, flags, cut=cut)
+        self._promise(inode, flags, pid, name, node, content, cut=cut)
         raise fail(errno.ESTALE)
 
     def comes_by_no_name(self, node: Node, flags: int) -> bool:
@@ -134,31 +199,35 @@ class Routes:
 
     # -- promises --------------------------------------------------------------------------------
 
-    def promise(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
+    def promise(
+        self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
+    ) -> None:
         """Prepare the thread's second try, which comes by name, or to the same node."""
         self._withdraw_stale()
         content, cut = self._sharing.content_for(inode, flags)
         if came_to is None or came_to.ino != inode.ino:
             came_to = self.node_of(inode, 0)
-        self._promise((pid, inode.ino), came_to, content, inode, flags, cut=cut)
+        self._promise(inode, flags, pid, name, came_to, content, cut=cut)
 
     def is_promised(self, pid: int, ino: int) -> bool:
         """Return whether the thread's open of the inode was led to another node."""
-        return self._redirects.promised((pid, ino)) is not None
+        return self._promised(pid, ino) is not None
+
+    def _promised(self, pid: int, ino: int) -> Promise | None:
+        promise = self.promises.get(_slot(pid, ino))
+        return promise if promise is not None and promise.content.ino == ino else None
 
     def take(self, pid: int, ino: int) -> Promise | None:
         """Return the promise to a thread for this inode; the caller has to `end` it."""
-        promise = self._redirects.take((pid, ino))
-        if promise is not None and promise.key[1] != ino:
+        promise = self._taken(_slot(pid, ino))
+        if promise is not None and promise.content.ino != ino:
             self.end(promise)
             return None
         return promise
 
     def withdraw(self, pid: int, ino: int) -> None:
         """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
-        promise = self._redirects.take((pid, ino))
-        if promise is not None:
-            self.end(promise)
+        self._withdraw(_slot(pid, ino))
 
     def end(self, promise: Promise) -> None:
         """End a promise: its open came, or never will."""
@@ -169,30 +238,53 @@ class Routes:
         if not node.is_bound:
             self._host.idle(node)
 
+    def _taken(self, slot: _Slot) -> Promise | None:
+        promise = self.promises.pop(slot, None)
+        if promise is not None:
+            ino = promise.content.ino
+            self._awaited[ino] -= 1
+            if not self._awaited[ino]:
+                del self._awaited[ino]
+        return promise
+
+    def _withdraw(self, slot: _Slot) -> None:
+        promise = self._taken(slot)
+        if promise is not None:
+            self.end(promise)
+
     def _withdraw_stale(self) -> None:
-        """Withdraw promises whose open has not come, so that nobody joins their contents."""
-        for pid, ino in self._redirects.stale():
-            self.withdraw(pid, ino)
+        """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
+        contents."""
+        too_many = len(self.promises) - _MAX_PROMISES
+        for number, promise in enumerate(list(self.promises.values())):
+            if number >= too_many and not promise.is_old:
+                return
+            self._withdraw(promise.slot)
 
     def _promise(
         self,
-        key: Key,
-        came_to: Node,
-        content: Content,
         inode: Inode,
         flags: int,
+        pid: int,
+        name: Name | None,
+        came_to: Node,
+        content: Content,
         *,
         cut: bool,
-        moves: int = 0,
-    ) -> Promise:
+    ) -> None:
         """Make the next lookup by this thread find a node for the content."""
-        self.withdraw(*key)
+        slot = _slot(pid, inode.ino)
+        self._withdraw(slot)
         node = self._node_for(inode, content)
         if not node.is_bound:
             node.content = content
         self._table.hold(content)
         node.promised += 1
-        promise = Promise(key, came_to, node, content, flags, cut, moves)
+        promise = Promise(slot, name, came_to, node, content, flags, cut)
         content.awaited += promise.joins
-        self._redirects.add(promise)
-        return promise
+        self.promises[slot] = promise
+        self._awaited[inode.ino] += 1
+
+
+def _slot(pid: int, ino: int) -> _Slot:
+    return (pid, 0) if pid else (0, ino)

@@ -125,7 +125,11 @@ class Shared(Coherence):
             self._beliefs.name(node.name, inode.ino, valid_s)
 
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
-        if not self._trails.are_usual() or not self._freshness.is_missing(parent.ino, name):
+        if (
+            self._promises
+            or self._trails.retries
+            or not self._freshness.is_missing(parent.ino, name)
+        ):
             return None
         self._trails.missed(pid)
         self._kernel_names.found((parent.ino, name), None)
@@ -140,13 +144,13 @@ class Shared(Coherence):
     # -- what lookups and opens come to ------------------------------------------------------------
 
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        if not self._trails.are_usual():
+        if self._promises or self._trails.retries:
             retry = self._trails.retry(pid, (parent, name))
             if retry is not None and not self._is_over(retry, pid):
                 if not retry.ino:
                     return None  # find_fresh prepares it
                 retry.lookups += 1
-            led = self._led(parent, name, pid)
+            led = self._cache.routes.led(pid, (parent, name))
             if led is not None:
                 return led
         if self._freshness.is_deferred_elsewhere(parent):
@@ -181,6 +185,8 @@ class Shared(Coherence):
                     return inode
         if inode is None:
             self._trails.missed(pid)
+            if self._promises:
+                self._cache.routes.withdraw(pid, 0)
             self._kernel_names.found((parent.ino, name), None)
         else:
             self._trails.note(pid, parent.ino, name, inode)
@@ -208,14 +214,8 @@ class Shared(Coherence):
             self._cache.routes.withdraw(pid, retry.ino)
         return True
 
-    def _led(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        """Return the inode to which a thread is led by a name, whose open comes once more."""
-        ino = self._trails.led(pid, (parent, name))
-        is_led = ino and self._cache.routes.is_promised(pid, ino)
-        return self._inodes.get(ino) if is_led else None
-
     def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
-        led = self._led(parent, name, pid)
+        led = self._cache.routes.led(pid, (parent, name))
         if led is not None:
             return led
         inode = self.namespace.lookup(parent, name)
@@ -240,18 +240,17 @@ class Shared(Coherence):
     def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
         return None
 
-    async def settle(
-        self, node_id: int, flags: int, pid: int
-    ) -> tuple[Node, Inode, TrailStep | None]:
+    async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         is_second, empties = self._trails.retry(pid) is not None, truncates(flags)
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
-        promises = self._cache.routes.promises
-        if promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
+        if self._promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
         else:
+            if self._promises:
+                self._cache.routes.withdraw(pid, 0)  # it opens something else
             asked = self._inodes.get(node.ino) if node is not None else None
             if asked is None and name is not None:
                 asked = self._inodes.get(name.parent)
@@ -269,7 +268,7 @@ class Shared(Coherence):
                 if not is_held:
                     if name is None and inode.is_file:
                         # Through a descriptor: the second try, the last one, comes to the same node.
-                        await self._prepare(inode, flags, pid, node)
+                        await self._prepare(inode, flags, pid, node, None)
                     raise fail(errno.ESTALE)
                 if not empties:
                     inode = await self._bring(inode)
@@ -280,7 +279,8 @@ class Shared(Coherence):
                     if led is None and not is_second:
                         self._trails.expect(pid, (name.parent, name.name), flags)
                 raise
-        return node, await self._refreshed(inode, content=not empties), name
+        inode = await self._refreshed(inode, content=not empties)
+        return node, inode, None if name is None else name[:2]
 
     async def _lead_on(
         self, name: TrailStep, flags: int, pid: int, came_to: Node | None
@@ -293,33 +293,33 @@ class Shared(Coherence):
             if found is None or not found.is_file:
                 return None
             try:
-                await self._prepare(found, flags, pid, came_to)
+                await self._prepare(found, flags, pid, came_to, name[:2])
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
                 await self.freshen(found)  # that one is gone, too
             else:
-                self.come_again(pid, name, found.ino)
                 return found
         return None
 
-    async def _prepare(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
+    async def _prepare(
+        self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
+    ) -> None:
         """Have a thread's second try find the file ready to be opened."""
         if not truncates(flags):
             inode = await self._bring(inode)
             self._store.count_open(inode.extent)
-        self._cache.routes.promise(inode, flags, pid, came_to)
+        self._cache.routes.promise(inode, flags, pid, came_to, name)
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
         names = self._trails.take(pid)
+        if self._promises:
+            self._cache.routes.withdraw(pid, 0)
         fresh = await self._freshen(self._nodes.inode_of(node_id), content=False)
         node, inode = self._nodes.get(node_id)
         if not self._trails.hold(pid, names, inode.ino, believed=fresh or not by_name):
             raise fail(errno.ESTALE)
         return node, inode
-
-    def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
-        self._trails.lead(pid, (name.parent, name.name), ino)
 
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         if content:
@@ -354,6 +354,8 @@ class Shared(Coherence):
 
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         self._trails.forget(pid)  # the thread's lookups were for this change
+        if self._promises:
+            self._cache.routes.withdraw(pid, 0)
         return self._beliefs.changing(*names)
 
     def known_directories(self, *names: Name) -> dict[Name, int]:

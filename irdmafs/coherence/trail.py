@@ -4,8 +4,9 @@ In a cluster a name that is found in the replica is answered at once: a path of 
 five round trips otherwise. The open that follows asks etcd once, and then every name that led to it must
 still lead to the same inode. If one does not, the open is answered ESTALE. The kernel then looks the path
 up again and tries a second time, the last one. So the second try must not be refused, although the name
-may lead to yet another file by then: the thread is *led* to a file that had the name after its open began.
-If there is none when the open is refused, the lookups of the second try prepare what they find (`Retry`).
+may lead to yet another file by then: the thread is promised a file that had the name after its open began
+(routes.py). If there is none when the open is refused, the lookups of the second try prepare what they find
+(`Retry`).
 
 An open without a lookup before it comes by a name that the kernel believed. That is right under a
 directory lease; otherwise the kernel has to look again.
@@ -58,10 +59,9 @@ class LookupTrails:
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._of: OrderedDict[int, list[TrailStep]] = OrderedDict()
-        # By thread: the last name of the path whose open was refused; the name that leads to an inode.
+        # By thread: the last name of the path whose open was refused.
         self._refused: dict[int, bytes] = {}
-        self._led: dict[int, tuple[int, Name]] = {}
-        self._retries: dict[int, Retry] = {}
+        self.retries: dict[int, Retry] = {}
 
     def note(
         self, pid: int, parent: int, name: bytes, inode: Inode, *, private: bool = False
@@ -78,19 +78,17 @@ class LookupTrails:
 
     def take(self, pid: int) -> Sequence[TrailStep]:
         """Return, and forget, what a thread that opens a file has looked up."""
-        self._led.pop(pid, None)
-        self._retries.pop(pid, None)
+        self.retries.pop(pid, None)
         return self._of.pop(pid, ())
 
     def forget(self, pid: int) -> None:
         """Forget a thread: its lookups were not for an open, or its open does not come again."""
         self.missed(pid)
-        self._retries.pop(pid, None)
+        self.retries.pop(pid, None)
 
     def missed(self, pid: int) -> None:
         """Note that a thread found nothing: an open comes again if it makes files, with another lookup."""
         self._of.pop(pid, None)
-        self._led.pop(pid, None)
         self._refused.pop(pid, None)
 
     def hold(self, pid: int, names: Sequence[TrailStep], ino: int, *, believed: bool) -> bool:
@@ -127,31 +125,15 @@ class LookupTrails:
         except OSError:  # the directory is gone
             return None
 
-    def lead(self, pid: int, name: Name, ino: int) -> None:
-        """Have the thread find this inode when it looks the name up again."""
-        if len(self._led) >= _THREADS_MAX:
-            self._led.clear()
-        self._led[pid] = ino, name
-
-    def are_usual(self) -> bool:
-        """Return whether no thread is led, or at a second try."""
-        return not (self._led or self._retries)
-
-    def led(self, pid: int, name: Name) -> int:
-        """Return the inode to which the thread is led by a name, 0 if it is not. The kernel asks twice: for
-        the entry that it has, and for the one that replaced it."""
-        found = self._led.get(pid)
-        return found[0] if found is not None and found[1] == name else 0
-
     def expect(self, pid: int, name: Name, flags: int) -> None:
         """Note that the thread's open was refused, and that its name leads to no file now."""
-        if len(self._retries) >= _THREADS_MAX:
-            self._retries.clear()
+        if len(self.retries) >= _THREADS_MAX:
+            self.retries.clear()
         # Threads whose number cannot be seen are taken for one.
         if pid:
-            self._retries[pid] = Retry(name, flags)
+            self.retries[pid] = Retry(name, flags)
 
     def retry(self, pid: int, name: Name | None = None) -> Retry | None:
         """Return the second try that a thread is at, by this name if one is given."""
-        found = self._retries.get(pid)
+        found = self.retries.get(pid)
         return found if found is not None and name in (None, found.name) else None

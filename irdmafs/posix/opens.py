@@ -34,10 +34,10 @@ class Opens(Part):
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
-        name = None
         arrived = self._coherence.arrived(inode)
         if arrived is not None:
             node, found = arrived
+            name = node.name
         else:
             node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
         if not stat.S_ISREG(found.mode):
@@ -49,15 +49,8 @@ class Opens(Part):
             found = self._inodes[found.ino]
         if self._store.sends:
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
-        try:
-            handle = await self._cache.open(found, node, flags, ctx.pid)
-        except OSError as error:
-            if error.errno == errno.ESTALE and name is not None:
-                # It has to come back by the same name, although that may mean another file by then.
-                self._coherence.come_again(ctx.pid, name, found.ino)
-            raise
-        if name is not None:
-            handle.name = name[:2]
+        handle = await self._cache.open(found, node, flags, ctx.pid, name)
+        handle.name = name
         return self._opened(handle)
 
     async def create(

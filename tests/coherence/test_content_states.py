@@ -165,7 +165,7 @@ class Contents(RuleBasedStateMachine):
             if flags & os.O_TRUNC:
                 self.wholes[ino].add(b"")
             try:
-                handle = await self.cache.open(inode, node, flags, PID)
+                handle = await self.cache.open(inode, node, flags, PID, None)
             except OSError as error:
                 assert error.errno == errno.ESTALE and not last
             else:

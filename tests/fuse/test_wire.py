@@ -282,7 +282,7 @@ class Served:
         self.request(Opcode.MKNOD, ROOT, wire.MKNOD_IN.pack(0o100644, 0, 0, 0) + name + b"\0")
         truncating = os.O_WRONLY | os.O_TRUNC
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
+            patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
             assert opened(self, lookup(self, name, pid), truncating, pid)[0] == errno.ESTALE
         opened(self, lookup(self, name, pid), truncating, pid)
         self.release_all()
@@ -745,7 +745,7 @@ async def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_ot
         assert opened(served, lookup(served, b"file"), truncating)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
+            patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
             assert opened(served, lookup(served, b"other"), truncating)[0] == errno.ESTALE
 
 
@@ -803,7 +803,7 @@ async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
     async with serving(mode) as served:
         node_id = write_whole(served, b"file", b"weights")
         assert opened(served, node_id, os.O_WRONLY | os.O_TRUNC, pid=1)[0] == errno.ESTALE
-        monkeypatch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
+        monkeypatch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
         error, fh = opened(served, node_id, os.O_WRONLY | os.O_APPEND, pid=2)
         assert error == 0
         assert served.store.extents.stat(content_of(served, fh).extent).st_size == len(b"weights")
