@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ..backend.model.records import NO_CONTENT, ContentId
 from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
 
@@ -23,7 +24,8 @@ class Node:
 
     `promised` counts opens that are on their way here. `cached` is the mode of the present opens: through
     the daemon and the page cache, not passthrough. `backing_extent` is the extent of the kernel's
-    `backing_id`. `outdated`: the kernel has yet to be told that the attributes of its first answer are.
+    `backing_id`, and `read_ns` its access time when that was looked at. `outdated`: the kernel has yet to
+    be told that the attributes of its first answer are.
     """
 
     id: int
@@ -35,7 +37,8 @@ class Node:
     content: Content | None = None
     cached: bool = False
     backing_id: int = 0
-    backing_extent: int = 0
+    backing_extent: ContentId = NO_CONTENT
+    read_ns: int = 0
     # The privileges of the file (see privileges) that the kernel knows of.
     told: int = 0
     # The directory and name by which the kernel last found it.

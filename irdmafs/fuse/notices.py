@@ -9,7 +9,7 @@ from typing import Any, Final
 import trio
 
 from ..backend.files.extents import ExtentStore
-from ..backend.model.records import ContentId
+from ..backend.model.records import NO_CONTENT, ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.atimes import Atimes
@@ -22,8 +22,8 @@ _CAUGHT_UP_S: Final = 0.1
 
 
 class Notices(KernelCache):
-    """The kernel's memory of a mount with a kernel session. `atimes` is told of reads that pass through to
-    files of `extents`, and of their end."""
+    """The kernel's memory of a mount with a kernel session. `atimes` is told when reads pass through to a
+    file of `extents` no more."""
 
     def __init__(
         self,
@@ -105,27 +105,25 @@ class Notices(KernelCache):
         if fd < 0:
             fd = self._extents.open(extent)
         try:
-            atime_ns = os.fstat(fd).st_atime_ns
+            node.read_ns = os.fstat(fd).st_atime_ns
             node.backing_id = passthrough.register(self._connection.fd, fd)
         finally:
             if fd != content.fd:
                 os.close(fd)
         node.backing_extent = extent
         self._backed.setdefault(extent, set()).add(node)
-        self._atimes.passes(node, extent, atime_ns)
 
     def drop_backing(self, node: Node) -> None:
         if node.backing_id:
             self._atimes.gone(node)
             passthrough.unregister(self._connection.fd, node.backing_id)
             self._remove(node)
-            node.backing_id = node.backing_extent = 0
+            node.backing_id, node.backing_extent = 0, NO_CONTENT
 
     def move_backing(self, node: Node, extent: ContentId) -> None:
         self._remove(node)
         node.backing_extent = extent
         self._backed.setdefault(extent, set()).add(node)
-        self._atimes.moved(node, extent)
 
     def backed_by(self, extent: ContentId) -> list[Node]:
         return list(self._backed.get(extent, ()))

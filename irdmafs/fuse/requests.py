@@ -362,7 +362,7 @@ class Requests:
                 self._deferred.carry_out(self._cancel(info.handle, lookups), "giving up an open")
                 raise
         if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
-            self._fs.atimes.opened(node.ino)
+            self._fs.atimes.opened(node)
         return wire.OPEN_OUT.pack(info.handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:

@@ -11,11 +11,11 @@ import ctypes
 import os
 import struct
 import time
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from ..backend.files.extents import ExtentStore
 from ..backend.model.clock import now_ns
-from ..backend.model.records import NO_CONTENT, ContentId
+from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode, Namespace
 from ..coherence.nodes import Node
 from ..mount_options import MountOptions
@@ -33,11 +33,6 @@ _AT_FDCWD: Final = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Passed(NamedTuple):
-    extent: ContentId
-    atime_ns: int
-
-
 class Atimes:
     """Access times that are newer than the inodes' records."""
 
@@ -46,40 +41,20 @@ class Atimes:
         self._noatime = options.read_only or options.noatime
         self._nodiratime = self._noatime or options.nodiratime
         self._read: dict[int, int] = {}
-        # By inode and node: the extent that reads pass through to, and its access time when they began to.
-        self._passed: dict[int, dict[Node, _Passed]] = {}
-        # Inodes that may have been read past us since their extents were looked at.
-        self._may_be_read: set[int] = set()
+        # By inode: the nodes through which it may have been read since their extents were looked at.
+        self._may_be_read: dict[int, set[Node]] = {}
 
-    def passes(self, node: Node, extent: ContentId, atime_ns: int) -> None:
-        """Note that reads of a node are about to pass through to an extent, last read at `atime_ns`."""
+    def opened(self, node: Node) -> None:
+        """Note that a node whose reads pass through was opened for reading."""
         if not self._noatime:
-            if len(self._passed) >= _KNOWN_MAX:
-                _drop_first(self._passed)
-            self._passed.setdefault(node.ino, {})[node] = _Passed(extent, atime_ns)
-
-    def opened(self, ino: int) -> None:
-        """Note that an inode whose reads pass through was opened for reading."""
-        if ino in self._passed:
-            self._may_be_read.add(ino)
-
-    def moved(self, node: Node, extent: ContentId) -> None:
-        """Note that the extent which reads of a node pass through to has another number now."""
-        passed = self._passed.get(node.ino)
-        if passed is not None and node in passed:
-            passed[node] = passed[node]._replace(extent=extent)
+            self._may_be_read.setdefault(node.ino, set()).add(node)
 
     def gone(self, node: Node) -> None:
         """Note that reads of a node pass through no more; the extent may go."""
-        ino = node.ino
-        passed = self._passed.get(ino)
-        if passed is not None and node in passed:
-            if ino in self._may_be_read:
-                self._look(ino)
-            del passed[node]
-            if not passed:
-                del self._passed[ino]
-                self._may_be_read.discard(ino)
+        nodes = self._may_be_read.get(node.ino)
+        if nodes is not None and node in nodes:
+            self._look_at(node)
+            self._forget(node, nodes)
 
     def read(self, inode: Inode) -> None:
         """Note that an inode was read through the daemon."""
@@ -95,7 +70,7 @@ class Atimes:
 
     def _note(self, ino: int, atime_ns: int) -> None:
         if len(self._read) >= _KNOWN_MAX:
-            _drop_first(self._read)
+            del self._read[next(iter(self._read))]
         self._read[ino] = atime_ns
 
     def of(self, inode: Inode) -> int:
@@ -119,28 +94,32 @@ class Atimes:
         self._read.pop(inode.ino, None)
         seconds, rest = divmod(inode.atime_ns, _SECOND_NS)
         times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)
-        nodes = self._passed.get(inode.ino, {})
-        for extent in {inode.extent, *(passed.extent for passed in nodes.values())} - {NO_CONTENT}:
+        nodes = self._may_be_read.get(inode.ino, ())
+        for extent in {inode.extent, *(node.backing_extent for node in nodes)} - {NO_CONTENT}:
             path = os.fsencode(self._extents.path(extent))
             if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
-                for node, passed in nodes.items():
-                    if passed.extent == extent:
-                        nodes[node] = passed._replace(atime_ns=inode.atime_ns)
+                for node in nodes:
+                    if node.backing_extent == extent:
+                        node.read_ns = inode.atime_ns
 
     def _look(self, ino: int) -> None:
         """Look at the extents of an inode that may have been read."""
-        nodes = self._passed.get(ino, {})
-        if not any(node.is_bound for node in nodes):
-            self._may_be_read.remove(ino)
-        for node, passed in nodes.items():
-            try:
-                found = self._extents.stat(passed.extent).st_atime_ns
-            except OSError:
-                continue
-            if found != passed.atime_ns:
-                self._note(ino, found)
-                nodes[node] = passed._replace(atime_ns=found)
+        nodes = self._may_be_read[ino]
+        for node in [*nodes]:
+            self._look_at(node)
+            if not node.is_bound:
+                self._forget(node, nodes)
 
+    def _look_at(self, node: Node) -> None:
+        try:
+            found = self._extents.stat(node.backing_extent).st_atime_ns
+        except OSError:
+            return
+        if found != node.read_ns:
+            self._note(node.ino, found)
+            node.read_ns = found
 
-def _drop_first(known: dict[int, Any]) -> None:
-    del known[next(iter(known))]
+    def _forget(self, node: Node, nodes: set[Node]) -> None:
+        nodes.remove(node)
+        if not nodes:
+            del self._may_be_read[node.ino]
