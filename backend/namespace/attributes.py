@@ -30,7 +30,7 @@ REPLICAS = b"user.irdmafs.replicas"
 STRIPE_SIZE = b"user.irdmafs.stripe_size"
 PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
-# "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.isolation).
+# "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.sharing).
 ISOLATION = b"user.irdmafs.isolation"
 FOLLOW = b"user.irdmafs.follow"
 AWAITS = b"user.irdmafs.awaits"

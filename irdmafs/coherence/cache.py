@@ -17,7 +17,6 @@ from .carried import Carried
 from .content import Content, State
 from .host import Host
 from .in_place import InPlace
-from .isolation import Isolation
 from .kernel_cache import KernelCache, Name
 from .looks import Looks
 from .nodes import Handle, Node
@@ -33,16 +32,16 @@ _EMPTYING: Final = os.O_TRUNC | os.O_ACCMODE
 
 
 class Cache:
-    """Opens and releases file contents; its parts do all else with them. `passthrough`: the
-    session is able to pass through."""
+    """Opens and releases file contents; its parts do all else with them. `isolates`: as for
+    Sharing; `passthrough`: the session is able to pass through."""
 
     def __init__(
         self,
         store: Store,
         kernel: KernelCache,
         processes: Processes,
-        isolation: Isolation,
         *,
+        isolates: bool,
         passthrough: bool,
     ) -> None:
         self._store = store
@@ -50,12 +49,11 @@ class Cache:
         self._inodes = store.namespace.inodes
         self.kernel = kernel
         self.processes = processes
-        self.isolation = isolation
         self.host = host = Host(store, kernel)
         self.nodes = host.nodes
         self._table = host.table
         self._changes = host.changes
-        self.sharing = sharing = Sharing(host.table, isolation)
+        self.sharing = sharing = Sharing(host.table, isolates=isolates)
         self.routes = Routes(host, sharing)
         self.looks = Looks(host, sharing)
         self.references = References()

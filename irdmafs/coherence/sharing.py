@@ -2,22 +2,26 @@
 
 import errno
 import os
+from contextlib import suppress
 
 from ..backend.namespace import Inode, fail
+from ..backend.namespace.attributes import ISOLATION
 from .content import Content, State
-from .isolation import Isolation
 from .nodes import Node
 from .table import ContentTable, stamp_of
 
 
 class Sharing:
-    """Chooses the content of a file that an open shares, or begins one for it."""
+    """Chooses the content of a file that an open shares, or begins one for it. `isolates`: a file is
+    replaced as a whole at its close, and not at once as on other filesystems, unless the nearest directory
+    above that has the attribute user.irdmafs.isolation ("on" or "off") decides otherwise."""
 
-    def __init__(self, table: ContentTable, isolation: Isolation) -> None:
+    def __init__(self, table: ContentTable, *, isolates: bool) -> None:
         self._store = table.store
         self._inodes = table.store.namespace.inodes
+        self._parents_of = table.store.namespace.parents_of
         self._table = table
-        self._isolation = isolation
+        self._isolates = isolates
 
     def current(self, inode: Inode) -> Content | None:
         """Return the file's content here; None if nobody has had its present version open.
@@ -93,7 +97,21 @@ class Sharing:
         closed."""
         writers = current.writers + current.awaited - current.leaving
         written = current.state is State.LEFT or writers > 0
-        return bool(inode.version) and not written and self._isolation.of(inode)
+        if not inode.version or written:
+            return False
+        return self.isolates_below(inode.parent or next(iter(self._parents_of(inode.ino)), 0))
+
+    def isolates_below(self, ino: int) -> bool:
+        """Return whether files in this directory are isolated. If so, other hosts do not see the name of a
+        new one before its first version, either."""
+        with suppress(KeyError):  # a directory that is gone
+            while ino:
+                directory = self._inodes[ino]
+                value = directory.xattrs.get(ISOLATION)
+                if value is not None:
+                    return value != b"off"
+                ino = directory.parent
+        return self._isolates
 
     def _begin_private(self, inode: Inode) -> Content:
         content = Content(inode, replaces=True)

@@ -28,7 +28,6 @@ from .deferred import Deferred
 from .interrupts import Waiting, WaitingRequests
 from .notices import Notices
 from .requests import NoPayload, Requests, Row
-from .session import Session
 from .tasks import Tasks
 from .wakeups import FastWakeups
 from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request, decode_names
@@ -58,7 +57,7 @@ _PUT_OFF_MAX = 1024
 _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 
 
-class KernelSession(Session):
+class KernelSession:
     """Serves one mount by its connection to the kernel; both end with close()."""
 
     name = "kernel"

@@ -22,7 +22,6 @@ from ..coherence.nodes import Node, NodeTable
 from ..posix.calls import Attributes, Caller, OpenInfo, Space
 from ..posix.filesystem import Filesystem
 from .counts import Counts
-from .session import Session
 from .tasks import Tasks
 from .wire import Opcode
 
@@ -44,7 +43,7 @@ _LOCKED = {
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
 
 
-class PortableSession(Session):
+class PortableSession:
     """Serves one mount through pyfuse3, which can serve one per process. The constructor mounts; it raises
     RuntimeError when libfuse cannot, which says why on stderr."""
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
@@ -19,7 +19,6 @@ from ..backend.store.embedded import embedded_store
 from ..callers.processes import Processes
 from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
-from ..coherence.isolation import Isolation
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.protocol import Coherence
 from ..coherence.shared import Shared
@@ -27,7 +26,6 @@ from ..fuse.connection import Connection, ProtocolError
 from ..fuse.counts import Counts
 from ..fuse.kernel import KernelSession
 from ..fuse.notices import Notices
-from ..fuse.session import Session
 from ..fuse.submounts import Submounts
 from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
@@ -42,8 +40,11 @@ from .status import SessionKind, Status
 
 if TYPE_CHECKING:
     from ..backend.store.remote.store import RemoteStore
+    from ..fuse.portable import PortableSession
 
 log = logging.getLogger(__name__)
+
+Session: TypeAlias = "KernelSession | PortableSession"
 
 _STACKED = ("overlay", "ecryptfs")
 _STORE_READS_S = 3.0
@@ -195,9 +196,13 @@ class _Daemon:
     ) -> tuple[Filesystem, Status]:
         """Make the parts that both kinds of session need."""
         store, options = self._store, self._config.options
-        isolation = Isolation(store.namespace, default=options.isolation)
-        passthrough = kind.wakeups is not None
-        cache = Cache(store, kernel, self._processes, isolation, passthrough=passthrough)
+        cache = Cache(
+            store,
+            kernel,
+            self._processes,
+            isolates=options.isolation,
+            passthrough=kind.wakeups is not None,
+        )
         locking = Locking(
             options.locks, store.locks, cache.publisher, kernel, store.namespace.describe
         )

@@ -68,7 +68,7 @@ class Opens(Part):
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
                     version=0 if writing else 1, durable=not writing, umask=umask,
                     layout=self._store.layout(directory.ino, name),
-                    seen=not (self._store.sends and self._cache.isolation.below(directory.ino)),
+                    seen=not (self._store.sends and self._cache.sharing.isolates_below(directory.ino)),
                 )  # fmt: skip
                 return self._created(inode, flags, ctx, (directory.ino, name))
             except FileExistsError:

@@ -25,7 +25,6 @@ from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
 from irdmafs.backend.store.embedded import EmbeddedStore
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content, State
-from irdmafs.coherence.isolation import Isolation
 from irdmafs.coherence.nodes import Handle
 
 FILES = 2
@@ -109,9 +108,7 @@ class Contents(RuleBasedStateMachine):
         self.callers = Callers()
         kernel: Any = Silent()
         processes: Any = self.callers
-        self.cache = Cache(
-            self.store, kernel, processes, Isolation(self.namespace), passthrough=True
-        )
+        self.cache = Cache(self.store, kernel, processes, isolates=True, passthrough=True)
         self.table = self.cache.host.table
         self.inos: list[int] = []
         self.handles: list[Handle] = []

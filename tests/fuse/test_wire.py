@@ -28,7 +28,6 @@ from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
-from irdmafs.coherence.isolation import Isolation
 from irdmafs.coherence.protocol import Coherence
 from irdmafs.fuse import passthrough, wire
 from irdmafs.fuse.connection import Connection, ProtocolError
@@ -174,7 +173,7 @@ class Served:
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
-            store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
+            store, self.notices, self.processes, isolates=True, passthrough=passthrough
         )
         self.nodes = self.cache.nodes
         coherence = Coherence(store.namespace, self.cache)
