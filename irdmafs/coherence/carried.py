@@ -10,24 +10,20 @@ from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode, fail
 from ..inline import detach
 from .content import Content, State
-from .host import Host
+from .host import Host, OnHost
 from .in_place import InPlace
 from .nodes import Handle, Node
 from .publishing import Publisher
 from .sharing import Sharing
 
 
-class Carried:
+class Carried(OnHost):
     """Carries requests out on contents. `bytes`: so many were read and written through the daemon."""
 
     def __init__(
         self, host: Host, sharing: Sharing, in_place: InPlace, publisher: Publisher
     ) -> None:
-        self._host = host
-        self._store = host.store
-        self._inodes = host.inodes
-        self._table = host.table
-        self._changes = host.changes
+        super().__init__(host)
         self._sharing = sharing
         self._in_place = in_place
         self._publisher = publisher

@@ -108,3 +108,16 @@ class Host:
             if not self.nodes.has_nodes(inode.ino):
                 self.unnamed(inode)
                 await self.store.forget(inode)
+
+
+class OnHost:
+    """The base of what works on the contents and nodes of a host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._store = host.store
+        self._inodes = host.inodes
+        self._kernel = host.kernel
+        self._table = host.table
+        self._changes = host.changes
+        self._nodes = host.nodes

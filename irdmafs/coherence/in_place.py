@@ -9,24 +9,18 @@ from ..backend.files.extents import copy_contents
 from ..backend.namespace import Inode
 from ..inline import detach
 from .content import Content, Stamp
-from .host import Host
+from .host import Host, OnHost
 from .sharing import Sharing
 from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
 
 
-class InPlace:
+class InPlace(OnHost):
     """Makes contents writable, and copies newer versions into those that have nothing unpublished."""
 
     def __init__(self, host: Host, sharing: Sharing) -> None:
-        self._host = host
-        self._store = host.store
-        self._inodes = host.inodes
-        self._kernel = host.kernel
-        self._table = host.table
-        self._changes = host.changes
-        self._nodes = host.nodes
+        super().__init__(host)
         self._sharing = sharing
 
     # -- beginning -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..backend.namespace import Inode
 from .content import Content, State
-from .host import Host
+from .host import Host, OnHost
 from .nodes import Node
 from .sharing import Sharing
 from .table import changed_ns, stamp_of
@@ -19,12 +19,11 @@ class Shown(NamedTuple):
     ctime_ns: int
 
 
-class Looks:
+class Looks(OnHost):
     """Tells the attributes that are the content's, and not the inode's."""
 
     def __init__(self, host: Host, sharing: Sharing) -> None:
-        self._table = host.table
-        self._nodes = host.nodes
+        super().__init__(host)
         self._sharing = sharing
 
     def shown(self, node: Node, inode: Inode) -> Shown:

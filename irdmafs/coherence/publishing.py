@@ -16,7 +16,7 @@ from ..backend.namespace import Inode, NewVersion, Outdated, fail
 from ..callers.processes import Processes
 from ..inline import detach
 from .content import Content, State
-from .host import Host
+from .host import Host, OnHost
 from .in_place import InPlace
 from .kernel_cache import Name
 from .nodes import Handle
@@ -30,17 +30,11 @@ COPY_INLINE_MAX_BYTES = 1024 * 1024
 _FULL_BYTES = 64 * 1024
 
 
-class Publisher:
+class Publisher(OnHost):
     """Decides what is published when, and publishes it."""
 
     def __init__(self, host: Host, in_place: InPlace, processes: Processes) -> None:
-        self._host = host
-        self._store = host.store
-        self._inodes = host.inodes
-        self._kernel = host.kernel
-        self._table = host.table
-        self._changes = host.changes
-        self._nodes = host.nodes
+        super().__init__(host)
         self._in_place = in_place
         self._processes = processes
         self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published

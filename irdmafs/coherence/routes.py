@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..backend.namespace import Inode, fail
 from .content import Content, State
-from .host import Host
+from .host import Host, OnHost
 from .kernel_cache import Name
 from .nodes import Node
 from .sharing import Sharing, truncates
@@ -65,15 +65,11 @@ class Promise:
         return self.came_to is node and not self.looked_up
 
 
-class Routes:
+class Routes(OnHost):
     """Leads lookups to nodes, and opens to nodes that can show their contents."""
 
     def __init__(self, host: Host, sharing: Sharing) -> None:
-        self._host = host
-        self._inodes = host.inodes
-        self._kernel = host.kernel
-        self._table = host.table
-        self._nodes = host.nodes
+        super().__init__(host)
         self._sharing = sharing
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
