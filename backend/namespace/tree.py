@@ -30,7 +30,6 @@ from .inodes import link_key
 from .lookup import Names
 from .misplaced import misplaced
 from .quotas import QUOTA_NAMES, Quotas
-from .refused import Refused, RefusedName
 from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches
 
@@ -47,7 +46,8 @@ class Tree(Names):
     An inode that a holder has open stays without a name when another host removes its last one (a *local
     orphan*: nlink 0, revision 0, known to this process alone). Invalid records of other hosts are told to
     `faults`: a name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
-    that is `damaged`. `maker` and `is_mounted` as for Names."""
+    that is `damaged`. Names without a directory, and second ones of a directory, are passed over until all
+    records are read anew. `maker` and `is_mounted` as for Names."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY, NEXT_INO_OF)
 
@@ -75,7 +75,6 @@ class Tree(Names):
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
-        self._refused = Refused()
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -171,12 +170,7 @@ class Tree(Names):
                 if orphan.is_dir:
                     self.records.delete(time_key(ino))
                     self.records.delete(_quota_key(ino))
-        if self._refused.waiting:
-            self._refused.forget(name[:2] for name in names)
         for parent, name, target, revision in names if len(names) < 2 else removals_first(names):
-            self._set_name(parent, name, target, revision)
-        for parent, name, target, revision in self._refused.freed(self.inodes):
-            self._faults.mended(name_key(parent, name))
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
@@ -196,8 +190,6 @@ class Tree(Names):
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._faults.add(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
-            revision = self.name_revision(parent, name)
-            self._refused.add(ino, RefusedName(parent, name, ino, revision))
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
@@ -375,8 +367,6 @@ class Tree(Names):
                 inode.ctime_ns = max(inode.ctime_ns, time_ns)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
-            if known is None or not known.is_dir:
-                self._refused.free(ino)
         elif inode.maker or self.unseen:
             self.note_maker(inode)
         self.inodes.store(inode, record, known)
@@ -400,7 +390,6 @@ class Tree(Names):
                 directory = inodes[parent]
             if directory is None or not directory.is_dir or not directory.revision:
                 self._faults.add(name_key(parent, name), "its directory is missing")
-                self._refused.add(parent, RefusedName(parent, name, ino, revision))
                 return
             if ino not in inodes:
                 if ino != DAMAGED_INO:
@@ -454,9 +443,7 @@ class Tree(Names):
             inode.more -= 1
         else:
             inode.name = b""
-            if inode.is_dir:
-                self._refused.free(ino)
-            else:
+            if not inode.is_dir:
                 inode.parent = 0
                 if ino in self.damaged and not inode.revision:
                     self._let_go(inode)
