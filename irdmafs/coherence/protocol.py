@@ -140,16 +140,12 @@ class Coherence:
     async def freshen(self, inode: Inode) -> None:
         """Return when what is known here of the inode is fresh. Raises OSError."""
 
-    def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
-        """Return the node and inode that an open of this node gets; None: ask `settle` or `settle_names`.
-        Raises OSError ESTALE."""
-        return self._nodes.get(node_id)
-
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         """Return the node and inode that an open of a file gets, and its name, if one is known. The newest
         content is on this host then, and counted as opened. Raises OSError; ESTALE: the kernel has to look
         the name up again."""
-        return *self._nodes.get(node_id), None
+        node, inode = self._nodes.get(node_id)
+        return node, inode, node.name
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
         """Return the node and inode that the names a thread looked up lead to. `by_name`: no other way

@@ -237,9 +237,6 @@ class Shared(Coherence):
         await self._freshness.freshen(inode, content=content)
         return False
 
-    def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
-        return None
-
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         is_second, empties = self._trails.retry(pid) is not None, truncates(flags)
         names = self._trails.take(pid)

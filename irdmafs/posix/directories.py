@@ -17,10 +17,7 @@ class Directories(Part):
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
         self._nodes.directory(inode)
-        arrived = self._coherence.arrived(inode)
-        if arrived is None:
-            arrived = await self._coherence.settle_names(inode, ctx.pid, by_name=False)
-        node, found = arrived
+        node, found = await self._coherence.settle_names(inode, ctx.pid, by_name=False)
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
         return self._nodes.open(node, None, os.O_RDONLY, ctx.pid).fh

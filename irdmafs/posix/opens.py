@@ -34,12 +34,7 @@ class Opens(Part):
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
-        arrived = self._coherence.arrived(inode)
-        if arrived is not None:
-            node, found = arrived
-            name = node.name
-        else:
-            node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
+        node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
         if not stat.S_ISREG(found.mode):
             refuse_other_than_file(found)
         if flags & _CHANGES:
