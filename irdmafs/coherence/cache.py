@@ -124,7 +124,6 @@ class Cache:
                 self.nodes.drop_unused(node)
                 raise
         self._table.current[inode.ino] = content
-        self.nodes.main[inode.ino] = node
         handle = self._open(node, content, flags, pid)
         if handle.is_rdwr and not node.cached:
             content.be_mapped()

@@ -94,14 +94,13 @@ class NodeTable:
         self._next_fh = 1
         self.by_id: dict[int, Node] = {}
         self.handles: dict[int, Handle] = {}
-        # The node that lookups of an inode lead to.
+        # The node of each inode, and of one that has several the one that lookups lead to.
         self.main: dict[int, Node] = {}
-        # Inodes with several nodes; most have one and are not here.
+        # All nodes of inodes that have several.
         self._siblings: dict[int, set[Node]] = {}
-        self._first: dict[int, Node] = {}
         # Tell whether the kernel knows an inode, to which descriptors that never opened it (O_PATH) may
         # refer, and whether it has several nodes.
-        self.has_nodes = self._first.__contains__
+        self.has_nodes = self.main.__contains__
         self.has_siblings = self._siblings.__contains__
         root = self.add(inode(ROOT_INO))
         root.lookups = 1
@@ -148,9 +147,9 @@ class NodeTable:
             self._next_extra_id = self._next_extra_id % _EXTRA_IDS_MAX + 1
         node = Node(node_id, inode.ino)
         self.by_id[node_id] = node
-        first = self._first.setdefault(inode.ino, node)
-        if first is not node:
-            self._siblings.setdefault(inode.ino, {first}).add(node)
+        main = self.main.setdefault(inode.ino, node)
+        if main is not node:
+            self._siblings.setdefault(inode.ino, {main}).add(node)
         return node
 
     def numbered(self, inode: Inode) -> Node:
@@ -161,12 +160,12 @@ class NodeTable:
         """Return every node of an inode."""
         if ino in self._siblings:
             return [*self._siblings[ino]]
-        return (self._first[ino],) if ino in self._first else ()
+        return (self.main[ino],) if ino in self.main else ()
 
     def count(self, ino: int) -> int:
         """Return how many nodes an inode has."""
         siblings = self._siblings.get(ino)
-        return len(siblings) if siblings is not None else ino in self._first
+        return len(siblings) if siblings is not None else ino in self.main
 
     def in_use(self, ino: int) -> bool:
         """Return whether the inode must outlive its last name: it is open, or about to be opened."""
@@ -187,14 +186,13 @@ class NodeTable:
         if self.by_id.get(node.id) is not node:
             return
         del self.by_id[node.id]
-        if self.main.get(node.ino) is node:
-            del self.main[node.ino]
         siblings = self._siblings.get(node.ino)
         if siblings is None:
-            del self._first[node.ino]
+            del self.main[node.ino]
         else:
             siblings.discard(node)
-            self._first[node.ino] = next(iter(siblings))
+            if self.main[node.ino] is node:
+                self.main[node.ino] = next(iter(siblings))
             if len(siblings) == 1:
                 del self._siblings[node.ino]
         self._dropped(node)
