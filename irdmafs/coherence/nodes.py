@@ -82,6 +82,11 @@ class Handle:
         self.is_directory = content is None
         self.entries: list[tuple[bytes, int]] | None = None
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Return whether others read the node through the page cache when it is opened."""
+        return self.node.cached and self.node.opens > 1
+
 
 class NodeTable:
     """All nodes and handles. inode(number) returns an inode, or raises OSError. dropped(node) is called

@@ -18,8 +18,8 @@ import pyfuse3
 import trio
 
 from ..coherence.kernel_cache import KernelCache, Name
-from ..coherence.nodes import Node, NodeTable
-from ..posix.calls import Attributes, Caller, OpenInfo, Space
+from ..coherence.nodes import Handle, Node, NodeTable
+from ..posix.calls import Attributes, Caller, Space
 from ..posix.filesystem import Filesystem
 from .counts import Counts
 from .tasks import Tasks
@@ -164,7 +164,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         size = attr.st_size if fields.update_size else None
         return await metadata.change(inode, changes, ctx, size=size, fh=fh)
 
-    async def open_file(inode: int, flags: int, ctx: Caller) -> OpenInfo:
+    async def open_file(inode: int, flags: int, ctx: Caller) -> Handle:
         if flags & os.O_TRUNC:
             await leaving.wait(nodes.inode_of(inode).ino)
         return await opens.open(inode, flags, ctx)
@@ -253,7 +253,7 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
                 raise pyfuse3.FUSEError(counts.failed(kind.name, error)) from error
             if isinstance(result, Attributes):
                 return _numbered(result, shown=name in ("getattr", "setattr"))
-            if isinstance(result, OpenInfo):
+            if isinstance(result, Handle):
                 return _opened(result)
             if isinstance(result, Space):
                 return _space(result)
@@ -280,8 +280,8 @@ def _numbered(entry: Attributes, *, shown: bool) -> pyfuse3.EntryAttributes:
     return answer
 
 
-def _opened(info: OpenInfo) -> pyfuse3.FileInfo:
-    return pyfuse3.FileInfo(fh=info.handle.fh, keep_cache=info.keep_cache)
+def _opened(handle: Handle) -> pyfuse3.FileInfo:
+    return pyfuse3.FileInfo(fh=handle.fh, keep_cache=handle.keeps_cache)
 
 
 def _space(space: Space) -> pyfuse3.StatvfsData:

@@ -12,7 +12,7 @@ from ..backend.namespace import acl, fail
 from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import detach
-from ..posix.calls import Attributes, OpenInfo
+from ..posix.calls import Attributes
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
 from ..posix.own_xattrs import PREFIX as OWN_XATTRS
@@ -124,6 +124,7 @@ class Requests:
         self._view = memoryview(connection.buffer)
         self._fs = filesystem
         self._nodes = filesystem.cache.nodes
+        self._posix_locks = filesystem.locking.posix
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
@@ -343,27 +344,27 @@ class Requests:
     def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
         return self._fs.opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
-    def _pack_created(self, created: tuple[OpenInfo, Attributes]) -> bytes:
-        info, entry = created
-        return pack_entry(entry) + self._pack_open(info, (entry.st_ino, 1))
+    def _pack_created(self, created: tuple[Handle, Attributes]) -> bytes:
+        handle, entry = created
+        return pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
 
-    def _pack_open(self, info: OpenInfo, *lookups: tuple[int, int]) -> bytes:
+    def _pack_open(self, handle: Handle, *lookups: tuple[int, int]) -> bytes:
         """Answer an open, which came with `lookups` of its node."""
-        flags = _NOFLUSH if info.noflush else 0
-        if not info.passthrough:
-            return wire.OPEN_OUT.pack(
-                info.handle.fh, flags | (_KEEP_CACHE if info.keep_cache else 0), 0
-            )
-        node = info.handle.node
+        node = handle.node
+        # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
+        flags = 0 if handle.writing or self._posix_locks.is_used(node.ino) else _NOFLUSH
+        if node.cached:
+            flags |= _KEEP_CACHE if handle.keeps_cache else 0
+            return wire.OPEN_OUT.pack(handle.fh, flags, 0)
         if not node.backing_id:
             try:
                 self._notices.pass_through(node)
             except OSError:
-                self._deferred.carry_out(self._cancel(info.handle, lookups), "giving up an open")
+                self._deferred.carry_out(self._cancel(handle, lookups), "giving up an open")
                 raise
-        if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
+        if handle.flags & os.O_ACCMODE != os.O_WRONLY:
             self._fs.atimes.opened(node)
-        return wire.OPEN_OUT.pack(info.handle.fh, flags | _PASSTHROUGH, node.backing_id)
+        return wire.OPEN_OUT.pack(handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
         await self._fs.opens.cancel_open(handle)

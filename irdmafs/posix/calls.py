@@ -2,10 +2,9 @@
 
 import errno
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from ..backend.namespace import Inode, fail
-from ..coherence.nodes import Handle
 
 OFFSET_MAX: Final = 2**63 - 1
 
@@ -43,15 +42,6 @@ class Attributes:
     st_atime_ns: int = 0
     st_mtime_ns: int = 0
     st_ctime_ns: int = 0
-
-
-class OpenInfo(NamedTuple):
-    """The answer to an open; the kernel session passes the handle's node through when `passthrough`."""
-
-    handle: Handle
-    passthrough: bool
-    keep_cache: bool
-    noflush: bool
 
 
 @dataclass(slots=True)

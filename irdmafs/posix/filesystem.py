@@ -51,6 +51,6 @@ class Filesystem:
         self.names = Names(block, since)
         self.metadata = Metadata(block)
         self.xattrs = Xattrs(block, self.waits, status, acls=acls)
-        self.opens = Opens(block, self.metadata, locking, since)
+        self.opens = Opens(block, self.metadata, since)
         self.files = OpenFiles(block, self.metadata, locking, self.waits)
         self.directories = Directories(block)

@@ -8,8 +8,7 @@ from typing import Final
 from ..backend.namespace import Inode, fail
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
-from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
-from .locking import Locking
+from .calls import Attributes, Caller, refuse_other_than_file
 from .metadata import Metadata
 from .since import Since
 from .superblock import Part, Superblock
@@ -23,17 +22,14 @@ _CHANGES: Final = os.O_ACCMODE | os.O_TRUNC
 class Opens(Part):
     """Opens files, each on the content that the cache decides on."""
 
-    def __init__(
-        self, block: Superblock, metadata: Metadata, locking: Locking, since: Since
-    ) -> None:
+    def __init__(self, block: Superblock, metadata: Metadata, since: Since) -> None:
         super().__init__(block)
         self._metadata = metadata
-        self._locking = locking
         self._since = since
 
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
-    ) -> OpenInfo:
+    ) -> Handle:
         node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
         if not stat.S_ISREG(found.mode):
             refuse_other_than_file(found)
@@ -46,11 +42,11 @@ class Opens(Part):
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         handle = await self._cache.open(found, node, flags, ctx.pid, name)
         handle.name = name
-        return self._opened(handle)
+        return handle
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, umask: int, flags: int, ctx: Caller
-    ) -> tuple[OpenInfo, Attributes]:
+    ) -> tuple[Handle, Attributes]:
         directory = self._nodes.directory(parent_inode)
         if directory.xattrs:
             self._since.refuse(directory, name)
@@ -78,7 +74,7 @@ class Opens(Part):
 
     async def _open_found(
         self, found: Inode, flags: int, ctx: Caller, name: Name
-    ) -> tuple[OpenInfo, Attributes]:
+    ) -> tuple[Handle, Attributes]:
         """Open the file that a name led to by the time that it was to be created."""
         refuse_other_than_file(self._namespace.inode(found.ino))
         if flags & _CHANGES:
@@ -89,11 +85,11 @@ class Opens(Part):
         handle.node.lookups += 1
         answer = self._answers.attributes(handle.node, found)
         self._coherence.changed(answer, handle.node)
-        return self._opened(handle), answer
+        return handle, answer
 
     async def tmpfile(
         self, parent_inode: int, mode: int, umask: int, flags: int, ctx: Caller
-    ) -> tuple[OpenInfo, Attributes]:
+    ) -> tuple[Handle, Attributes]:
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
         directory = self._nodes.directory(parent_inode)
         mode = mode & 0o7777 | stat.S_IFREG
@@ -104,24 +100,17 @@ class Opens(Part):
 
     def _created(
         self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
-    ) -> tuple[OpenInfo, Attributes]:
+    ) -> tuple[Handle, Attributes]:
         handle = self._cache.create(inode, flags, ctx.pid)
         handle.name = name
         node = handle.node
         node.lookups += 1
-        info = self._opened(handle)
         answer = self._answers.attributes(node, inode, is_new=True)
         if name is not None:
             self._coherence.made(answer, *name, node, inode)
         else:
             self._coherence.changed(answer, node)
-        return info, answer
-
-    def _opened(self, handle: Handle) -> OpenInfo:
-        node = handle.node
-        # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        noflush = not handle.writing and not self._locking.posix.is_used(node.ino)
-        return OpenInfo(handle, not node.cached, node.opens > 1 and node.cached, noflush)
+        return handle, answer
 
     async def cancel_open(self, handle: Handle) -> None:
         """Close an open file whose open cannot be answered: nobody will release it."""
