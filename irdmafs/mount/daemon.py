@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -31,7 +32,7 @@ from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
 from ..mount_options import MountConfig, MountError
 from ..posix.atimes import Atimes
-from ..posix.census import Census
+from ..posix.census import census
 from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
@@ -213,8 +214,8 @@ class _Daemon:
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Coherence(store.namespace, cache)
-        census = Census(store.namespace, cache, coherence, locking)
-        status = Status(self._config, store, self._cluster, kind, self._counts, census)
+        counted = partial(census, store.namespace, cache, coherence, locking)
+        status = Status(self._config, store, self._cluster, kind, self._counts, counted)
         block = Superblock(store, cache, coherence, self._atimes, options)
         return Filesystem(block, locking, status.report, acls=acls), status
 

@@ -5,6 +5,7 @@ import platform
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import __version__
@@ -13,7 +14,6 @@ from ..fuse.counts import Counts
 from ..fuse.wakeups import FastWakeups
 from ..mount_options import MountConfig
 from ..posix import quotas
-from ..posix.census import Census
 
 if TYPE_CHECKING:
     from ..backend.store.remote.store import RemoteStore
@@ -40,7 +40,7 @@ class Status:
         cluster: "RemoteStore | None",
         kind: SessionKind,
         counts: Counts,
-        census: Census,
+        census: Callable[[], dict[str, int]],
     ) -> None:
         self._config = config
         self._store = store
@@ -80,7 +80,7 @@ class Status:
             "fast_wakeups": kind.wakeups is not None and kind.wakeups.enabled,
             "kernel": platform.release(),
             "uptime_s": round(time.monotonic() - self._started, 3),
-            **self._census.count(),
+            **self._census(),
             "quotas": quotas.report(self._store.namespace),
             **self._store.status(),
             "store_free_bytes": free,
@@ -98,7 +98,7 @@ class Status:
         from ..backend.observe.metrics import MountCounters
 
         requests, errors = Counter(self._counts.requests), Counter(self._counts.errors)
-        opened = self._census.count()["open_handles"]
+        opened = self._census()["open_handles"]
         return [MountCounters(requests, errors, opened), *self._store.figures()]
 
     def _cluster_warnings(self) -> list[str]:

@@ -7,43 +7,31 @@ from ..coherence.protocol import Coherence
 from .locking import Locking
 
 
-class Census:
-    """Counts a mount's inodes, bytes, nodes, handles and locks when it is asked."""
-
-    def __init__(
-        self, namespace: Namespace, cache: Cache, coherence: Coherence, locking: Locking
-    ) -> None:
-        self._inodes = namespace.inodes
-        self._cache = cache
-        self._coherence = coherence
-        self._locking = locking
-
-    def count(self) -> dict[str, int]:
-        totals = self._inodes.totals
-        kept = totals.files
-        working = 0
-        seen: set[Content] = set()
-        for handle in self._cache.nodes.handles.values():
-            content = handle.content
-            if content is None or content in seen:
-                continue
-            seen.add(content)
-            if content.own:
-                working += (
-                    self._cache.looks.look_of(content, self._inodes[content.ino]).blocks * 512
-                )
-            elif content.state.ended and content.extent:
-                kept += 1
-        return {
-            "inodes": totals.inodes + len(self._inodes.unrecorded()),
-            "files": totals.files,
-            "directories": totals.directories,
-            "versions_kept": kept,
-            "bytes_published": totals.blocks * 512,
-            "bytes_working": working,
-            "bytes_carried": self._cache.carried.bytes,
-            "nodes": len(self._cache.nodes.by_id),
-            "open_handles": len(self._cache.nodes.handles),
-            "locks": self._locking.count(),
-            **self._coherence.count(),
-        }
+def census(
+    namespace: Namespace, cache: Cache, coherence: Coherence, locking: Locking
+) -> dict[str, int]:
+    """Count a mount's inodes, bytes, nodes, handles and locks."""
+    inodes, handles = namespace.inodes, cache.nodes.handles
+    totals = inodes.totals
+    kept = totals.files
+    working = 0
+    contents: set[Content | None] = {handle.content for handle in handles.values()}
+    for content in contents - {None}:
+        assert content is not None
+        if content.own:
+            working += cache.looks.look_of(content, inodes[content.ino]).blocks * 512
+        elif content.state.ended and content.extent:
+            kept += 1
+    return {
+        "inodes": totals.inodes + len(inodes.unrecorded()),
+        "files": totals.files,
+        "directories": totals.directories,
+        "versions_kept": kept,
+        "bytes_published": totals.blocks * 512,
+        "bytes_working": working,
+        "bytes_carried": cache.carried.bytes,
+        "nodes": len(cache.nodes.by_id),
+        "open_handles": len(handles),
+        "locks": locking.count(),
+        **coherence.count(),
+    }
