@@ -16,7 +16,7 @@ answers to its own changes (create, link, setattr): their attributes may not be 
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import trio
 
@@ -193,11 +193,11 @@ class Beliefs:
     def _take_attributes(self, ino: int) -> float:
         return max(self._said.attributes.pop(ino, 0.0), self._said_before.attributes.pop(ino, 0.0))
 
-    def _names_of(self, inode: Inode) -> Sequence[Name]:
+    def _names_of(self, inode: Inode) -> list[Name]:
         """Return the names of an inode that may be believed: of one with several, all names."""
         if inode.more:
             return [*self._said.names, *self._said_before.names]
-        return ((inode.parent, inode.name),)
+        return [(inode.parent, inode.name)]
 
     def _below(self, directory: int) -> tuple[list[Name], list[int]]:
         """Return the names and inodes that are believed because of where the directory was."""
