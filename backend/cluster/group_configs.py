@@ -90,9 +90,19 @@ class Groups(RecordKeeper):
         primary first. When others create the same groups, the first one decides. Returns when all are known
         here. Raises EHOSTUNREACH if `place` returns no node, or raises it.
         """
-        missing = self.missing(pool, settings)
-        for at in range(0, len(missing), CREATED_AT_ONCE):
-            await self._create(engine, missing[at : at + CREATED_AT_ONCE], place)
+        exist: set[int] = set()
+        while missing := [one for one in self.missing(pool, settings) if one not in exist]:
+            puts = []
+            for group in missing[:CREATED_AT_ONCE]:
+                nodes = tuple(place(group))
+                if not nodes:
+                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
+            try:
+                await engine.transact([(put.key, 0) for put in puts], puts)
+                exist.update(missing[:CREATED_AT_ONCE])
+            except Conflict as conflict:
+                exist.add(int.from_bytes(conflict.key[1:], "big"))
         while self.missing(pool, settings):
             await self.changed()
 
@@ -126,26 +136,6 @@ class Groups(RecordKeeper):
                 late.add(group)
                 todo.remove(group)
         return newest, late
-
-    async def _create(
-        self, engine: EtcdEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
-    ) -> None:
-        while missing:
-            puts = []
-            for group in missing:
-                nodes = tuple(place(group))
-                if not nodes:
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
-                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
-            try:
-                await engine.transact([(put.key, 0) for put in puts], puts)
-                return
-            except Conflict:
-                found = await engine.range(
-                    group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
-                )
-                known = {int.from_bytes(record.key[1:], "big") for record in found}
-                missing = [group for group in missing if group not in known]
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
