@@ -97,51 +97,35 @@ class Locking(LockHolder):
         self._refuse()
         if not flock:
             self.lockers.setdefault(fh, set()).add(owner)
-        if self._shared is not None:
-            await self._tell_lost(lock.pid, ino)
-            await self._lock_shared(self._shared, table, ino, owner, lock, wait=wait)
-            return
-        while True:
-            try:
-                table.acquire(ino, owner, lock)
-                return
-            except BlockingIOError:
-                if not wait and not self._is_about_to_end(table, ino, owner, lock):
-                    raise
-            await detach(any_signal=wait)
-            await table.wait_free(ino, owner, lock)
+        await self._acquire(table, ino, owner, lock, wait=wait)
 
     def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether only closed files stand in the way of a lock. The kernel does not wait for a
         release, so that a process may ask for the lock before we have given it up."""
         return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving.keys()
 
-    async def _lock_shared(
-        self,
-        shared: "SharedLocks",
-        table: LockTable,
-        ino: int,
-        owner: int,
-        lock: Lock,
-        *,
-        wait: bool,
+    async def _acquire(
+        self, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
     ) -> None:
+        shared = self._shared
         since = turn = time.monotonic()
         claim = _claim(table, lock)
-        await self._contents.show_name(ino)
-        if lock.type == F_RDLCK:
-            await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
+        if shared is not None:
+            await self._tell_lost(lock.pid, ino)
+            await self._contents.show_name(ino)
+            if lock.type == F_RDLCK:
+                await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
         while True:
             if self._lost:
                 await self._tell_lost(lock.pid, ino)  # maybe while it waited
-            if shared.grants(ino, claim, turn):
+            if shared is None or shared.grants(ino, claim, turn):
                 try:
                     table.acquire(ino, owner, lock)
                 except BlockingIOError:
                     if not wait and not self._is_about_to_end(table, ino, owner, lock):
                         raise
                 else:
-                    if lock.type == F_RDLCK:
+                    if shared is not None and lock.type == F_RDLCK:
                         shared.shrunk(ino)  # it may have been one for writing
                     return
             elif not table.conflicts(ino, owner, lock):
