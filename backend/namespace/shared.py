@@ -45,8 +45,9 @@ _PAUSE_MAX_S = 0.1
 _STORED_AT_ONCE = 50
 # Larger records are not deferred. etcd accepts 1.5 MiB in a transaction.
 _DEFERRED_BYTES_MAX = 8192
-# The directory and the name, of an entry of Commit.names.
+# The directory and the name, of an entry of Commit.names; the directory, of one of Commit.times.
 _NAME_OF: Final = itemgetter(0, 1)
+_NUMBER_IN: Final = itemgetter(0)
 _NUMBER_OF: Final = attrgetter("ino")
 _IS_DIRECTORY: Final = attrgetter("is_dir")
 
@@ -334,7 +335,7 @@ class SharedCommitter:
                 parent = name[0]
                 commit.names = [*commit.names, (*name, inode.ino)]
                 commit.within = {*commit.within, parent}
-                if parent not in dict(commit.times):
+                if parent not in map(_NUMBER_IN, commit.times):
                     commit.times = [*commit.times, (parent, tree.inodes[parent].mtime_ns)]
         commit.kept = kept
 
