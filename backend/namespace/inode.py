@@ -177,7 +177,7 @@ class Inode:
         new.parent, new.name, new.more = self.parent, self.name, self.more
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
-        new.birth_ns, new.maker, new.is_dir = self.birth_ns, self.maker, self.is_dir
+        new.birth_ns, new.maker = self.birth_ns, self.maker
         return new
 
 

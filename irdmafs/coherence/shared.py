@@ -22,7 +22,7 @@ from .kernel_names import KernelNames
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
-from .trail import LookupTrails, Retry, TrailStep
+from .trail import LookupTrails, TrailStep
 
 if TYPE_CHECKING:
     from ..backend.store.remote.freshness import Freshness
@@ -146,13 +146,16 @@ class Shared(Coherence):
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
         if self._promises or self._trails.retries:
             retry = self._trails.retry(pid, (parent, name))
-            if retry is not None and not self._is_over(retry, pid):
-                if not retry.ino:
-                    return None  # find_fresh prepares it
-                retry.lookups += 1
+            if retry is not None:
+                if retry.is_over:  # the thread looks the name up for another call by now
+                    self._trails.forget(pid)
+                    self._cache.routes.withdraw(pid, 0)
+                    retry = None
+                else:
+                    retry.lookups += 1
             led = self._cache.routes.led(pid, (parent, name))
-            if led is not None:
-                return led
+            if led is not None or retry is not None:
+                return led  # None: find_fresh prepares it
         if self._freshness.is_deferred_elsewhere(parent):
             return None
         inode = self.namespace.lookup(parent, name)
@@ -175,14 +178,11 @@ class Shared(Coherence):
                 await self.freshen(inode)  # the time of the directory
             inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
-        if retry is not None:
-            retry.lookups += 1
-            if inode is not None and inode.is_file:
-                step = TrailStep(parent.ino, name, inode.ino)
-                inode = await self._lead_on(step, retry.flags, pid, None)
-                if inode is not None:
-                    retry.ino = inode.ino
-                    return inode
+        if retry is not None and inode is not None and inode.is_file:
+            step = TrailStep(parent.ino, name, inode.ino)
+            inode = await self._lead_on(step, retry.flags, pid, None)
+            if inode is not None:
+                return inode
         if inode is None:
             self._trails.missed(pid)
             if self._promises:
@@ -204,15 +204,6 @@ class Shared(Coherence):
         await detach()
         await self._moves.wait_to_tell(node, parent, pid)
         return self.namespace.lookup(parent, name)
-
-    def _is_over(self, retry: Retry, pid: int) -> bool:
-        """Return whether a thread looks up the name of an open for another call by now."""
-        if not retry.is_over:
-            return False
-        self._trails.forget(pid)
-        if retry.ino:
-            self._cache.routes.withdraw(pid, retry.ino)
-        return True
 
     def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
         led = self._cache.routes.led(pid, (parent, name))

@@ -41,12 +41,11 @@ class TrailStep(NamedTuple):
 class Retry:
     """The second try of an open with `flags` whose name led to no file when it was refused. `lookups`: of
     the name, since then. The kernel asks twice, for the entry that it has and for the one that replaced it.
-    After that, or after an open, the thread is doing something else. `ino`: what was found and prepared."""
+    After that, or after an open, the thread is doing something else."""
 
     name: Name
     flags: int
     lookups: int = 0
-    ino: int = 0
 
     @property
     def is_over(self) -> bool:
