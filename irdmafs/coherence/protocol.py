@@ -24,36 +24,6 @@ class Answer(Protocol):
     attr_timeout: float
 
 
-class Listing:
-    """A directory that is being listed with attributes, in one answer."""
-
-    def __init__(self, namespace: Namespace, cache: Cache, directory: int) -> None:
-        self._cache = cache
-        self._namespace = namespace
-        self._directory = directory
-
-    def is_known(self, name: bytes, node: Node) -> bool:
-        """Return whether the kernel knows the name and the attributes of its node, and will for a while."""
-        return False
-
-    def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
-        """Set how long a listed name holds, and the attributes of the node that it leads to."""
-        node.name = (self._directory, name)
-        if not self._cache.looks.changes_unnoticed(node):
-            answer.attr_timeout = _FOREVER_S
-        if self._may_be_believed(name, inode):
-            answer.entry_timeout = _FOREVER_S
-
-    def _may_be_believed(self, name: bytes, inode: Inode) -> bool:
-        """Return whether the name leads to the inode now: names are listed as they were when the listing
-        began."""
-        if not self._cache.routes.names_are_stable(inode.ino):
-            return False
-        if inode.name == name and inode.parent == self._directory:
-            return True
-        return self._namespace.leads_to(self._directory, name, inode.ino)
-
-
 class Coherence:
     """The rules of when operations, and the kernel, may believe the namespace. On one host the kernel may
     believe everything except changes that it does not notice: of a content that several nodes show or
@@ -113,9 +83,29 @@ class Coherence:
         watches = self.namespace.watches
         return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S
 
-    def listing(self, directory: int) -> Listing:
-        """Begin an answer that lists a directory."""
-        return Listing(self.namespace, self._cache, directory)
+    def listing_s(self, directory: int) -> float:
+        """Return for how many seconds names hold that are listed with attributes from now on."""
+        return _FOREVER_S
+
+    def knows(self, name: Name, node: Node, until: float) -> bool:
+        """Return whether the kernel knows a name and the attributes of its node until then
+        (time.monotonic())."""
+        return False
+
+    def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
+        """Set how long a listed name holds, and the attributes of the node that it leads to."""
+        node.name = name
+        if not self._cache.looks.changes_unnoticed(node):
+            answer.attr_timeout = valid_s
+        if self._may_be_believed(name, inode):
+            answer.entry_timeout = valid_s
+
+    def _may_be_believed(self, name: Name, inode: Inode) -> bool:
+        """Return whether the name leads to the inode now: names are listed as they were when the listing
+        began."""
+        if not self._cache.routes.names_are_stable(inode.ino):
+            return False
+        return (inode.parent, inode.name) == name or self.namespace.leads_to(*name, inode.ino)
 
     # -- what lookups and opens come to ------------------------------------------------------------
 

@@ -6,7 +6,6 @@ has been made to forget (see beliefs).
 """
 
 import errno
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
@@ -20,7 +19,7 @@ from .kernel_cache import Name
 from .kernel_locks import KernelLocks, Moves
 from .kernel_names import KernelNames
 from .nodes import Node
-from .protocol import Answer, Coherence, Listing
+from .protocol import Answer, Coherence
 from .sharing import truncates
 from .trail import LookupTrails, TrailStep
 
@@ -87,13 +86,13 @@ class Shared(Coherence):
         if inode.is_dir and not valid_s:
             valid_s = self._freshness.path_valid_s(inode.ino)
         if valid_s and self._kernel.can_forget:
-            self.believe_entry(answer, (parent, name), node, inode, valid_s)
+            self._believe_entry(answer, (parent, name), node, inode, valid_s)
         else:
             node.name = (parent, name)
             self._kernel_names.found(node.name, inode)
             self.attributes(answer, node, inode)
 
-    def believe_entry(
+    def _believe_entry(
         self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float
     ) -> None:
         """Have the kernel, which can forget them, believe a name for so long, and the attributes of its
@@ -135,11 +134,16 @@ class Shared(Coherence):
         self._kernel_names.found((parent.ino, name), None)
         return 0.0
 
-    def listing(self, directory: int) -> Listing:
+    def listing_s(self, directory: int) -> float:
         valid_s = self._freshness.believable_s(directory)
-        if not self._kernel.can_forget:
-            valid_s = 0.0
-        return _Listing(self, self._beliefs, self._cache, directory, valid_s)
+        return valid_s if self._kernel.can_forget else 0.0
+
+    def knows(self, name: Name, node: Node, until: float) -> bool:
+        return self._beliefs.holds(name, node.ino, until)
+
+    def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
+        if valid_s and self._may_be_believed(name, inode):
+            self._believe_entry(answer, name, node, inode, valid_s)
 
     # -- what lookups and opens come to ------------------------------------------------------------
 
@@ -357,28 +361,6 @@ class Shared(Coherence):
 
     def count(self) -> dict[str, int]:
         return self._beliefs.count()
-
-
-class _Listing(Listing):
-    """`valid_s`: for how many seconds the directory's entries may be believed."""
-
-    def __init__(
-        self, shared: Shared, beliefs: Beliefs, cache: Cache, directory: int, valid_s: float
-    ) -> None:
-        super().__init__(shared.namespace, cache, directory)
-        self._shared = shared
-        self._beliefs = beliefs
-        self._valid_s = valid_s
-        self._soon = time.monotonic() + valid_s / 2
-
-    def is_known(self, name: bytes, node: Node) -> bool:
-        return bool(self._valid_s) and self._beliefs.holds(
-            (self._directory, name), node.ino, self._soon
-        )
-
-    def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
-        if self._valid_s and self._may_be_believed(name, inode):
-            self._shared.believe_entry(answer, (self._directory, name), node, inode, self._valid_s)
 
 
 def _is_known_by_its_name(node: Node, inode: Inode) -> bool:

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 
 from ..backend.namespace import fail
@@ -54,7 +55,9 @@ class Directories(Part):
         and its inode."""
         handle = self._directory_handle(fh)
         entries, inodes = self._listing(handle, start_id), self._inodes
-        listing = self._coherence.listing(handle.node.ino)
+        directory = handle.node.ino
+        valid_s = self._coherence.listing_s(directory)
+        known_until = time.monotonic() + valid_s / 2
         first = max(start_id, 2)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
@@ -69,13 +72,14 @@ class Directories(Part):
             main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
-            if index > first and node.lookups and listing.is_known(name, node):
+            known = index > first and node.lookups > 0 and valid_s > 0
+            if known and self._coherence.knows((directory, name), node, known_until):
                 if not add(name, ino, inode.mode, None, index + 1):
                     return
                 continue
             entry = self._answers.attributes(node, inode)
             if node is main:
-                listing.entry(entry, name, node, inode)
+                self._coherence.listed(entry, (directory, name), node, inode, valid_s)
             else:
                 self._coherence.attributes(entry, node, inode)
             if not add(name, ino, entry.st_mode, entry, index + 1):
