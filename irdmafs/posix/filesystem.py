@@ -37,7 +37,6 @@ class Filesystem:
         acls: bool,
     ) -> None:
         store = block.store
-        self.namespace = block.namespace
         self.processes = block.processes
         self.coherence = block.coherence
         self.atimes = block.atimes
