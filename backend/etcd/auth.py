@@ -8,16 +8,8 @@ from .client import Client
 from .errors import RpcError
 from .methods import AUTHENTICATE, Message, Method, method
 
-_ENABLE = method("Auth/AuthEnable", pb.AuthResponse)
-_USER_ADD = method("Auth/UserAdd", pb.AuthResponse)
-_USER_DELETE = method("Auth/UserDelete", pb.AuthResponse)
 _USER_LIST = method("Auth/UserList", pb.AuthUserListResponse)
-_USER_GRANT = method("Auth/UserGrantRole", pb.AuthResponse)
-_ROLE_ADD = method("Auth/RoleAdd", pb.AuthResponse)
-_ROLE_DELETE = method("Auth/RoleDelete", pb.AuthResponse)
 _ROLE_GET = method("Auth/RoleGet", pb.AuthRoleGetResponse)
-_ROLE_GRANT = method("Auth/RoleGrantPermission", pb.AuthResponse)
-_ROLE_REVOKE = method("Auth/RoleRevokePermission", pb.AuthResponse)
 
 # etcd's own role that may do everything; a user must have it before authentication is enabled.
 ROOT = "root"
@@ -47,7 +39,7 @@ class Auth:
     async def enable(self) -> None:
         """Enable authentication. The caller's own user must have the role ROOT."""
         await self.add_user(ROOT, [ROOT])
-        await self._call(_ENABLE, pb.AuthEnableRequest())
+        await self._tell("AuthEnable", pb.AuthEnableRequest())
 
     async def users(self) -> set[str]:
         answer = await self._call(_USER_LIST, pb.AuthUserListRequest())
@@ -56,43 +48,46 @@ class Auth:
     async def add_user(self, name: str, roles: Collection[str]) -> None:
         """Add a user that has a certificate instead of a password."""
         options = pb.UserAddOptions(no_password=True)
-        await self._change(_USER_ADD, pb.AuthUserAddRequest(name=name, options=options))
+        await self._change("UserAdd", pb.AuthUserAddRequest(name=name, options=options))
         for role in roles:
             if role == ROOT:
-                await self._change(_ROLE_ADD, pb.AuthRoleAddRequest(name=ROOT))
-            await self._call(_USER_GRANT, pb.AuthUserGrantRoleRequest(user=name, role=role))
+                await self._change("RoleAdd", pb.AuthRoleAddRequest(name=ROOT))
+            await self._tell("UserGrantRole", pb.AuthUserGrantRoleRequest(user=name, role=role))
 
     async def delete_user(self, name: str) -> None:
-        await self._change(_USER_DELETE, pb.AuthUserDeleteRequest(name=name))
+        await self._change("UserDelete", pb.AuthUserDeleteRequest(name=name))
 
     async def set_role(
         self, role: str, read: Collection[KeyRange], write: Collection[KeyRange]
     ) -> None:
         """Make a role that may read and write these ranges of keys (start, end), and no others."""
-        await self._change(_ROLE_ADD, pb.AuthRoleAddRequest(name=role))
+        await self._change("RoleAdd", pb.AuthRoleAddRequest(name=role))
         answer = await self._call(_ROLE_GET, pb.AuthRoleGetRequest(role=role))
         present = {(one.permType, one.key, one.range_end) for one in answer.perm}
         wanted = {(pb.Permission.READ, *one) for one in read}
         wanted |= {(pb.Permission.READWRITE, *one) for one in write}
         for _, start, end in present - wanted:
             request = pb.AuthRoleRevokePermissionRequest(role=role, key=start, range_end=end)
-            await self._call(_ROLE_REVOKE, request)
+            await self._tell("RoleRevokePermission", request)
         for kind, start, end in sorted(wanted - present):
             permission = pb.Permission(permType=kind, key=start, range_end=end)
-            await self._call(
-                _ROLE_GRANT, pb.AuthRoleGrantPermissionRequest(name=role, perm=permission)
+            await self._tell(
+                "RoleGrantPermission", pb.AuthRoleGrantPermissionRequest(name=role, perm=permission)
             )
 
     async def delete_role(self, role: str) -> None:
-        await self._change(_ROLE_DELETE, pb.AuthRoleDeleteRequest(role=role))
+        await self._change("RoleDelete", pb.AuthRoleDeleteRequest(role=role))
 
-    async def _call(self, method: Method[_Response], request: Message) -> _Response:
-        return await self._client.call(method, request, timeout_s=self._timeout_s)
+    async def _call(self, asked: Method[_Response], request: Message) -> _Response:
+        return await self._client.call(asked, request, timeout_s=self._timeout_s)
 
-    async def _change(self, method: Method[pb.AuthResponse], request: Message) -> None:
+    async def _tell(self, name: str, request: Message) -> None:
+        await self._call(method(f"Auth/{name}", pb.AuthResponse), request)
+
+    async def _change(self, name: str, request: Message) -> None:
         """Add or delete something that may have been added or deleted already."""
         try:
-            await self._call(method, request)
+            await self._tell(name, request)
         except RpcError as error:
             if "already exists" not in error.text and "not found" not in error.text:
                 raise
