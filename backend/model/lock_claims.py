@@ -124,9 +124,9 @@ def is_blocked(others: Collection[Entry], claim: Claim) -> bool:
     return any(other.sole or any(held.conflicts(claim) for held in other.held) for other in others)
 
 
-def merged(claims: Iterable[Claim], limit: int = CLAIMS_MAX) -> tuple[Claim, ...]:
-    """Return the fewest claims that include all these, no more than `limit` for each table and type: then
-    bytes between them are claimed, too, the smallest gaps first."""
+def merged(claims: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Return the fewest claims that include all these, no more than CLAIMS_MAX for each table and type:
+    then bytes between them are claimed, too, the smallest gaps first."""
     found: dict[tuple[int, int], list[Claim]] = {}
     for claim in sorted(claims):
         row = found.setdefault(claim[:2], [])
@@ -136,15 +136,15 @@ def merged(claims: Iterable[Claim], limit: int = CLAIMS_MAX) -> tuple[Claim, ...
             row.append(claim)
     result: list[Claim] = []
     for key in sorted(found):
-        result += _coarser(found[key], limit)
+        result += _coarser(found[key])
     return tuple(result)
 
 
-def _coarser(row: list[Claim], limit: int) -> list[Claim]:
-    if len(row) <= limit:
+def _coarser(row: list[Claim]) -> list[Claim]:
+    if len(row) <= CLAIMS_MAX:
         return row
     gaps = sorted(range(1, len(row)), key=lambda at: row[at].start - row[at - 1].end)
-    closed = set(gaps[: len(row) - limit])
+    closed = set(gaps[: len(row) - CLAIMS_MAX])
     result = row[:1]
     for at in range(1, len(row)):
         if at in closed:

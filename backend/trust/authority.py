@@ -53,7 +53,7 @@ _CLOCK_SKEW = datetime.timedelta(hours=1)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,55}", re.ASCII)
 
 
-def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
+def make_ca(directory: str, cluster_name: str) -> str:
     """Make the cluster's certificate authority: `ca.pem`, whose path is returned, and `ca.key`, which
     only issuing certificates needs and no node or mount should have.
 
@@ -61,7 +61,7 @@ def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = _subject(f"{cluster_name} CA"[:64], "ca", cluster_name)
-    builder = _builder(name, name, key, days)
+    builder = _builder(name, name, key, CA_DAYS)
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -110,8 +110,8 @@ class Coherence:
     # -- what lookups and opens come to ------------------------------------------------------------
 
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        """Return the inode that a name leads to as far as is known here, or the one that the thread's open
-        is promised. Raises OSError."""
+        """Return the inode that a name leads to as far as is known here, or to which the thread's open is
+        led by it. Raises OSError."""
         inode = self.namespace.lookup(parent, name)
         if self._promises and inode is not None:
             self._cache.routes.follow(pid, (parent, name), inode)
