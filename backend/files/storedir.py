@@ -7,6 +7,9 @@ import stat
 
 # The mode bit of files that a store node made itself, and may use again.
 OWN_FILE = stat.S_ISVTX
+# The modification time of such a file from when a program may keep references to its pages: it is never
+# used again.
+LENT_NS = 0
 
 
 class StoreInUse(OSError):

@@ -7,7 +7,6 @@ STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 040
                             with the sticky bit if the node made the file itself (files.py)
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
 STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
-STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
 STORE/held/ID/CONTENT       another name of a file that the mount ID on this host needs; it locks ID as long
                             as it lives (store/remote/holds.py)
 STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
@@ -16,6 +15,7 @@ STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a whi
 import fcntl
 import logging
 import os
+import shutil
 from contextlib import ExitStack
 
 from ..files.storedir import in_memory, lock_directory
@@ -35,10 +35,11 @@ class StoreDirectory:
         with ExitStack() as opened:
             lock = lock_directory(path, "store is in use by another process")
             opened.callback(os.close, lock)
+            # Names of files that nodes up to 0.2 made.
+            shutil.rmtree(f"{path}/lent", ignore_errors=True)
             self.top = _opened(opened, path)
             self.extents = _opened(opened, f"{path}/extents")
             self.incoming = _opened(opened, f"{path}/incoming")
-            self.lent = _opened(opened, f"{path}/lent")
             self.held = _opened(opened, f"{path}/held")
             self.quarantine = _opened(opened, f"{path}/quarantine")
             self.power_safe = not in_memory(path)

@@ -113,8 +113,6 @@ class Files:
 
     def _scan(self) -> None:
         """Find sealed extents. Their files are never reused, lent or not."""
-        for name in os.listdir(self.place.lent):
-            os.unlink(name, dir_fd=self.place.lent)
         for entry in os.scandir(self.place.extents):
             extent = parsed_name(entry.name)
             if extent is None or not entry.is_file(follow_symlinks=False):
@@ -151,7 +149,7 @@ class Files:
         stay even if the extent is freed: the file is lent. Raises OSError: ENOENT if it is not here, or has
         another length than it should have; EMFILE."""
         file = self._file(extent)
-        # Before it is opened, as this may run in a thread (compare the names in lent/).
+        # Before it is opened, as this may run in a thread.
         file.is_reusable = False
         return self._open(extent, file)
 
@@ -240,7 +238,6 @@ class Files:
         status = os.fstat(incoming.fd)
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
-        self.spares.forget_borrowers(extent_name(extent))
         before = self._files[extent]
         # Before the new file can be opened, as `open` marks it.
         self._files[extent] = incoming.file
@@ -328,7 +325,6 @@ class Files:
         try:
             if file.length <= _AT_ONCE_BYTES and not self.spares.wants(file):
                 os.unlink(extent_name(extent), dir_fd=self.place.extents)
-                self.spares.forget_borrowers(extent_name(extent))
                 return
             name = self.incoming.new_name()
             os.rename(
@@ -339,11 +335,10 @@ class Files:
             )
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-            self.spares.forget_borrowers(extent_name(extent))
             return
         space = self.space()
         really_free = space.free - self.spares.bytes
-        if not self.spares.add(file, name, extent_name(extent), space.total, really_free):
+        if not self.spares.add(file, name, space.total, really_free):
             self.incoming.condemn(name)
 
     def set_aside(self, extent: Extent) -> None:
@@ -355,7 +350,6 @@ class Files:
             self.quarantine.take_in(extent, file.length, self.place.extents)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
-        self.spares.forget_borrowers(extent_name(extent))
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""

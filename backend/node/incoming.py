@@ -20,9 +20,9 @@ class StoredFile:
     """A file of the store: one that is being received, that of an extent, or a spare one.
 
     `is_own`: no other process ever had it open for writing, so it cannot be truncated. `is_reusable`: it
-    may become another extent's file when nobody uses it any more (reuse.py); once false, for ever. `users`
-    is how many have it open here, `taken` how many bytes are allocated, `is_named` whether an inode named
-    its extent, `since` when it became a spare file.
+    may become another extent's file when nobody uses it any more (reuse.py); once false, for ever. `taken`
+    is how many bytes are allocated, `is_named` whether an inode named its extent, `since` when it became a
+    spare file.
     """
 
     name: str
@@ -31,7 +31,6 @@ class StoredFile:
     is_own: bool
     is_reusable: bool = False
     is_named: bool = False
-    users: int = 0
     since: float = 0.0
     taken: int = field(init=False)
 
@@ -45,7 +44,6 @@ class Held:
     def __init__(self, fd: int, file: StoredFile) -> None:
         self.fd = fd
         self.file = file
-        file.users += 1
 
     @property
     def is_own(self) -> bool:
@@ -57,7 +55,6 @@ class Held:
 
     def close(self) -> None:
         os.close(self.fd)
-        self.file.users -= 1
 
 
 class Incoming(Held):

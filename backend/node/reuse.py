@@ -7,12 +7,11 @@ whoever still refers to its pages would see what it is used for next. So a file 
     its pages are not lent   This process never sent them by sendfile or splice: they might still be in the
                              send queue of a socket.
     no program keeps them    Before a mount on this host lets a program open an extent that may keep
-                             references to its pages, in a pipe for instance, it makes a name in STORE/lent.
-                             This process looks for that name after it has renamed the freed extent. So the
-                             mount does not find the extent any more, or this process finds the name.
-    nobody has it open       This process has not, nor has a peer the right to read it by RDMA. A mount here
-                             gives a file that a program has open a second name, in STORE/held. The kernel
-                             tells about any other process.
+                             references to its pages, in a pipe for instance, it gives the file the
+                             modification time LENT_NS.
+    nobody has it open       This process has not, nor has a peer the right to read it by RDMA: the kernel
+                             tells about every process. A mount here gives a file that a program has open a
+                             second name, in STORE/held.
     it has the right length  Exactly that of the new extent.
     it lies in memory        On a disk, a power loss could give it its old name back.
 
@@ -27,7 +26,7 @@ import os
 import signal
 import time
 
-from ..files.storedir import OWN_FILE
+from ..files.storedir import LENT_NS, OWN_FILE
 from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 from .incoming import Incoming, IncomingFiles, StoredFile
@@ -60,12 +59,11 @@ class Spares:
         """Return whether `add` may keep the file of an extent that is being freed."""
         return file.is_reusable and file.length >= SPARE_BYTES_MIN and not self._place.power_safe
 
-    def add(self, file: StoredFile, name: str, extent: str, total: int, free: int) -> bool:
+    def add(self, file: StoredFile, name: str, total: int, free: int) -> bool:
         """Keep the file of a freed extent, which was just renamed to `name` in incoming/. Return False if
         it may never be used again, or the store, of which so many bytes are free, has no room for it: then
         the caller removes it."""
-        was_borrowed = self.forget_borrowers(extent)
-        if was_borrowed or not self.wants(file):
+        if not self.wants(file):
             return False
         limit = int(total * _SPARES_SHARE)
         if file.length > limit or free < total * _ROOM_SHARE:
@@ -77,21 +75,10 @@ class Spares:
         self.bytes += file.length
         return True
 
-    def forget_borrowers(self, extent: str) -> bool:
-        """Forget which programs had an extent open, by the name of its file. Return whether one may have
-        kept references to its pages."""
-        try:
-            os.unlink(extent, dir_fd=self._place.lent)
-        except FileNotFoundError:
-            return False
-        return True
-
     def take(self, length: int) -> Incoming | None:
         """Return a file of exactly this length, which has the bytes of the extent that it was before. The
         newest is taken, so that surplus ones get old."""
         for file in [file for file in reversed(self._files) if file.length == length]:
-            if file.users:
-                continue
             try:
                 fd = self._open(file)
             except OSError as error:
@@ -109,19 +96,22 @@ class Spares:
         """Open a file for another extent. Raises OSError: EBUSY if somebody has it open or mapped, EPERM if
         it can never be used again."""
         status = os.stat(file.name, dir_fd=self._place.incoming)
-        if not file.is_reusable or status.st_size != file.length:
-            raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
         mapped = self._rdma.descriptors((status.st_dev, status.st_ino))
         # A file that is mapped through several descriptors is refused: each would have to be asked for a
         # lease.
-        if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        is_alone = not mapped or _is_ours_alone(mapped)
         os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._place.incoming)
         fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._place.incoming)
-        if not mapped and not _is_ours_alone([fd]):
-            os.close(fd)
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
-        return fd
+        is_alone &= bool(mapped) or _is_ours_alone([fd])
+        # Last: who had it open or by another name has marked it before letting it go.
+        status = os.fstat(fd)
+        is_lent = not file.is_reusable or status.st_mtime_ns == LENT_NS
+        if is_alone and status.st_nlink == 1 and not is_lent and status.st_size == file.length:
+            return fd
+        os.close(fd)
+        if is_lent or status.st_size != file.length:
+            raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
+        raise OSError(errno.EBUSY, "somebody else has it", file.name)
 
     def give_up(self, unused_s: float = 0.0) -> None:
         """Give up files that waited for so long; their memory goes with the next `IncomingFiles.reap`."""

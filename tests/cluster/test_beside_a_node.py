@@ -12,6 +12,7 @@ from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
+from irdmafs.backend.files.storedir import LENT_NS
 from irdmafs.client._files import open_privately, open_to_read
 
 
@@ -182,37 +183,19 @@ def test_a_file_is_fetched_whose_working_copy_the_node_has_removed(
     assert striped.read_bytes() == pattern(1, 3 * MIB)
 
 
-@pytest.mark.parametrize("written", ["here", "elsewhere"])
-def test_a_file_can_be_opened_whose_copy_the_node_replaced_while_it_was_being_opened(
-    beside: Cluster, folder: Path, written: str
-) -> None:
-    (node,), mended = beside.nodes, b"mended " + written.encode()
-    writer = beside.mounts[0] if written == "here" else beside.add_mount()
-    file = writer.path / folder.name / "file"
-    file.write_bytes(b"before")  # by now it is known who is to keep the file
-    file.write_bytes(mended)
-    (extent,) = (name for name, content in extents_of(node.store).items() if content == mended)
-    # The node is told of an open by a name of the file, which is that of the damaged copy then.
-    told = node.store / "lent" / extent
-    told.unlink(missing_ok=True)
-    told.write_bytes(b"damaged")
-    held = node.store / "held"
-    eventually(lambda: not any(list(owner.iterdir()) for owner in held.iterdir()), "it is closed")
-    assert (folder / "file").read_bytes() == mended
-
-
 def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) -> None:
     mount, (node,) = beside.mounts[0], beside.nodes
     elsewhere = beside.add_mount()
-    (elsewhere.path / "pages").write_bytes(bytes(256 << 10))
-    lent = set(os.listdir(node.store / "lent"))
+    (elsewhere.path / "pages").write_bytes(pattern(7, 256 << 10))
     name = f"{mount.path}/pages"
+    extents = (node.store / "extents").iterdir()
+    (extent,) = (path for path in extents if path.read_bytes() == pattern(7, 256 << 10))
 
     def told() -> bool:
-        return set(os.listdir(node.store / "lent")) > lent
+        return extent.stat().st_mtime_ns == LENT_NS
 
     with open_privately(name) as (fd, _):
-        assert os.read(fd, 1) == b"\0" and not told()
+        assert os.read(fd, 1) == pattern(7, 1) and not told()
         # The promise holds for one open.
         with open_to_read(name):
             assert told()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.errors import fails_with
 
 from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
@@ -173,36 +172,7 @@ def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
         contents.free(ContentId(1))
         assert not is_used_again(files, 1)
         assert is_used_again(files, 2)
-        assert not list((memory / "store/lent").iterdir())
         assert not contents.borrow(ContentId(2), f"{memory}/store"), "it is gone"
-        assert not list((memory / "store/lent").iterdir())
-
-
-def test_what_came_again_under_the_name_of_something_borrowed_is_not_lent_unseen(
-    files: Files, memory: Path
-) -> None:
-    with borrowing(memory) as contents:
-        keep(files, 1, byte=b"a")
-        keep(files, 2, byte=b"b")
-        assert contents.borrow(ContentId(2), f"{memory}/store")
-        contents.pin(ContentId(2))
-        # As if the first had been lent while the second took its name.
-        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
-        with fails_with(errno.ESTALE):
-            contents.lend(ContentId(2))
-
-
-def test_file_is_not_borrowed_if_the_node_was_told_of_another_one_that_it_has_replaced(
-    files: Files, memory: Path
-) -> None:
-    """It could never be lent to a program: each open would fail."""
-    with borrowing(memory) as contents:
-        keep(files, 1, byte=b"a")
-        keep(files, 2, byte=b"b")
-        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
-        assert not contents.borrow(ContentId(2), f"{memory}/store")
-        os.unlink(memory / "store/lent/2.0")
-        assert contents.borrow(ContentId(2), f"{memory}/store")
 
 
 def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_and_unmapped(
@@ -236,14 +206,18 @@ def test_file_whose_pages_a_program_may_keep_is_never_used_again(
         assert not is_used_again(files, 1)
 
 
-def test_file_that_was_freed_is_lent_to_nobody(files: Files, memory: Path) -> None:
+def test_file_that_is_lent_after_it_was_freed_is_never_used_again(
+    files: Files, memory: Path
+) -> None:
     with borrowing(memory) as contents:
-        keep(files, 1)
+        first = keep(files, 1)
         assert contents.borrow(ContentId(1), f"{memory}/store")
         contents.pin(ContentId(1))
         files.free(Extent(1, 0))
-        with fails_with(errno.ESTALE):
-            contents.lend(ContentId(1))
+        contents.lend(ContentId(1))
+        contents.unpin(ContentId(1))
+        assert keep(files, 2) != first
+        assert files.figures().reused_files == 0
 
 
 def test_file_is_not_used_again_where_the_kernel_does_not_tell_who_has_it_mapped(
@@ -327,10 +301,8 @@ def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
         keep(files, 2)
         files.mark_named(Extent(2, 0))
         files.free(Extent(1, 0))
-        os.link(memory / "store/extents/2.0", memory / "store/lent/2.0")
     with Files(f"{memory}/store") as files:
         assert not list((memory / "store/incoming").iterdir())
-        assert not list((memory / "store/lent").iterdir())
         assert files.was_named(Extent(2, 0))
         held = files.hold(Extent(2, 0))
         assert held.is_own, "the node made it, whichever process did"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...files.extents import OPEN_FLAGS, ExtentStore
-from ...files.storedir import OWN_FILE
 from ...model.records import ContentId
 from ...namespace import fail
 from ..pins import Pinned
@@ -230,13 +229,10 @@ class Contents(ExtentStore, Pinned):
         place, before = Place(store, extent, is_incoming=False), self._places.get(extent)
         try:
             os.close(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC))
-            if place.is_another():
-                return False
         except OSError:
             return False
         if before is not None:
             place.held, before.held = before.held, ""
-            place.is_lent = before.is_lent
         self._places[extent] = place
         return True
 
@@ -282,25 +278,10 @@ class Contents(ExtentStore, Pinned):
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
-        store node that has its file never uses it for another content. Raises OSError ESTALE if the node
-        has freed it, or has it in another file now; it is fetched when it is opened again."""
+        store node that has its file never uses it for another content."""
         place = self._places.get(extent)
-        if place is None or place.is_incoming or place.is_lent or not place.held:
-            return
-        status = os.stat(place.held)
-        try:
-            # Others are never used again. The two names may be of different files, if the content was freed
-            # and came again meanwhile.
-            is_there = not status.st_mode & OWN_FILE or os.path.samestat(
-                os.stat(place.tell()), status
-            )
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            if self.counts.get(extent) == 1:
-                self.lose(extent)
-            raise fail(errno.ESTALE)
-        place.is_lent = True
+        if place is not None and place.held:
+            place.lend()
 
     def _unpinned(self, extent: ContentId) -> None:
         place = self._places.get(extent)

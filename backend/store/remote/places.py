@@ -2,13 +2,12 @@
 host.
 
 The node reuses the files of superseded contents, but not those whose pages programs may keep in their pipes
-and sockets. So before such a program opens a content, that gets a name in the node's directory lent/
-(node/files.py).
+and sockets. So before such a program opens a content, its file is marked (node/reuse.py).
 """
 
-import errno
 import os
 
+from ...files.storedir import LENT_NS, OWN_FILE
 from ...model.records import ContentId
 from .holds import Holds
 
@@ -16,8 +15,8 @@ from .holds import Holds
 class Place:
     """A content's file in the node's directory `store`: an extent of the node's, which nobody may write,
     or, while it `is_incoming`, a working copy that the node adopts when it is published. `held` is a second
-    name that keeps the file while it is pinned, "" if it has none; `is_lent`: the node was told that its
-    pages may be kept."""
+    name that keeps the file while it is pinned, "" if it has none; `is_lent`: the file with that name is
+    marked."""
 
     def __init__(self, store: str, extent: ContentId, *, is_incoming: bool) -> None:
         self.store = store
@@ -25,7 +24,6 @@ class Place:
         self.path = (
             f"{store}/incoming/{extent:x}" if is_incoming else f"{store}/extents/{extent:x}.0"
         )
-        self._lent = f"{store}/lent/{extent:x}.0"
         self._second_name = f"{extent:x}"
         self.held = ""
         self.is_lent = False
@@ -42,43 +40,35 @@ class Place:
             _unlink(self.held)  # the store may be gone
             self.held = ""
 
-    def tell(self) -> str:
-        """Tell the node that its extent is about to be opened. Return the name in lent/ that tells it."""
-        try:
-            os.link(self.path, self._lent)
-        except FileExistsError:
-            pass  # it was opened before
-        return self._lent
-
-    def is_another(self) -> bool:
-        """Return whether the node was told of another file of this extent, which it has replaced since.
-        Raises OSError."""
-        try:
-            told = os.stat(self._lent)
-        except FileNotFoundError:
-            return False
-        return not os.path.samestat(told, os.stat(self.path))
+    def lend(self) -> None:
+        """Mark the file, which has a second name: a program may keep references to its pages."""
+        if not (self.is_incoming or self.is_lent):
+            _mark_lent(self.held)
+            self.is_lent = True
 
     def open(self, flags: int) -> int:
         """Open the file. Raises FileNotFoundError if the node has freed it."""
-        if self.held or self.is_incoming:
-            return os.open(self.held or self.path, flags | os.O_CLOEXEC)
-        lent = self.tell()
-        fd = os.open(self.path, flags | os.O_CLOEXEC)
+        fd = os.open(self.held or self.path, flags | os.O_CLOEXEC)
         try:
-            # The two names may be of different files, if the content was freed and came again meanwhile.
-            if os.path.samestat(os.stat(lent), os.fstat(fd)):
-                return fd
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+            if not (self.held or self.is_incoming):
+                _mark_lent(fd)
         except BaseException:
             os.close(fd)
             raise
+        return fd
 
     def free(self) -> None:
         """Remove a working copy; leave an extent to its node."""
         self.let_go()
         if self.is_incoming:
             _unlink(self.path)  # the node may have adopted it
+
+
+def _mark_lent(file: str | int) -> None:
+    """Mark a file that the node made: it uses no others again."""
+    status = os.stat(file)
+    if status.st_mode & OWN_FILE:
+        os.utime(file, ns=(status.st_atime_ns, LENT_NS))
 
 
 def _unlink(path: str) -> None:
