@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -24,8 +24,10 @@ from .completions import Completions
 from .devices import Gid
 from .library import immediate, status_name
 from .messages import QueueEnd
-from .opened import OpenedPort
 from .regions import Region
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class QueuePair:
 
     def __init__(
         self,
-        port: OpenedPort,
+        port: "Adapter",
         gid: Gid,
         closed: Callable[["QueuePair"], None],
         arrived: Callable[[int], None] | None = None,
