@@ -26,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -37,8 +38,10 @@ from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
 from .claim_entries import EXCLUSIVE, Claim
 from .leases import Leases
-from .member import Member
 from .rests import Rests
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +72,14 @@ class Claims:
     """The claims of one mount, and its dealings with those of others (see namespace/shared). They may be
     used when `run` runs. `defers`: it may take exclusive ones."""
 
-    def __init__(self, member: Member, leases: Leases, *, defers: bool) -> None:
-        self._member = member
-        self._replica = member.replica
-        self._members = member.members
-        self._session = member.session
+    def __init__(self, cluster: "Cluster", leases: Leases, *, defers: bool) -> None:
+        self._cluster = cluster
+        self._replica = cluster.replica
+        self._members = cluster.members
+        self._session = cluster.session
         self._leases = leases
-        self._nursery = member.nursery
-        self._entries = member.claim_entries
+        self._nursery = cluster.nursery
+        self._entries = cluster.claim_entries
         self._defers = defers
         # By directory: when something was changed there last without being deferred, and when the claim was
         # used last.
@@ -261,7 +264,7 @@ class Claims:
         while among([directory]):
             claim = self._entries.claims[directory]
             lease = claim.lease
-            await self._session.wait_valid(self._member.timeout_s)
+            await self._session.wait_valid(self._cluster.timeout_s)
             ends = self._members.session_of(lease) is not None
             if ends and self._late.get(lease, 0.0) < time.monotonic():
                 try:
@@ -273,7 +276,7 @@ class Claims:
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
                     lease, directory,
                 )  # fmt: skip
-            if directory not in self._member.writable:
+            if directory not in self._cluster.writable:
                 return
             key = claim_key(directory)
             if await self._change([(key, claim.revision)], key) and ends:

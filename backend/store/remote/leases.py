@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -27,8 +28,10 @@ from ...cluster.membership import Members, followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
-from .member import Member
 from .rests import Rests
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -119,21 +122,21 @@ class Followers:
 class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
-    def __init__(self, member: Member) -> None:
-        self._engine = member.engine
-        self._replica = member.replica
-        self._tree = member.tree
-        self._members = member.members
-        self._session = member.session
-        self._nursery = member.nursery
+    def __init__(self, cluster: "Cluster") -> None:
+        self._engine = cluster.engine
+        self._replica = cluster.replica
+        self._tree = cluster.tree
+        self._members = cluster.members
+        self._session = cluster.session
+        self._nursery = cluster.nursery
         # Directories, with the leases under which they are followed; 0: not any more, but the key that says
         # so may still be there.
         self._held: dict[int, int] = {}
         self._sure_until_s = 0.0  # to know everything, by now_s()
-        self._followers = Followers(member.members)
+        self._followers = Followers(cluster.members)
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
-        self._listeners = member.changes.mount_listeners
+        self._listeners = cluster.changes.mount_listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -154,9 +157,9 @@ class Leases:
         self._owing = trio.Event()
         self.acknowledgements = 0
         self.transactions = 0  # asked for: to follow, to give up and to acknowledge
-        member.changes.inode_listeners.append(self.inode_changed)
-        member.changes.name_listeners.append(self.name_changed)
-        member.changes.transaction_listeners.append(self.transaction)
+        cluster.changes.inode_listeners.append(self.inode_changed)
+        cluster.changes.name_listeners.append(self.name_changed)
+        cluster.changes.transaction_listeners.append(self.transaction)
 
     # -- following -------------------------------------------------------------------------------
 

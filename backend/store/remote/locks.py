@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -30,7 +31,9 @@ from ...model.lock_claims import (
 )
 from ...model.records import encode
 from ...namespace.deferred import Deferred
-from .member import Member
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +81,17 @@ class SharedLocks:
     """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
     after the cluster's time-out. Locks of inodes that are not writable hold on this host only."""
 
-    def __init__(self, member: Member, deferred: Deferred) -> None:
-        self._member = member
-        self._replica = member.replica
-        self._session = member.session
+    def __init__(self, cluster: "Cluster", deferred: Deferred) -> None:
+        self._cluster = cluster
+        self._replica = cluster.replica
+        self._session = cluster.session
         self._deferred = deferred
-        self._entries = member.lock_entries
-        self._writable = member.writable
-        self._timeout_s = member.timeout_s
+        self._entries = cluster.lock_entries
+        self._writable = cluster.writable
+        self._timeout_s = cluster.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
-        self._nursery = member.nursery
+        self._nursery = cluster.nursery
         self.transactions = 0
         self._entries.listeners.append(self._moved)
 
@@ -364,7 +367,7 @@ class SharedLocks:
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
         self.transactions += 1
-        return await self._member.engine.transact(compares, operations)
+        return await self._cluster.engine.transact(compares, operations)
 
     # -- the session -----------------------------------------------------------------------------
 
@@ -409,7 +412,7 @@ class SharedLocks:
         for ino, since in list(self._entries.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
-            if self._session.number == min(self._member.members.sessions, default=0):
+            if self._session.number == min(self._cluster.members.sessions, default=0):
                 await _quietly(self._remove(ino, [self._session.compare()]))
 
     # -- what others do ------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 import errno
 import logging
+from typing import TYPE_CHECKING
 
 from ...cluster.lease import Session
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
 from .contents import Contents
-from .member import Member
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +41,13 @@ class SharedContents(Contents):
     """The contents on a mount's host. One that is read from its store nodes is pinned there, too, by a key
     in etcd that ends with the session."""
 
-    def __init__(self, member: Member, directory: str) -> None:
-        new_number = ContentNumbers(member.session).new
-        cache_size = member.config.mount.cache_size
-        super().__init__(directory, new_number, member.changes.content_gone, cache_size)
-        self._member = member
+    def __init__(self, cluster: "Cluster", directory: str) -> None:
+        new_number = ContentNumbers(cluster.session).new
+        cache_size = cluster.config.mount.cache_size
+        super().__init__(directory, new_number, cluster.changes.content_gone, cache_size)
+        self._cluster = cluster
         self._on_nodes: set[ContentId] = set()
-        member.changes.content_listeners.append(self._lost_by)
+        cluster.changes.content_listeners.append(self._lost_by)
 
     def _unpinned(self, extent: ContentId) -> None:
         super()._unpinned(extent)
@@ -64,12 +67,12 @@ class SharedContents(Contents):
     async def pin_on_nodes(self, inode: Inode) -> bool:
         """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
         current one any more. Raises OSError."""
-        member, content = self._member, inode.extent
-        lease = member.session.lease
+        cluster, content = self._cluster, inode.extent
+        lease = cluster.session.lease
         self._on_nodes.add(content)
         put = Put(pin_key(content, lease), b"", lease)
-        await member.replica.transact([member.session.compare()], [put])
-        current = member.tree.inodes.get(inode.ino)
+        await cluster.replica.transact([cluster.session.compare()], [put])
+        current = cluster.tree.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
         await self._unpin_on_nodes(content)
@@ -78,7 +81,7 @@ class SharedContents(Contents):
     def unpin_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up: it is on this host now."""
         if content in self._on_nodes:
-            self._member.nursery.start_soon(self._unpin_on_nodes, content)
+            self._cluster.nursery.start_soon(self._unpin_on_nodes, content)
 
     def let_go_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up unless the content was opened."""
@@ -88,7 +91,7 @@ class SharedContents(Contents):
     async def _unpin_on_nodes(self, content: ContentId) -> None:
         self._on_nodes.discard(content)
         try:
-            key = pin_key(content, self._member.session.lease)
-            await self._member.engine.transact((), (Delete(key),))
+            key = pin_key(content, self._cluster.session.lease)
+            await self._cluster.engine.transact((), (Delete(key),))
         except OSError as error:
             log.info("content %x stays pinned until this session ends: %s", content, error)
