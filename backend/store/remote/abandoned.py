@@ -8,7 +8,6 @@ cannot be any more.
 
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import trio
 
@@ -18,13 +17,9 @@ from .cluster import Cluster
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-# Beyond this number the oldest are left to the end of the session.
+# Beyond this number contents are left to the end of the session.
 CONTENTS_MAX = 10_000
-
-
-class _GivenUp(NamedTuple):
-    nodes: set[int]  # that may have the content
-    is_certain: bool
+_AT_ONCE = 8
 
 
 class Abandoned:
@@ -32,68 +27,46 @@ class Abandoned:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._contents: dict[ContentId, _GivenUp] = {}  # the oldest first
-        self._news = trio.Event()
+        self._count = 0
+        self._limit = trio.CapacityLimiter(_AT_ONCE)
 
-    def __len__(self) -> int:
-        return len(self._contents)
+    def give_up(
+        self, ino: int, content: ContentId, nodes: Iterable[int], *, is_certain: bool
+    ) -> None:
+        """Give up a content that was to be this inode's, and that these nodes may have. With `is_certain`,
+        nobody has asked etcd to name it."""
+        if self._count < CONTENTS_MAX:
+            self._count += 1
+            doubted = 0 if is_certain else ino
+            self._cluster.nursery.start_soon(self._give_up, doubted, content, set(nodes))
 
-    def give_up(self, content: ContentId, nodes: Iterable[int], *, is_certain: bool) -> None:
-        """Give a content up. With `is_certain`, nobody has asked etcd to name it."""
-        self._contents[content] = _GivenUp(set(nodes), is_certain)
-        if len(self._contents) > CONTENTS_MAX:
-            del self._contents[next(iter(self._contents))]
-        self._news.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news = trio.Event()
-            while self._contents:
+    async def _give_up(self, doubted: int, content: ContentId, nodes: set[int]) -> None:
+        """Tell the nodes, when it is known that inode `doubted` (0: none) has not got the content."""
+        cluster = self._cluster
+        while nodes and session_of(content) == cluster.session.number:
+            async with self._limit:
                 try:
-                    await self._make_certain()
+                    if doubted:
+                        await cluster.engine.settle()
+                        await cluster.replica.barrier()
+                        inode = cluster.tree.inodes.get(doubted)
+                        if inode is not None and inode.extent == content:
+                            break
+                        doubted = 0
+                    for node in nodes & cluster.members.nodes.keys():
+                        if await self._told(node, content):
+                            nodes.remove(node)
                 except OSError as error:
-                    log.info("contents whose naming failed stay on their nodes for now: %s", error)
-                await self._tell()
-                if self._contents:
-                    with trio.move_on_after(RETRY_S):
-                        await self._news.wait()
-                    self._news = trio.Event()
+                    log.info("content %x stays on its nodes for now: %s", content, error)
+            nodes -= {node for node in nodes if cluster.members.is_removed(node)}
+            if nodes:
+                await trio.sleep(RETRY_S)
+        self._count -= 1
 
-    async def _make_certain(self) -> None:
-        """Find out which contents of uncertain outcome are no file's. Raises OSError."""
-        doubtful = {content for content, one in self._contents.items() if not one.is_certain}
-        if not doubtful:
-            return
-        await self._cluster.engine.settle()
-        await self._cluster.replica.barrier()
-        for inode in self._cluster.tree.inodes.values():
-            if inode.extent in doubtful:
-                del self._contents[inode.extent]
-        for content in doubtful & self._contents.keys():
-            self._contents[content] = self._contents[content]._replace(is_certain=True)
-
-    async def _tell(self) -> None:
-        told: dict[int, list[ContentId]] = {}  # by node
-        for content, (nodes, is_certain) in list(self._contents.items()):
-            nodes -= {node for node in nodes if self._cluster.members.is_removed(node)}
-            if not nodes or session_of(content) != self._cluster.session.number:
-                del self._contents[content]
-            elif is_certain:
-                for node in nodes & self._cluster.members.nodes.keys():
-                    told.setdefault(node, []).append(content)
-        async with trio.open_nursery() as nursery:
-            for node, contents in told.items():
-                nursery.start_soon(self._tell_node, node, contents)
-        for content in [content for content, one in self._contents.items() if not one.nodes]:
-            del self._contents[content]
-
-    async def _tell_node(self, node: int, contents: list[ContentId]) -> None:
-        for content in contents:
-            try:
-                await self._cluster.peers.device(node).abort(content)
-            except OSError as error:
-                log.info("content %x stays on node %x for now: %s", content, node, error)
-                return
-            if (one := self._contents.get(content)) is not None:
-                one.nodes.discard(node)
+    async def _told(self, node: int, content: ContentId) -> bool:
+        try:
+            await self._cluster.peers.device(node).abort(content)
+        except OSError as error:
+            log.info("content %x stays on node %x for now: %s", content, node, error)
+            return False
+        return True

@@ -44,7 +44,6 @@ class Publisher:
         self._space = space
         self._forget = forget
         self._abandoned = Abandoned(cluster)
-        cluster.nursery.start_soon(self._abandoned.run)
         self._unsure: dict[ContentId, None] = {}  # the oldest first
         self.figures = PublishFigures()
 
@@ -152,7 +151,7 @@ class Publisher:
             try:
                 guards += await transfer.complete()
             except BaseException:
-                self._abandoned.give_up(content, transfer.asked, is_certain=True)
+                self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=True)
                 raise
             version = version._replace(digests=transfer.digests)
         # Once the transaction has begun, only etcd knows how it ends.
@@ -162,7 +161,7 @@ class Publisher:
         except OSError as error:
             if transfer is not None:
                 certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
-                self._abandoned.give_up(content, transfer.asked, is_certain=certain)
+                self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=certain)
                 if not certain:
                     self._unsure[content] = None
                     if len(self._unsure) > _UNSURE_MAX:
@@ -185,7 +184,7 @@ class Publisher:
         if current is None or current.extent != content:
             self._contents.retire(content)  # another publish was faster
         if not inode.nlink:
-            self._abandoned.give_up(content, transfer.asked, is_certain=True)
+            self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=True)
 
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version as a new file beside the one that it was made for, and return that one's name.
