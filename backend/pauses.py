@@ -1,10 +1,12 @@
-"""Pauses between the tries of something that fails.
+"""Pauses between the tries of something that fails, and rests of what is better left alone for a while.
 
 A library of retries (tenacity, stamina) wraps a function that raises; here a try ends in several ways, and
 an event may end a pause early, so only the lengths are needed.
 """
 
 import random
+import time
+from typing import NamedTuple
 
 import trio
 
@@ -31,3 +33,45 @@ class Pauses:
     def begin_anew(self) -> None:
         """Make the next pause the first one: a try has succeeded."""
         self.next_s = self._first_s
+
+
+class _Rest(NamedTuple):
+    until: float
+    length_s: float
+
+
+class Rests:
+    """Numbers of nodes or directories that rest now: each for `first_s`, and for twice as long, up to
+    `longest_s`, each time that its rest begins again soon."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._rests: dict[int, _Rest] = {}
+
+    def begin(self, number: int) -> float:
+        """Let a number rest from now on, and return for how many seconds."""
+        self.tidy()
+        before = self._rests.get(number)
+        length_s = min(2 * before.length_s, self._longest_s) if before else self._first_s
+        self._rests[number] = _Rest(time.monotonic() + length_s, length_s)
+        return length_s
+
+    def __contains__(self, number: int) -> bool:
+        rest = self._rests.get(number)
+        return rest is not None and time.monotonic() < rest.until
+
+    def ends(self) -> list[float]:
+        """Return when the rests end or ended (time.monotonic())."""
+        return [rest.until for rest in self._rests.values()]
+
+    def forget(self, number: int) -> None:
+        """End a rest; the next one is a first one."""
+        self._rests.pop(number, None)
+
+    def tidy(self) -> None:
+        """Forget rests that ended long ago."""
+        now = time.monotonic()
+        for number, rest in [*self._rests.items()]:
+            if now > rest.until + rest.length_s:
+                del self._rests[number]

@@ -18,6 +18,7 @@ from ..cluster.membership import removed_for_good
 from ..kv import Conflict
 from ..model.groups import emptied, leader, next_step, refenced, without
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig
+from ..pauses import Rests
 from .catalog import Catalog
 from .handover import Handover
 from .housekeeping import Housekeeping
@@ -61,7 +62,7 @@ class Agent:
         self._catalog = catalog
         self._ping = ping
         self._wake = trio.Event()
-        self._shunned: dict[int, tuple[float, float]] = {}  # node -> until, for how long
+        self._shunned = Rests(SHUN_FIRST_S, SHUN_MAX_S)
         self._before: dict[int, GroupConfig] = {}  # by group
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
@@ -261,7 +262,7 @@ class Agent:
     def _node_changed(self, node: int) -> None:
         if node not in self._cluster.members.nodes:
             # If it comes back it registers anew, and may be another process.
-            self._shunned.pop(node, None)
+            self._shunned.forget(node)
             self._answers.pop(node, None)
         self._wake.set()
 
@@ -269,20 +270,15 @@ class Agent:
         self._wake.set()
 
     def _is_welcome(self, node: int) -> bool:
-        until, _ = self._shunned.get(node, (0.0, 0.0))
-        if time.monotonic() < until:
+        if node in self._shunned:
             return False
         address = self._cluster.members.nodes[node]
         return address.free_bytes >= ROOM_SHARE * address.total_bytes
 
     def _shun(self, node: int, reason: str) -> None:
-        now = time.monotonic()
-        until, pause_s = self._shunned.get(node, (0.0, 0.0))
-        if now < until:
-            return
-        pause_s = min(2 * pause_s, SHUN_MAX_S) if now < until + 2 * pause_s else SHUN_FIRST_S
-        self._shunned[node] = now + pause_s, pause_s
-        log.warning("node %x is given no groups to fill for %g s: it %s", node, pause_s, reason)
+        if node not in self._shunned:
+            pause_s = self._shunned.begin(node)
+            log.warning("node %x is given no groups to fill for %g s: it %s", node, pause_s, reason)
 
     async def _answers_now(self, node: int) -> bool:
         """Return whether this node can reach another one."""
@@ -308,6 +304,6 @@ class Agent:
         due = [
             since + self.rereplicate_after_s for since in self._cluster.members.dead_since.values()
         ]
-        due += [until for until, _ in self._shunned.values()]
+        due += self._shunned.ends()
         longest = RETRY_S if self._waits_for_names else LOOK_ANYWAY_S
         return min([longest, *(moment - now for moment in due if moment > now)])

@@ -36,9 +36,9 @@ from ...model.records import claim_key, wish_key
 from ...namespace import SharedCommitter
 from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
+from ...pauses import Rests
 from .claim_entries import EXCLUSIVE, Claim
-from .leases import Leases
-from .rests import Rests
+from .leases import REST_MAX_S, REST_S, Leases
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -86,9 +86,9 @@ class Claims:
         self._changed: dict[int, float] = {}
         self._used: dict[int, float] = {}
         # Directories whose claims other mounts wanted.
-        self._rests = Rests()
+        self._rests = Rests(REST_S, REST_MAX_S)
         # Directories of which this mount had an exclusive claim when others looked.
-        self._looks = Rests(_SHARED_S)
+        self._looks = Rests(_SHARED_S, REST_MAX_S)
         # Directories whose claims are just being taken, or given up.
         self._taking: set[int] = set()
         self._ending: set[int] = set()

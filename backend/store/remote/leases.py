@@ -28,7 +28,7 @@ from ...cluster.membership import Members, followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
-from .rests import Rests
+from ...pauses import Rests
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -46,6 +46,9 @@ _IDLE_S = 10.0
 _OPENS_PER_CHANGE = 4
 _CHANGES_FREE = 8
 _FOLLOWED_MAX = 256
+# A directory that others use, too, is left alone for so long.
+REST_S = 10.0
+REST_MAX_S = 600.0
 # Clocks run at slightly different rates.
 _MARGIN_SHARE = 0.1
 # For how long the kernel may believe an answer about what is followed, and the attributes of what is not.
@@ -146,7 +149,7 @@ class Leases:
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         # Directories that were given up for their changes.
-        self._rests = Rests()
+        self._rests = Rests(REST_S, REST_MAX_S)
         self._touched: set[int] = set()  # directories, by the transaction being applied
         # Likewise, the directories whose records are changed, and where they were and are.
         self._moving: list[tuple[int, int, int]] = []
