@@ -17,8 +17,8 @@ import trio
 
 from ..files.digest import digest_of_bytes
 from ..model.records import GroupConfig
-from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
+from ..transport.device import read_hashed
 from .catalog import Catalog
 from .checks import Checks, Verdict
 from .damage import WrongExtents

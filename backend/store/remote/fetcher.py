@@ -28,8 +28,8 @@ from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
+from ...transport.device import read_hashed
 from ...unwrap import first_error
-from ..reading import read_hashed
 from .cluster import Cluster, for_each_stripe
 from .figures import FetchFigures
 from .lent import Declined, Lent
