@@ -1,7 +1,6 @@
 """The extents on this node whose bytes differ from the published ones, and are not mended yet."""
 
 import logging
-from collections.abc import Iterator
 
 import trio
 
@@ -11,39 +10,27 @@ from .catalog import Catalog
 log = logging.getLogger(__name__)
 
 
-class WrongExtents:
+class WrongExtents(dict[Extent, bool]):
     """Wrong extents, each with whether a right copy may be somewhere, as far as is known."""
 
     def __init__(self, catalog: Catalog) -> None:
+        super().__init__()
         self.found = self.mended = 0
         self._waiting = trio.Event()
         self._files = catalog.files
         self._catalog = catalog
-        self._extents: dict[Extent, bool] = {}
-
-    def __contains__(self, extent: Extent) -> bool:
-        return extent in self._extents
-
-    def __len__(self) -> int:
-        return len(self._extents)
-
-    def __iter__(self) -> Iterator[Extent]:
-        return iter(list(self._extents))
-
-    def may_be_mended(self, extent: Extent) -> bool:
-        return self._extents.get(extent, False)
 
     def inodes(self) -> dict[int, bool]:
         """Return the inodes whose contents are wrong here, and whether a right copy may be had."""
         found: dict[int, bool] = {}
-        for extent, may_be_mended in self._extents.items():
+        for extent, may_be_mended in self.items():
             ino = self._catalog.ino_of(extent.content)
             found[ino] = found.get(ino, True) and may_be_mended
         return found
 
     def find(self, extent: Extent) -> None:
         """Take in an extent that was read and found to be wrong."""
-        if extent not in self._extents:
+        if extent not in self:
             self.found += 1
             log.error(
                 "extent %x.%x in %s is not what was published (inode %d): a right copy is looked for",
@@ -51,13 +38,13 @@ class WrongExtents:
                 self._files.directory,
                 self._catalog.ino_of(extent.content),
             )
-            self._extents[extent] = True
+            self[extent] = True
 
     def keep(self, extent: Extent) -> None:
         """Take in an extent of which no node has a right copy."""
-        if extent not in self._extents:
+        if extent not in self:
             self.found += 1
-        self._extents[extent] = False
+        self[extent] = False
         log.error(
             "no node has extent %x.%x as it was published: inode %d is damaged. Publish the file again; "
             "what there is of it can be read with --no-verify",
@@ -77,16 +64,12 @@ class WrongExtents:
 
     def mend(self, extent: Extent) -> None:
         """Note that a right copy took the place of an extent."""
-        self.drop(extent)
+        self.pop(extent, None)
         self.mended += 1
         log.warning("extent %x.%x is mended", *extent)
 
-    def drop(self, extent: Extent) -> None:
-        """Forget an extent: it is right, or not here."""
-        self._extents.pop(extent, None)
-
     def drop_unneeded(self) -> None:
         """Forget the extents that are not here any more, or not needed."""
-        for extent in self:
+        for extent in list(self):
             if extent not in self._files or not self._catalog.is_named(extent.content):
-                del self._extents[extent]
+                del self[extent]

@@ -114,7 +114,7 @@ class Scrub:
             wrong_found=self._wrong.found,
             wrong_mended=self._wrong.mended,
             wrong_extents=len(self._wrong),
-            broken_extents=sum(not self._wrong.may_be_mended(extent) for extent in self._wrong),
+            broken_extents=sum(not may_be_mended for may_be_mended in self._wrong.values()),
         )
 
     def status(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Scrub:
             self._wrong.keep(extent)
             self._save()
         elif verdict is Verdict.RIGHT:
-            self._wrong.drop(extent)
+            self._wrong.pop(extent, None)
         return verdict
 
     async def _found_wrong(self, extent: Extent) -> None:
@@ -239,7 +239,7 @@ class Scrub:
         known = self._cluster.groups.get(group) if group is not None else None
         size = self._files.size(extent)
         if known is None or size is None:
-            self._wrong.drop(extent)
+            self._wrong.pop(extent, None)
             return
         try:
             done = await self._copier.mend(known[0], extent, size)
@@ -248,7 +248,7 @@ class Scrub:
             done = None
         if done:
             self._wrong.mend(extent)
-        elif done is False and self._wrong.may_be_mended(extent):
+        elif done is False and self._wrong.get(extent):
             self._wrong.keep(extent)
 
     async def _mend_again(self) -> None:
@@ -262,7 +262,7 @@ class Scrub:
                 came = not waiting.cancelled_caught
                 delay_s = _RETRY_FIRST_S if came else min(2 * delay_s, _RETRY_MAX_S)
                 self._news = trio.Event()
-                for extent in self._wrong:
+                for extent in list(self._wrong):
                     await self._mend(extent)
                 self._wrong.drop_unneeded()
                 self._save()
