@@ -442,7 +442,7 @@ async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
             await receive_frame(stream)
         await victim.send_all(frame(tcp.Tickets(1)))
         await receive_frame(victim)
-        office = cluster.nodes[1].serving(TcpServing).office
+        office = cluster.nodes[1].serving(TcpServing)
         [number] = office.pending
         for _ in range(serving.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
             await greedy.send_all(frame(tcp.Tickets(tcp.TICKETS_MAX)))

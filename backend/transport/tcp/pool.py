@@ -65,7 +65,6 @@ class Pool:
             self._lent.discard(channel)
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
-                channel.was_idle = True
                 self._idle.append(channel)
             else:
                 channel.close()

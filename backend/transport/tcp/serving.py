@@ -29,12 +29,11 @@ TICKETS_OF_ONE_MAX = 512
 
 
 class Guest(Connection):
-    """A peer that may open data connections, with tickets of the office, as long as its control connection
-    is open."""
+    """A peer that may open data connections, with tickets, as long as its control connection is open."""
 
-    def __init__(self, office: "Office", peer: Peer) -> None:
+    def __init__(self, serving: "TcpServing", peer: Peer) -> None:
         self.peer = peer
-        self._office = office
+        self._serving = serving
         # Numbers of tickets that it has not used yet, the oldest first.
         self.tickets: dict[bytes, None] = {}
         # The cancel scopes of data connections that wait for a request.
@@ -43,7 +42,7 @@ class Guest(Connection):
 
     async def answer(self, request: Request) -> Answer | Lasting:
         assert isinstance(request, Tickets)
-        return Granted(self._office.grant(self, request.count))
+        return Granted(self._serving.grant(self, request.count))
 
     def take(self, message: Message) -> None:
         """Do nothing: there is no such message."""
@@ -52,7 +51,7 @@ class Guest(Connection):
         self.has_left = True
         for scope in self.waiting:
             scope.cancel()
-        self._office.forget(self)
+        self._serving.forget(self)
 
 
 class _Pending(NamedTuple):
@@ -63,12 +62,31 @@ class _Pending(NamedTuple):
     guest: Guest
 
 
-class Office:
-    """Issues and redeems the tickets of all peers of a node."""
+class TcpServing(Serving):
+    """The end of one node, which issues and redeems the tickets of all peers. `encrypt` refuses data
+    connections that are not encrypted; with credentials those that are, are always welcome."""
 
-    def __init__(self) -> None:
-        # By number, the oldest first.
+    port = 0
+
+    def __init__(self, host: Host, encrypt: bool, port: int) -> None:
+        self._door = host.door
+        self._credentials = host.credentials
+        self._encrypt = encrypt
+        self._timeout_s = host.timeout_s
+        self.port = port
+        self._transfers = Transfers(host.service, host.nursery)
+        self._data = Data(host, self._transfers)
+        # Tickets that were not used yet, by number, the oldest first.
         self.pending: OrderedDict[bytes, _Pending] = OrderedDict()
+
+    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
+        return Guest(self, peer)
+
+    def give_up(self, content: int) -> None:
+        self._transfers.give_up(content)
+
+    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
+        """Do nothing: the rights to each request are checked when it comes."""
 
     def grant(self, guest: Guest, count: int) -> list[bytes]:
         now = trio.current_time()
@@ -111,39 +129,13 @@ class Office:
             del granted.guest.tickets[number]
         return granted
 
-
-class TcpServing(Serving):
-    """The end of one node. `encrypt` refuses data connections that are not encrypted; with credentials
-    those that are, are always welcome."""
-
-    port = 0
-
-    def __init__(self, host: Host, encrypt: bool, port: int) -> None:
-        self._door = host.door
-        self._credentials = host.credentials
-        self._encrypt = encrypt
-        self._timeout_s = host.timeout_s
-        self.port = port
-        self._transfers = Transfers(host.service, host.nursery)
-        self._data = Data(host, self._transfers)
-        self.office = Office()
-
-    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        return Guest(self.office, peer)
-
-    def give_up(self, content: int) -> None:
-        self._transfers.give_up(content)
-
-    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Do nothing: the rights to each request are checked when it comes."""
-
     async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
         """Serve one data connection. Raises as Door.open allows."""
         channel: Channel | None = None
         try:
             with self._door.stranger():
                 channel = await self._open_channel(sock)
-                guest = self.office.redeem(channel, await _preamble(channel))
+                guest = self.redeem(channel, await _preamble(channel))
             with self._door.member():
                 while await _has_request(channel, guest):
                     if not await self._data.serve(channel, guest.peer):

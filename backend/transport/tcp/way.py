@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Final
 
 import trio
@@ -16,7 +16,7 @@ from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_fr
 from ..frames import BadMessage
 from ..link import Link
 from ..mover import Sending, Transfer, Way
-from .channel import Channel, Lost, Silent
+from .channel import Channel, Lost
 from .pool import Pool
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
@@ -29,7 +29,6 @@ _STREAM_BYTES_MIN = 4 << 20
 # Two threads that write to one huge page of a file at once slow each other down.
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 _LENGTH: Final = itemgetter(1)
-_WAS_IDLE: Final = attrgetter("was_idle")
 
 
 class TcpWay(Way):
@@ -99,34 +98,26 @@ class TcpWay(Way):
         work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
     ) -> None:
-        """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
-        had been idle turns out to be broken, all is done once more on new ones."""
+        """Divide the ranges among streams, and do each stream's work on a connection."""
         link, pool = self._link, self.pool
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()
         shares = _shares(ranges, comes, streams)
-        may_repeat = True
-        while True:
-            number = secrets.randbits(63)
-            headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
-            channels = await pool.borrow(len(shares))
-            works = [*map(partial, repeat(work), channels, headers)]
-            was_idle = any(map(_WAS_IDLE, channels))
-            try:
-                await in_threads(works, partial(_shut_down, channels), places)
-                return
-            except BadMessage as error:
-                pool.drop()
-                log.warning("store node %x: a data connection is given up: %s", link.node, error)
-                raise Unreachable(link.node, str(error)) from None
-            except Lost as error:
-                pool.drop()
-                if not (may_repeat and was_idle) or isinstance(error, Silent):
-                    raise Unreachable(link.node, str(error)) from None
-                may_repeat = False
-                log.info("store node %x: on new data connections: %s", link.node, error)
-            finally:
-                pool.give_back(channels)
+        number = secrets.randbits(63)
+        headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
+        channels = await pool.borrow(len(shares))
+        works = [*map(partial, repeat(work), channels, headers)]
+        try:
+            await in_threads(works, partial(_shut_down, channels), places)
+        except BadMessage as error:
+            pool.drop()
+            log.warning("store node %x: a data connection is given up: %s", link.node, error)
+            raise Unreachable(link.node, str(error)) from None
+        except Lost as error:
+            pool.drop()
+            raise Unreachable(link.node, str(error)) from None
+        finally:
+            pool.give_back(channels)
 
 
 def _shut_down(channels: Sequence[Channel]) -> None:
