@@ -37,8 +37,8 @@ from ..namespace import Inode
 from ..transport import Extent
 from .figures import CatalogFigures
 from .files import Files, Incoming
+from .incoming import SPARE_S
 from .named import Named, NamedContents
-from .reuse import SPARE_S
 
 log = logging.getLogger(__name__)
 
@@ -345,7 +345,7 @@ class Catalog:
         wanted. The next `Files.reap` gives the memory back."""
         for group in list(self._left):
             self._free_left(group, seen=True)
-        self.files.spares.give_up()
+        self.files.incoming.give_up_spares()
         self.freed_extents += self.files.tidy_quarantine(wanted_bytes)
 
     async def make_file(
@@ -371,7 +371,7 @@ class Catalog:
             with trio.move_on_after(_TIDY_S):
                 await self._busy.wait()
             self._busy = trio.Event()
-            self.files.spares.give_up(SPARE_S)
+            self.files.incoming.give_up_spares(SPARE_S)
             await self.files.give_back()
             self.tidy(time.monotonic())
 

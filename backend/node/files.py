@@ -1,7 +1,7 @@
 """A store node's extents: one file each, immutable once it is sealed.
 
 An extent comes into being by a rename into STORE/extents, so every file there is whole. Its file may be
-used for another extent later (reuse.py tells when).
+used for another extent later (incoming.py tells when).
 """
 
 import errno
@@ -22,9 +22,8 @@ from ..transport.verbs.rdma import Choice, Rdma
 from .directory import StoreDirectory
 from .figures import FileFigures
 from .identity import Identity
-from .incoming import Held, Incoming, IncomingFiles, StoredFile
+from .incoming import SPARE_BYTES_MIN, Held, Incoming, IncomingFiles, StoredFile
 from .quarantine import KEPT_IN_MEMORY_S, KEPT_ON_DISK_S, Quarantine, extent_name, parsed_name
-from .reuse import SPARE_BYTES_MIN, Spares
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
@@ -81,8 +80,7 @@ class Files:
             if self.identity.is_new:
                 self._forget_strays()
                 self.identity.save()
-            self.incoming = IncomingFiles(place.incoming, directory, self.rdma)
-            self.spares = Spares(place, self.incoming, self.rdma)
+            self.incoming = IncomingFiles(place, self.rdma)
             self._scan()
         except BaseException:
             place.close()
@@ -95,7 +93,7 @@ class Files:
         self.close()
 
     def close(self) -> None:
-        self.spares.give_up()
+        self.incoming.give_up_spares()
         self.reap()
         self.place.close()
 
@@ -126,7 +124,7 @@ class Files:
 
     def figures(self) -> FileFigures:
         space = self.space()
-        return FileFigures(self._created, self.spares.reused, space.used, space.free, len(self))
+        return FileFigures(self._created, self.incoming.reused, space.used, space.free, len(self))
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -176,7 +174,7 @@ class Files:
     def space(self) -> Space:
         status = os.fstatvfs(self.place.extents)
         total = status.f_blocks * status.f_frsize
-        spare = self.spares.bytes + self.quarantine.bytes
+        spare = self.incoming.spare_bytes + self.quarantine.bytes
         free = min(total, status.f_bavail * status.f_frsize + spare)
         if self._limit_bytes is not None:
             total = min(total, self._limit_bytes)
@@ -188,7 +186,7 @@ class Files:
     async def make(self, length: int, allocated: int) -> Incoming:
         """Return a file as `create` does, or one of exactly this length that was another extent's, and has
         that one's bytes. Raises OSError ENOSPC."""
-        if allocated == length and (spare := self.spares.take(length)) is not None:
+        if allocated == length and (spare := self.incoming.take_spare(length)) is not None:
             return spare
         if allocated < length or length <= _AT_ONCE_BYTES:
             return self.create(length, allocated)
@@ -323,7 +321,7 @@ class Files:
         if file is None:
             return
         try:
-            if file.length <= _AT_ONCE_BYTES and not self.spares.wants(file):
+            if file.length <= _AT_ONCE_BYTES and not file.is_reusable:
                 os.unlink(extent_name(extent), dir_fd=self.place.extents)
                 return
             name = self.incoming.new_name()
@@ -337,9 +335,7 @@ class Files:
             log.warning("extent %s vanished from the store", extent_name(extent))
             return
         space = self.space()
-        really_free = space.free - self.spares.bytes
-        if not self.spares.add(file, name, space.total, really_free):
-            self.incoming.condemn(name)
+        self.incoming.let_go(file, name, space.total, space.free - self.incoming.spare_bytes)
 
     def set_aside(self, extent: Extent) -> None:
         """Put an extent into quarantine. One that is not here is no error."""
@@ -363,7 +359,7 @@ class Files:
         if not len(self.quarantine):
             return 0
         space = self.space()
-        really_free = space.free - self.spares.bytes - self.quarantine.bytes
+        really_free = space.free - self.incoming.spare_bytes - self.quarantine.bytes
         short = int(space.total * _QUARANTINE_ROOM_SHARE) - really_free
         due = self.quarantine.due(max(wanted_bytes, short))
         for extent in due:
@@ -405,7 +401,7 @@ class Files:
         return file
 
     def _taken(self) -> int:
-        kept = self.used_bytes + self.spares.bytes + self.quarantine.bytes
+        kept = self.used_bytes + self.incoming.spare_bytes + self.quarantine.bytes
         return kept + self.incoming.reserved_bytes
 
 

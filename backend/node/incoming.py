@@ -1,18 +1,54 @@
-"""Files that are not extents: those being received, and those being removed.
+"""Files that are not extents: those being received, those being removed, and spare ones: files of freed
+extents that are used for new extents.
 
 They lie in STORE/incoming (directory.py), where mounts on this host also have their working copies.
+
+A file that is used again needs no allocation, and no registration if it was registered for RDMA. But
+whoever still refers to its pages would see what it is used for next. So a file is used again only if
+
+    this process made it     An application may have the files that it made open for writing.
+    its pages are not lent   This process never sent them by sendfile or splice: they might still be in the
+                             send queue of a socket.
+    no program keeps them    Before a mount on this host lets a program open an extent that may keep
+                             references to its pages, in a pipe for instance, it gives the file the
+                             modification time LENT_NS.
+    nobody has it open       This process has not, nor has a peer the right to read it by RDMA: the kernel
+                             tells about every process. A mount here gives a file that a program has open a
+                             second name, in STORE/held.
+    it has the right length  Exactly that of the new extent.
+    it lies in memory        On a disk, a power loss could give it its old name back.
+
+A file for which one of these is in doubt is removed instead. Files that wait to be used again count as
+free room.
 """
 
 import errno
+import fcntl
 import itertools
+import logging
 import os
+import signal
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 
-from ..files.storedir import OWN_FILE
+from ..files.storedir import LENT_NS, OWN_FILE
 from ..transport.verbs.rdma import Rdma
+from .directory import StoreDirectory
+
+log = logging.getLogger(__name__)
+
+SPARES_MAX = 1024
+# The share of the store for files that wait. Files freed beyond it are removed at once.
+_SPARES_SHARE = 0.5
+# With less free room than this share of the store, no file waits.
+_ROOM_SHARE = 1 / 16
+# Smaller files do not move by RDMA, and cost little to make.
+SPARE_BYTES_MIN = 64 << 10
+# A file that waited for so long is given up.
+SPARE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +56,8 @@ class StoredFile:
     """A file of the store: one that is being received, that of an extent, or a spare one.
 
     `is_own`: no other process ever had it open for writing, so it cannot be truncated. `is_reusable`: it
-    may become another extent's file when nobody uses it any more (reuse.py); once false, for ever. `taken`
-    is how many bytes are allocated, `is_named` whether an inode named its extent, `since` when it became a
-    spare file.
+    may become another extent's file when nobody uses it any more; once false, for ever. `taken` is how many
+    bytes are allocated, `is_named` whether an inode named its extent, `since` when it became a spare file.
     """
 
     name: str
@@ -77,20 +112,24 @@ class Incoming(Held):
 
 
 class IncomingFiles:
-    """The files in the directory `fd`, which stays the caller's; `path` is for messages. Files that the
-    last process was receiving or removing are removed. For any thread, except where a method says
-    otherwise."""
+    """The files in STORE/incoming. Files that the last process was receiving or removing are removed. For
+    any thread, except where a method says otherwise. `spare_bytes` are those of spare files, at most
+    SPARES_MAX, `reused` counts the spare files that were used."""
 
-    def __init__(self, fd: int, path: str, rdma: Rdma) -> None:
-        self._fd = fd
-        self._path = path
+    def __init__(self, place: StoreDirectory, rdma: Rdma) -> None:
+        self.spare_bytes = 0
+        self.reused = 0
+        self._fd = place.incoming
+        self._path = place.path
+        self._may_reuse = not place.power_safe
         self._rdma = rdma
+        self._spares: dict[StoredFile, None] = {}  # the oldest first
         self._numbers = itertools.count(1)
         self._reserved: dict[str, int] = {}
         self._condemned: list[str] = []
-        for name in os.listdir(fd):
+        for name in os.listdir(self._fd):
             if working_copy(name) is None:
-                os.unlink(name, dir_fd=fd)
+                os.unlink(name, dir_fd=self._fd)
 
     @property
     def reserved_bytes(self) -> int:
@@ -133,19 +172,14 @@ class IncomingFiles:
             self.remove(name)
             raise
         # A file with holes has no room for the bytes of another extent.
-        file = StoredFile(name, length, is_own=True, is_reusable=allocated == length)
-        return Incoming(self, fd, file)
+        is_reusable = self._may_reuse and allocated == length and length >= SPARE_BYTES_MIN
+        return Incoming(self, fd, StoredFile(name, length, is_own=True, is_reusable=is_reusable))
 
     def _check_room(self, allocated: int) -> None:
         """Raise OSError ENOSPC if fewer bytes are free."""
         status = os.fstatvfs(self._fd)
         if allocated > status.f_bavail * status.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
-
-    def opened_again(self, file: StoredFile, fd: int) -> Incoming:
-        """Return a file of a freed extent, which is open for reading and writing, as one to be received."""
-        self._reserved[file.name] = file.length
-        return Incoming(self, fd, file)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
         """Open another name of an extent's file, which is `is_own` if no application made it. Raises
@@ -189,6 +223,78 @@ class IncomingFiles:
         except FileNotFoundError:
             pass
 
+    # -- spare -----------------------------------------------------------------------------------
+
+    def let_go(self, file: StoredFile, name: str, total: int, free: int) -> None:
+        """Keep the file of a freed extent, which was just renamed to `name`, as a spare one; condemn it if
+        it may never be used again, or the store, of which so many bytes are free, has no room for it. For
+        the event loop, as all about spare files."""
+        limit = int(total * _SPARES_SHARE)
+        if not file.is_reusable or file.length > limit or free < total * _ROOM_SHARE:
+            self.condemn(name)
+            return
+        while self.spare_bytes + file.length > limit or len(self._spares) >= SPARES_MAX:
+            self._give_up(next(iter(self._spares)))
+        file.name, file.since = name, time.monotonic()
+        self._spares[file] = None
+        self.spare_bytes += file.length
+
+    def take_spare(self, length: int) -> Incoming | None:
+        """Return a file of exactly this length, which has the bytes of the extent that it was before. The
+        newest is taken, so that surplus ones get old."""
+        for file in [file for file in reversed(self._spares) if file.length == length]:
+            try:
+                fd = self._open(file)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    log.info("a file is not used again: %s", error)
+                    self._give_up(file)
+                continue
+            self._remove_spare(file)
+            file.is_named = False
+            self.reused += 1
+            self._reserved[file.name] = file.length
+            return Incoming(self, fd, file)
+        return None
+
+    def _open(self, file: StoredFile) -> int:
+        """Open a file for another extent. Raises OSError: EBUSY if somebody has it open or mapped, EPERM if
+        it can never be used again."""
+        status = os.stat(file.name, dir_fd=self._fd)
+        mapped = self._rdma.descriptors((status.st_dev, status.st_ino))
+        # A file that is mapped through several descriptors is refused: each would have to be asked for a
+        # lease.
+        if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
+            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
+        fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            if not mapped and not _is_ours_alone([fd]):
+                raise OSError(errno.EBUSY, "somebody else has it", file.name)
+            # Last: who had it open, or by another name, has marked it before letting it go.
+            status = os.fstat(fd)
+            is_lent = not file.is_reusable or status.st_mtime_ns == LENT_NS
+            if is_lent or status.st_size != file.length:
+                raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def give_up_spares(self, unused_s: float = 0.0) -> None:
+        """Give up spare files that waited for so long; their memory goes with the next `reap`."""
+        until = time.monotonic() - unused_s
+        for file in [file for file in self._spares if file.since <= until]:
+            self._give_up(file)
+
+    def _give_up(self, file: StoredFile) -> None:
+        self._remove_spare(file)
+        self.condemn(file.name)
+
+    def _remove_spare(self, file: StoredFile) -> None:
+        del self._spares[file]
+        self.spare_bytes -= file.length
+
     # -- going -----------------------------------------------------------------------------------
 
     def new_name(self) -> str:
@@ -208,6 +314,24 @@ class IncomingFiles:
         with suppress(IndexError):
             while True:
                 self.remove(self._condemned.pop())
+
+
+def _is_ours_alone(descriptors: list[int]) -> bool:
+    """Return whether nobody has the file open or mapped but by this descriptor. The kernel grants a write
+    lease in exactly that case; the lease is given back at once. A mapping outlives its descriptor, so a
+    kernel that does not tell is not trusted. Raises OSError."""
+    if len(descriptors) != 1:
+        return False
+    (fd,) = descriptors
+    # Opening the file while the lease is held sends a signal: by default SIGIO, which would end this
+    # process.
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
 
 
 def working_copy(name: str) -> int | None:

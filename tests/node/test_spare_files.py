@@ -14,10 +14,9 @@ import trio
 
 from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
-from irdmafs.backend.node import reuse
+from irdmafs.backend.node import incoming as incoming_module
 from irdmafs.backend.node.files import Files
-from irdmafs.backend.node.incoming import Incoming
-from irdmafs.backend.node.reuse import SPARE_BYTES_MIN
+from irdmafs.backend.node.incoming import SPARE_BYTES_MIN, SPARE_S, SPARES_MAX, Incoming
 from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
@@ -35,7 +34,7 @@ def files(memory: Path) -> Iterator[Files]:
 
 def taken(files: Files, length: int) -> Incoming:
     """As a node takes an extent in."""
-    return files.spares.take(length) or files.create(length)
+    return files.incoming.take_spare(length) or files.create(length)
 
 
 def keep(files: Files, number: int, length: int = LENGTH, byte: bytes = b"x") -> int:
@@ -328,7 +327,7 @@ def test_spare_files_are_free_room_and_make_room(memory: Path) -> None:
         assert files.space() == (0, 10 << 20, 10 << 20)
         with pytest.raises(OSError, match="No space"):
             files.create(8 << 20)
-        files.spares.give_up()
+        files.incoming.give_up_spares()
         assert files.incoming.has_condemned
         files.reap()
         files.create(8 << 20).close()
@@ -343,11 +342,11 @@ def test_a_file_of_the_right_length_fits_into_a_full_store(memory: Path) -> None
         assert files.space().free == LENGTH
 
 
-@pytest.mark.parametrize(("spares_max", "kept"), [(reuse.SPARES_MAX, 5), (3, 3)])
+@pytest.mark.parametrize(("spares_max", "kept"), [(SPARES_MAX, 5), (3, 3)])
 def test_spare_files_are_limited_in_bytes_and_in_number(
     memory: Path, monkeypatch: pytest.MonkeyPatch, spares_max: int, kept: int
 ) -> None:
-    monkeypatch.setattr(reuse, "SPARES_MAX", spares_max)
+    monkeypatch.setattr(incoming_module, "SPARES_MAX", spares_max)
     with Files(f"{memory}/store", limit_bytes=10 * LENGTH) as files:
         for number in range(8):
             keep(files, number)
@@ -372,11 +371,11 @@ def test_what_is_not_used_for_a_while_goes(
 ) -> None:
     keep(files, 1)
     files.free(Extent(1, 0))
-    files.spares.give_up(reuse.SPARE_S)
+    files.incoming.give_up_spares(SPARE_S)
     files.reap()
     assert len(list((memory / "store/incoming").iterdir())) == 1
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + reuse.SPARE_S)
-    files.spares.give_up(reuse.SPARE_S)
+    monkeypatch.setattr(time, "monotonic", lambda: now + SPARE_S)
+    files.incoming.give_up_spares(SPARE_S)
     files.reap()
     assert not list((memory / "store/incoming").iterdir())

@@ -81,7 +81,7 @@ class FilesService(Yes):
         return self.files.size(extent)
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
-        return self.files.spares.take(length) or self.files.create(length, allocated)
+        return self.files.incoming.take_spare(length) or self.files.create(length, allocated)
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
         return self.files.incoming.take_over(name, extent.content)

@@ -2,7 +2,7 @@
 host.
 
 The node reuses the files of superseded contents, but not those whose pages programs may keep in their pipes
-and sockets. So before such a program opens a content, its file is marked (node/reuse.py).
+and sockets. So before such a program opens a content, its file is marked (node/incoming.py).
 """
 
 import os
