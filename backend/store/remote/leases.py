@@ -5,7 +5,7 @@ A mount that follows a directory has a key in etcd that says so. A host that cha
 directory returns to its caller only when every follower has seen the change and told its kernel, or when
 the follower's session is over, which etcd decides. So while a follower's session is valid by its own clock,
 its replica is fresh there, and so is what its kernel may believe for a while. A follower that is stuck or
-malicious delays others only for a limited time (Followers). A directory given with --follow is followed
+malicious delays others only for a limited time. A directory given with --follow is followed
 for good; one that is asked about repeatedly is followed as long as that goes on, unless an attribute
 forbids it. Leases on what is above end at a directory that has the attribute.
 
@@ -16,7 +16,7 @@ The next change below it must not return before each follower whom this concerns
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...cluster.lease import now_s
-from ...cluster.membership import Members, followed_key, seen_key
+from ...cluster.membership import followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
@@ -73,55 +73,6 @@ class _Interest:
         return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
 
 
-class Followers:
-    """The followers that a host waits for when it changes something.
-
-    A follower of a directory believes its replica only while it is sure to know everything: it asks etcd
-    again and again how far it is, and each answer is good for `patience` from when it was asked for. So a
-    host need not wait longer than that for a follower that does not answer: an honest one has stopped
-    believing by then. It is not waited for again until it has acknowledged what it missed, which an honest
-    follower does before it believes anything again."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-        self._late: dict[int, int] = {}  # lease -> the revision that it should have acknowledged
-
-    async def wait(self, followers: Callable[[], Mapping[int, int]], patience_s: float) -> None:
-        """Return when every follower has seen its revision, or believes nothing older."""
-        members = self._members
-
-        def awaited() -> Mapping[int, int]:
-            late, found = self._late, followers()
-            if not late:
-                return found
-            return {
-                lease: revision
-                for lease, revision in found.items()
-                if members.acked(lease) >= late.get(lease, 0)
-            }
-
-        with trio.move_on_after(patience_s + _AFTERGLOW_S):
-            await members.wait_acked(awaited)
-            return
-        self._late = {
-            lease: missed for lease, missed in self._late.items() if members.session_of(lease)
-        }
-        for lease, revision in awaited().items():
-            if members.acked(lease) < revision:
-                self._late[lease] = revision
-                log.warning("%s", self._describe(lease, patience_s + _AFTERGLOW_S))
-
-    def _describe(self, lease: int, waited_s: float) -> str:
-        session = self._members.session_of(lease)
-        record = self._members.sessions.get(session or 0)
-        who = "a mount"
-        if record is not None:
-            who = f"the mount {record.mountpoint} on {record.host}"
-            if record.name:
-                who += f" (certificate {record.name!r})"
-        return f"{who} follows a directory and has acknowledged nothing for {waited_s:g} s: not waited for"
-
-
 class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
@@ -136,7 +87,8 @@ class Leases:
         # so may still be there.
         self._held: dict[int, int] = {}
         self._sure_until_s = 0.0  # to know everything, by now_s()
-        self._followers = Followers(cluster.members)
+        # By the lease of a follower that is not waited for: the revision that it should have acknowledged.
+        self._late: dict[int, int] = {}
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
         self._listeners = cluster.changes.mount_listeners
@@ -429,17 +381,47 @@ class Leases:
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all followers of these directories have seen the revision, and each follower of a
-        directory whose record was changed before, by anybody, has seen that."""
+        directory whose record was changed before, by anybody, has seen that; or believe nothing older.
+
+        A follower believes its replica only while it is sure to know everything: it asks etcd again and
+        again how far it is, and each answer is good for the time of a lease from when it was asked for. So
+        one that does not answer need not be waited for any longer: an honest one has stopped believing by
+        then. It is not waited for again until it has acknowledged what it missed, which an honest follower
+        does before it believes anything again."""
         path = set().union(*map(self._path, directories))
         members, moved, ours = self._members, self._moved.copy(), self._session.lease
 
         def awaited() -> dict[int, int]:
             still = moved.keys() & members.followers() if moved else ()
-            earlier = {lease: moved[lease] for lease in still}
-            return earlier | dict.fromkeys(members.followers_of(path) - {ours}, revision)
+            found = {lease: moved[lease] for lease in still}
+            found |= dict.fromkeys(members.followers_of(path) - {ours}, revision)
+            for lease, missed in self._late.items() if found else ():
+                if members.acked(lease) < missed:
+                    found.pop(lease, None)
+            return found
 
-        await self._followers.wait(awaited, members.lease_ttl_s)
+        patience_s = members.lease_ttl_s + _AFTERGLOW_S
+        with trio.move_on_after(patience_s) as waiting:
+            await members.wait_acked(awaited)
+        if waiting.cancelled_caught:
+            self._late = {
+                lease: missed for lease, missed in self._late.items() if members.session_of(lease)
+            }
+            for lease, at in awaited().items():
+                if members.acked(lease) < at:
+                    self._late[lease] = at
+                    log.warning(
+                        "%s follows a directory and has acknowledged nothing for %g s: not waited for",
+                        self._describe(lease), patience_s,
+                    )  # fmt: skip
         self._moved = {lease: at for lease, at in self._moved.items() if moved.get(lease, 0) < at}
+
+    def _describe(self, lease: int) -> str:
+        record = self._members.sessions.get(self._members.session_of(lease) or 0)
+        if record is None:
+            return "a mount"
+        of = f" (certificate {record.name!r})" if record.name else ""
+        return f"the mount {record.mountpoint} on {record.host}{of}"
 
     # -- life ------------------------------------------------------------------------------------
 
