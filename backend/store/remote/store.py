@@ -10,10 +10,10 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
-from ...files.extents import ExtentStore
+from ...files.extents import ExtentStore, copy_contents
 from ...files.storedir import lock_directory
-from ...model.records import SIZE_MAX, MountRecord
-from ...namespace import ROOT_INO, Inode
+from ...model.records import SIZE_MAX, ContentId, MountRecord
+from ...namespace import ROOT_INO, Inode, fail
 from ...observe.figures import values_of
 from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
@@ -23,7 +23,6 @@ from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
 from .freshness import Freshness
-from .in_place import InPlace
 from .layouts import Layouts
 from .lent import Lender
 from .locks import SharedLocks
@@ -31,6 +30,7 @@ from .prefetch import Prefetcher
 from .replication import Publisher
 from .space import Space
 from .versions import Versions
+from .writer import digests_of
 
 _RELEASE_S = 3.0
 
@@ -127,7 +127,6 @@ class RemoteStore:
         self._versions = versions = Versions(cluster, self._fetcher, self._lender)
         layouts = Layouts(cluster)
         self._publisher = publisher = Publisher(cluster, layouts, space, rdma.forget)
-        in_place = InPlace(cluster, versions, publisher)
         self.freshness: Freshness | None = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
         cluster.changes.content_listeners.append(space.lost_by)
@@ -141,8 +140,6 @@ class RemoteStore:
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.may_have_published = publisher.may_have_published
         self.save_aside = publisher.save_aside
-        self.begin_in_place, self.end_in_place = in_place.begin, in_place.end
-        self.is_same = in_place.is_same
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
@@ -151,6 +148,56 @@ class RemoteStore:
     async def forget(self, inode: Inode) -> None:
         if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
+
+    # -- writing in place ------------------------------------------------------------------------
+
+    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
+        """Make the content of a version writable, and return its new number. It is a copy if a store node
+        here has the file. Raises OSError (ENOSPC)."""
+        contents = self._cluster.contents
+        if not contents.is_lent(extent):
+            return await self._take_out(inode, extent)
+        number, fd = self.allocate(inode)
+        try:
+            with contents.opened(extent) as source:
+                await trio.to_thread.run_sync(copy_contents, source, fd)
+        except BaseException:
+            contents.free(number)
+            raise
+        finally:
+            os.close(fd)
+        return number
+
+    async def _take_out(self, inode: Inode, extent: ContentId) -> ContentId:
+        try:
+            return self._cluster.contents.take_out(extent)
+        except FileNotFoundError:
+            pass  # it may have been evicted since it was fetched
+        if inode.extent == extent:
+            inode = await self.bring(inode.ino)
+        if inode.extent != extent:
+            raise fail(errno.ESTALE)
+        try:
+            return self._cluster.contents.take_out(extent)
+        except FileNotFoundError:
+            raise fail(
+                errno.EFBIG,
+                f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other "
+                "hosts' files, and cannot be written in place; see --cache-size",
+            ) from None
+
+    def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
+        return bool(inode.extent) and self._cluster.contents.put_back(extent, inode.extent)
+
+    async def is_same(self, inode: Inode, extent: ContentId) -> bool:
+        with self.extents.opened(extent) as fd:
+            if os.fstat(fd).st_size != inode.size:
+                return False
+            if not inode.size or not inode.digests:
+                return not inode.size
+            return await digests_of(fd, inode.size, inode.layout) == inode.digests
+
+    # -- what the mount is started and asked with ------------------------------------------------
 
     async def follow_path(self, path: str) -> None:
         """Follow a directory, given by its path from the root of the filesystem, for good.
