@@ -1,4 +1,10 @@
-"""Publishing: store nodes get the bytes of a working copy, then etcd names it as a file's next version."""
+"""Publishing: store nodes get the bytes of a working copy, then etcd names it as a file's next version.
+
+Nodes keep what this session sent as long as the session lives, since it may be published at any moment. So
+a mount tells them which contents it gave up, and tells a node that cannot be reached later. A content whose
+publish failed without a definite answer is given up when it is certain that it was not published, and
+cannot be any more.
+"""
 
 import errno
 import logging
@@ -14,7 +20,6 @@ from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
 from ..aside import make_aside
-from .abandoned import Abandoned
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts
@@ -25,6 +30,11 @@ log = logging.getLogger(__name__)
 
 # Contents of which it is not known whether they became versions.
 _UNSURE_MAX = 1000
+# A node that could not be told is told again after so long. Contents beyond the limit are left to the end
+# of the session.
+_RETRY_S = 5.0
+_GIVEN_UP_MAX = 10_000
+_GIVEN_UP_AT_ONCE = 8
 
 
 class Publisher:
@@ -43,7 +53,9 @@ class Publisher:
         self._layouts = layouts
         self._space = space
         self._forget = forget
-        self._abandoned = Abandoned(cluster)
+        # Contents that are being given up, and the limit of those about which somebody is asked.
+        self._given_up = 0
+        self._asking = trio.CapacityLimiter(_GIVEN_UP_AT_ONCE)
         self._unsure: dict[ContentId, None] = {}  # the oldest first
         self.figures = PublishFigures()
 
@@ -151,7 +163,7 @@ class Publisher:
             try:
                 guards += await transfer.complete()
             except BaseException:
-                self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=True)
+                self._give_up(version, transfer, is_certain=True)
                 raise
             version = version._replace(digests=transfer.digests)
         # Once the transaction has begun, only etcd knows how it ends.
@@ -161,7 +173,7 @@ class Publisher:
         except OSError as error:
             if transfer is not None:
                 certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
-                self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=certain)
+                self._give_up(version, transfer, is_certain=certain)
                 if not certain:
                     self._unsure[content] = None
                     if len(self._unsure) > _UNSURE_MAX:
@@ -184,7 +196,7 @@ class Publisher:
         if current is None or current.extent != content:
             self._contents.retire(content)  # another publish was faster
         if not inode.nlink:
-            self._abandoned.give_up(version.ino, content, transfer.asked, is_certain=True)
+            self._give_up(version, transfer, is_certain=True)
 
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version as a new file beside the one that it was made for, and return that one's name.
@@ -198,3 +210,46 @@ class Publisher:
         if published.extent != version.extent:
             self._contents.retire(version.extent)
         return name
+
+    # -- giving up -------------------------------------------------------------------------------
+
+    def _give_up(self, version: NewVersion, transfer: Transfer, *, is_certain: bool) -> None:
+        """Give up a content that nodes may have. With `is_certain`, nobody has asked etcd to name it, or it
+        is named no more."""
+        if self._given_up < _GIVEN_UP_MAX:
+            self._given_up += 1
+            doubted = 0 if is_certain else version.ino
+            self._cluster.nursery.start_soon(
+                self._free_on, set(transfer.asked), version.extent, doubted
+            )
+
+    async def _free_on(self, nodes: set[int], content: ContentId, doubted: int) -> None:
+        """Have nodes free a content, when it is known that inode `doubted` (0: none) has not got it."""
+        cluster = self._cluster
+        while nodes and session_of(content) == cluster.session.number:
+            async with self._asking:
+                try:
+                    if doubted:
+                        await cluster.engine.settle()
+                        await cluster.replica.barrier()
+                        inode = cluster.tree.inodes.get(doubted)
+                        if inode is not None and inode.extent == content:
+                            break
+                        doubted = 0
+                    for node in nodes & cluster.members.nodes.keys():
+                        if await self._told(node, content):
+                            nodes.remove(node)
+                except OSError as error:
+                    log.info("content %x stays on its nodes for now: %s", content, error)
+            nodes -= {node for node in nodes if cluster.members.is_removed(node)}
+            if nodes:
+                await trio.sleep(_RETRY_S)
+        self._given_up -= 1
+
+    async def _told(self, node: int, content: ContentId) -> bool:
+        try:
+            await self._cluster.peers.device(node).abort(content)
+        except OSError as error:
+            log.info("content %x stays on node %x for now: %s", content, node, error)
+            return False
+        return True
