@@ -8,7 +8,7 @@ STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 040
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
 STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
 STORE/held/ID/CONTENT       another name of a file that the mount ID on this host needs; it locks ID as long
-                            as it lives (store/remote/holds.py)
+                            as it lives (store/remote/places.py)
 STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
 """
 

@@ -11,7 +11,7 @@ from harness.errors import fails_with
 
 from irdmafs.backend.kv import Damaged
 from irdmafs.backend.node.files import Files
-from irdmafs.backend.store.remote.holds import Holds
+from irdmafs.backend.store.remote.places import Holds
 from irdmafs.backend.transport import Extent
 
 SESSION = 1000

@@ -1,8 +1,8 @@
 """Contents on this host: fetched ones, working copies, and those that a store node here shares with us.
 
 The directory is a cache: it starts and ends empty, and unpinned contents may be evicted, least recently
-used first. A content that lies in the directory of a store node on this host is used there (places.py);
-while it is pinned, a second name keeps its file (holds.py).
+used first. A content that lies in the directory of a store node on this host is used there; while it is
+pinned, a second name keeps its file (places.py).
 """
 
 import errno
@@ -16,8 +16,7 @@ from ...model.records import ContentId
 from ...namespace import fail
 from ..pins import Pinned
 from .figures import CacheFigures
-from .holds import Holds
-from .places import Place
+from .places import Holds, Place
 
 # The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
 # without asking us.
