@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
@@ -189,16 +189,8 @@ class Device:
         raise OSError(errno.EOPNOTSUPP, f"store node {self.link.node:x}: {why}")
 
 
-class Source(Protocol):
-    """The part of a Device that `read_hashed` needs."""
-
-    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None: ...
-
-    async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None: ...
-
-
 async def read_hashed(
-    device: Source,
+    device: Device,
     extent: Extent,
     into: FileRange,
     *,
