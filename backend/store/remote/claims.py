@@ -26,18 +26,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from ...cluster.record_keeper import RecordKeeper
 from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Exists, Put
-from ...model.records import claim_key, wish_key
+from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace import SharedCommitter
 from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
 from ...pauses import Rests
-from .claim_entries import EXCLUSIVE, Claim
 from .leases import REST_MAX_S, REST_S, Leases
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Follows a lease in the value of an exclusive claim.
+EXCLUSIVE = b"x"
 # The claim of a directory is taken with the second change in it within this time.
 _WITHIN_S = 2.0
 # It is given up when so long no file was made there, many at a time.
@@ -68,18 +70,30 @@ def _claim(directory: int, lease: int, *, exclusive: bool) -> Put:
     return Put(claim_key(directory), value, lease)
 
 
-class Claims:
-    """The claims of one mount, and its dealings with those of others (see namespace/shared). They may be
-    used when `run` runs. `defers`: it may take exclusive ones."""
+class Claim(NamedTuple):
+    lease: int
+    revision: int
+
+
+class Claims(RecordKeeper):
+    """The claims of all mounts as etcd has them, and this mount's dealings with its own and others' (see
+    namespace/shared). They may be used when `run` runs. `defers`: it may take exclusive ones. They come
+    after `Members`, which has the followers of directories."""
+
+    prefixes: tuple[bytes, ...] = (CLAIM, WISH, FOLLOWED)
 
     def __init__(self, cluster: "Cluster", leases: Leases, *, defers: bool) -> None:
+        super().__init__(cluster.faults)
+        self.claims: dict[int, Claim] = {}
+        self.exclusive: dict[int, int] = {}  # directory -> lease
+        self._wishes: dict[int, set[int]] = {}  # directory -> leases
+        self._touched: set[int] = set()  # directories about which something changed
+        self._is_followed_anew = False  # a directory, and with it all that is below
         self._cluster = cluster
-        self._replica = cluster.replica
         self._members = cluster.members
         self._session = cluster.session
         self._leases = leases
         self._nursery = cluster.nursery
-        self._entries = cluster.claim_entries
         self._defers = defers
         # By directory: when something was changed there last without being deferred, and when the claim was
         # used last.
@@ -102,10 +116,38 @@ class Claims:
         self._claimed_under = self._refused_under = self._doubted = 0
         self._doubted_until = 0.0
 
+    # -- as etcd has them --------------------------------------------------------------------------
+
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        if key.startswith(FOLLOWED):
+            self._is_followed_anew = True
+            return
+        directory = int.from_bytes(key[1:9], "big")
+        self._touched.add(directory)
+        if key.startswith(WISH):
+            wishes, lease = (
+                self._wishes.setdefault(directory, set()),
+                int.from_bytes(key[9:], "big"),
+            )
+            wishes.discard(lease) if value is None else wishes.add(lease)
+            if not wishes:
+                del self._wishes[directory]
+            return
+        self.exclusive.pop(directory, None)
+        if value is None:
+            self.claims.pop(directory, None)
+        else:
+            if len(value) < 8 or value[8:] not in (b"", EXCLUSIVE):
+                self.faults.add(key, "it is no lease")  # and so nobody's claim: others delete it
+            lease = int.from_bytes(value[:8], "big")
+            self.claims[directory] = Claim(lease, revision)
+            if value[8:] == EXCLUSIVE:
+                self.exclusive[directory] = lease
+
     # -- what this mount keeps to itself -----------------------------------------------------------
 
     def is_ours(self, directory: int) -> bool:
-        claim, lease = self._entries.claims.get(directory), self._session.lease
+        claim, lease = self.claims.get(directory), self._session.lease
         if (
             claim is None
             or claim.lease != lease
@@ -118,7 +160,7 @@ class Claims:
         return True
 
     def revision(self, directory: int) -> int:
-        claim = self._entries.claims.get(directory)
+        claim = self.claims.get(directory)
         return claim.revision if claim is not None and claim.lease == self._session.lease else 0
 
     def _is_doubted(self) -> bool:
@@ -127,7 +169,7 @@ class Claims:
 
     def is_exclusive(self, directory: int) -> bool:
         return (
-            self._entries.exclusive.get(directory) == self._session.lease
+            self.exclusive.get(directory) == self._session.lease
             and directory not in self._sharing
             and self.is_ours(directory)
             and not self._leases.is_followed_by_others(directory)
@@ -176,8 +218,8 @@ class Claims:
                 self._used.pop(directory, None)
         finally:
             self._taking.difference_update(taken, ours)
-            if not self._entries.touched.isdisjoint(taken):
-                self._entries.tell()  # somebody may want one already
+            if not self._touched.isdisjoint(taken):
+                self.tell()  # somebody may want one already
 
     def making(self, directory: int) -> list[Put]:
         return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
@@ -204,12 +246,12 @@ class Claims:
             )
 
     def _is_worth_taking(self, directory: int) -> bool:
-        if directory in self._taking or directory in self._entries.wishes:
+        if directory in self._taking or directory in self._wishes:
             return False
-        if directory not in self._entries.claims:
+        if directory not in self.claims:
             may_take = self._may_take() and self._leases.may_follow(directory)
             return may_take and directory not in self._rests
-        is_shared = directory not in self._entries.exclusive and directory not in self._sharing
+        is_shared = directory not in self.exclusive and directory not in self._sharing
         return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
@@ -219,33 +261,33 @@ class Claims:
 
     def count(self, *, exclusive: bool = False) -> int:
         """Return of how many directories this mount has the claim, or an exclusive one."""
-        among = self._entries.exclusive if exclusive else self._entries.claims
+        among = self.exclusive if exclusive else self.claims
         return sum(map(bool, map(self.revision, among)))
 
     # -- claims of others --------------------------------------------------------------------------
 
     def of_others(self, directories: Iterable[int]) -> list[int]:
-        claims, lease = self._entries.claims, self._session.lease
+        claims, lease = self.claims, self._session.lease
         return [one for one in directories if one in claims and claims[one].lease != lease]
 
     def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        exclusive, lease = self._entries.exclusive, self._session.lease
+        exclusive, lease = self.exclusive, self._session.lease
         return [one for one in directories if exclusive.get(one, lease) != lease]
 
     def is_exclusive_elsewhere(self, directory: int) -> bool:
         """Return whether another mount has an exclusive claim of the directory."""
         lease = self._session.lease
-        return self._entries.exclusive.get(directory, lease) != lease
+        return self.exclusive.get(directory, lease) != lease
 
     def known_revision(self, directory: int) -> int:
-        claim = self._entries.claims.get(directory)
+        claim = self.claims.get(directory)
         return claim.revision if claim is not None else 0
 
     async def recall(self, directory: int) -> None:
         """Return when no other mount has the claim of the directory. Raises OSError."""
         await self._wait_for_holder(directory, self.of_others, self._wish)
         lease = self._session.lease
-        if lease in self._entries.wishes.get(directory, ()):
+        if lease in self._wishes.get(directory, ()):
             await self._change([], wish_key(directory, lease))
 
     async def look(self, directory: int) -> None:
@@ -262,7 +304,7 @@ class Claims:
         """Have the holder of a claim asked, by a key that ends with this session, until the directory is
         not `among` those any more."""
         while among([directory]):
-            claim = self._entries.claims[directory]
+            claim = self.claims[directory]
             lease = claim.lease
             await self._session.wait_valid(self._cluster.timeout_s)
             ends = self._members.session_of(lease) is not None
@@ -289,16 +331,16 @@ class Claims:
         for _ in range(_PATIENCE):
             await ask(directory)
             with trio.move_on_after(self._members.lease_ttl_s):
-                while self._entries.claims.get(directory) == claim:
-                    await self._entries.changed()
+                while self.claims.get(directory) == claim:
+                    await self.changed()
                 return True
-            await self._replica.barrier()
-        return self._entries.claims.get(directory) != claim
+            await self._cluster.replica.barrier()
+        return self.claims.get(directory) != claim
 
     async def _wish(self, directory: int) -> None:
         lease = self._session.lease
-        if lease not in self._entries.wishes.get(directory, ()):
-            await self._replica.transact((), [Put(wish_key(directory, lease), b"", lease)])
+        if lease not in self._wishes.get(directory, ()):
+            await self._cluster.replica.transact((), [Put(wish_key(directory, lease), b"", lease)])
 
     async def _follow(self, directory: int) -> None:
         if not self._leases.follows(directory):
@@ -308,9 +350,9 @@ class Claims:
         """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
         are."""
         try:
-            await self._replica.transact(conditions, [Delete(key) for key in deleted])
+            await self._cluster.replica.transact(conditions, [Delete(key) for key in deleted])
         except Conflict:
-            await self._replica.barrier()
+            await self._cluster.replica.barrier()
             return False
         return True
 
@@ -320,20 +362,20 @@ class Claims:
         """Give up the claims that others want, and idle ones; share those of directories that others
         follow."""
         self._committer, self._deferred = committer, deferred
-        entries, tick_at = self._entries, 0.0
+        tick_at = 0.0
         while True:
             with trio.move_on_after(_TICK_S):
-                await entries.changed()
+                await self.changed()
             now = time.monotonic()
-            touched, entries.touched = entries.touched, set()
-            if entries.is_followed_anew or now >= tick_at:
+            touched, self._touched = self._touched, set()
+            if self._is_followed_anew or now >= tick_at:
                 touched.update(self._used)
-                entries.is_followed_anew, tick_at = False, now + _TICK_S
+                self._is_followed_anew, tick_at = False, now + _TICK_S
                 self._tidy(now)
             idle: list[int] = []
             for directory in touched:
                 if directory in self._ending or directory in self._taking:
-                    entries.touched.add(directory)
+                    self._touched.add(directory)
                     continue
                 if not self.revision(directory):
                     # The session has ended, or others deleted the claim: they may take the names.
@@ -345,13 +387,13 @@ class Claims:
                     self._removed.discard(directory)
                     continue
                 used = self._used.setdefault(directory, now)
-                if directory in self._entries.wishes:
+                if directory in self._wishes:
                     self._rests.begin(directory)
                     self._start_giving_up([directory])
                 elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
                 elif (
-                    directory in self._entries.exclusive
+                    directory in self.exclusive
                     and directory not in self._sharing
                     and self._leases.is_followed_by_others(directory)
                 ):
@@ -373,11 +415,7 @@ class Claims:
                 for directory in held:
                     if not await self._store(directory):
                         return
-                keys = (
-                    wish_key(one, lease)
-                    for one in held
-                    for lease in self._entries.wishes.get(one, ())
-                )
+                keys = (wish_key(one, lease) for one in held for lease in self._wishes.get(one, ()))
                 wishes = islice(keys, _WISHES_AT_ONCE - len(held))
                 if await self._change(conditions, *map(claim_key, held), *wishes):
                     for directory in held:
@@ -393,7 +431,7 @@ class Claims:
             await self._deferred.store()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
-            await self._replica.transact(conditions, [claim])
+            await self._cluster.replica.transact(conditions, [claim])
         except Conflict as conflict:
             log.debug("the claim of directory %d has gone: %s", directory, conflict)
         except OSError as error:

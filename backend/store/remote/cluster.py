@@ -27,7 +27,6 @@ from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
-from .claim_entries import ClaimEntries
 from .claims import Claims
 from .leases import Leases
 from .listeners import Changes
@@ -94,12 +93,13 @@ class Cluster:
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
         self.lock_entries = LockEntries(self.faults)
-        self.claim_entries = ClaimEntries(self.faults)
+        self.leases = Leases(self)
+        self.claims = Claims(self, self.leases, defers=defers)
         self.replica = Replica(
             engine,
             (
                 self.members, self.groups, self.certificates, self.tree, self.lock_entries,
-                self.claim_entries, self.changes,
+                self.claims, self.changes,
             ),
             faults=self.faults,
             history=History(engine, self.session, self.faults),
@@ -111,8 +111,6 @@ class Cluster:
         self.here = 0
         self.members.node_changed.append(self._node_changed)
         self.contents = SharedContents(self, f"{directory}/extents")
-        self.leases = Leases(self)
-        self.claims = Claims(self, self.leases, defers=defers)
         self._committer = SharedCommitter(
             self.tree, engine, self.replica, claims=self.claims,
             after_commit=self.leases.wait_for_followers, writable=self.writable,

@@ -27,7 +27,7 @@ class Freshness:
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
-        self._exclusive = cluster.claim_entries.exclusive
+        self._exclusive = cluster.claims.exclusive
         # Another mount may have changed a directory, and have told nobody: `freshen` has it told.
         self.is_deferred_elsewhere = cluster.claims.is_exclusive_elsewhere
 

@@ -78,7 +78,7 @@ class Leases:
 
     def __init__(self, cluster: "Cluster") -> None:
         self._engine = cluster.engine
-        self._replica = cluster.replica
+        self._cluster = cluster
         self._tree = cluster.tree
         self._members = cluster.members
         self._session = cluster.session
@@ -209,11 +209,11 @@ class Leases:
             if lease == self._session.lease:
                 self._held[directory] = lease
                 self._ways.clear()
-                self._owe(self._replica.applied)  # somebody may be waiting already
+                self._owe(self._cluster.replica.applied)  # somebody may be waiting already
 
     async def _transact(self, operation: Put | Delete) -> None:
         self.transactions += 1
-        await self._replica.transact((), (operation,))
+        await self._cluster.replica.transact((), (operation,))
 
     async def unfollow(self, directory: int) -> None:
         """Follow a directory no more; the kernel forgets what it believes below it. Raises OSError."""
@@ -343,8 +343,8 @@ class Leases:
             self._owing = trio.Event()
             if self._members.acked(self._session.lease) >= self._owed or not self._held:
                 continue
-            await self._replica.wait_applied(self._owed)
-            seen = self._replica.applied
+            await self._cluster.replica.wait_applied(self._owed)
+            seen = self._cluster.replica.applied
             lease = self._session.lease
             try:
                 self.transactions += 1
@@ -360,9 +360,9 @@ class Leases:
         """Confirm with etcd that the replica is up to date. Hosts that had stopped waiting for this mount
         wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
-        await self._replica.wait_applied(await self._engine.barrier())
+        await self._cluster.replica.wait_applied(await self._engine.barrier())
         if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
-            seen = self._replica.applied.to_bytes(8, "big")
+            seen = self._cluster.replica.applied.to_bytes(8, "big")
             await self._transact(Put(seen_key(lease), seen, lease))
         if lease == self._session.lease:
             self._be_sure(asked_s)
