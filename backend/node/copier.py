@@ -151,7 +151,9 @@ class Copier:
         unasked = set(config.in_sync) - {self._node}
         allocated = self._catalog.allocated(extent, size)
         with closing(await self._catalog.make_file(size, allocated)) as incoming:
-            for node in self._everybody(config):
+            members = list(self._sources(config, 0))
+            # A former member may still have the extent.
+            for node in (*members, *self._members.nodes.keys() - {self._node, *members}):
                 if extent not in self._files or not self._catalog.is_named(extent.content):
                     return True
                 verdict = await self._try_to_read(node, extent, incoming.fd, size)
@@ -168,12 +170,6 @@ class Copier:
                 if verdict not in (None, Verdict.UNKNOWN):
                     unasked.discard(node)
         return None if unasked else False
-
-    def _everybody(self, config: GroupConfig) -> Iterator[int]:
-        """Yield the members first, then other nodes, as a former member may still have the extent."""
-        members = list(self._sources(config, 0))
-        yield from members
-        yield from self._members.nodes.keys() - {self._node, *members}
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)

@@ -143,13 +143,11 @@ class Scrub:
             self._save()
         while True:
             self._told = trio.Event()
-            if self._state.began or self._is_due():
+            age_s = time.time() - self._state.finished
+            if self._state.began or age_s >= self._period_s > 0:
                 await self._round()
             with trio.move_on_after(_LOOK_PERIOD_S):
                 await self._told.wait()
-
-    def _is_due(self) -> bool:
-        return self._period_s > 0 and time.time() - self._state.finished >= self._period_s
 
     async def _round(self) -> None:
         if not self._state.began:

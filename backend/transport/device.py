@@ -168,7 +168,9 @@ class Device:
             await acquire(self.link.operations)
         try:
             if len(ways) > 1:
-                ways = await _fastest_first(ways)
+                reached = [(await way.reach(), way) for way in ways]
+                speeds = [(mbit_s, way) for mbit_s, way in reached if mbit_s is not None]
+                ways = [way for _, way in sorted(speeds, key=lambda each: -each[0])]
             for number, way in enumerate(ways, 1):
                 try:
                     with (await self.link.connected()).watched():
@@ -216,13 +218,6 @@ async def read_hashed(
         if came is not None:
             came(length)
     return found
-
-
-async def _fastest_first(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that reach the node, the fastest first. Raises Unreachable."""
-    found = [(mbit_s, way) for way in ways if (mbit_s := await way.reach()) is not None]
-    found.sort(key=lambda each: -each[0])
-    return [way for _, way in found]
 
 
 def _lengthen(into: FileRange) -> None:
