@@ -9,7 +9,7 @@ cannot be any more.
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import trio
@@ -38,21 +38,15 @@ _GIVEN_UP_AT_ONCE = 8
 
 
 class Publisher:
-    """Publishes the working copies of one mount.
+    """Publishes the working copies of one mount."""
 
-    `forget` is called with a descriptor whose file must not stay registered for RDMA.
-    """
-
-    def __init__(
-        self, cluster: Cluster, layouts: Layouts, space: Space, forget: Callable[[int], None]
-    ) -> None:
+    def __init__(self, cluster: Cluster, layouts: Layouts, space: Space) -> None:
         self._namespace = cluster.namespace
         self._session = cluster.session
         self._cluster = cluster
         self._contents = cluster.contents
         self._layouts = layouts
         self._space = space
-        self._forget = forget
         # Contents that are being given up, and the limit of those about which somebody is asked.
         self._given_up = 0
         self._asking = trio.CapacityLimiter(_GIVEN_UP_AT_ONCE)
@@ -86,7 +80,9 @@ class Publisher:
         with ExitStack() as ending:
             fd = await self._opened(version, ending) if size else -1
             while True:
-                session = await self._valid_session(ino, begun_in)
+                session = await self._session.wait_valid(self._cluster.timeout_s)
+                if session != begun_in:
+                    self._cluster.locks.check_publishing(ino)
                 if size and (transfer is None or session_of(version.extent) != session):
                     version = self._numbered(version, session, begun_as, ending)
                     is_adoptable = self._contents.hands_over(version.extent)
@@ -113,9 +109,7 @@ class Publisher:
         # A store node here may adopt it, and free it again, while its file is still needed here.
         ending.enter_context(self._contents.pinned(version.extent))
         fd = self._contents.open(version.extent)
-        # It must not stay registered: an open descriptor, or a later one if this fails, may truncate it.
         ending.callback(os.close, fd)
-        ending.callback(self._forget, fd)
         return fd
 
     def _numbered(
@@ -136,12 +130,6 @@ class Publisher:
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether publishing a content failed here, although it may have become a version."""
         return extent in self._unsure
-
-    async def _valid_session(self, ino: int, begun_in: int) -> int:
-        session = await self._session.wait_valid(self._cluster.timeout_s)
-        if session != begun_in:
-            self._cluster.locks.check_publishing(ino)
-        return session
 
     @contextmanager
     def _renumbered(self, extent: ContentId) -> Iterator[None]:

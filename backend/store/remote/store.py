@@ -126,7 +126,7 @@ class RemoteStore:
         self._lender = Lender(cluster.nursery, rdma.forget)
         self._versions = versions = Versions(cluster, self._fetcher, self._lender)
         layouts = Layouts(cluster)
-        self._publisher = publisher = Publisher(cluster, layouts, space, rdma.forget)
+        self._publisher = publisher = Publisher(cluster, layouts, space)
         self.freshness: Freshness | None = Freshness(cluster, versions)
         self._prefetcher = prefetcher = Prefetcher(cluster, versions)
         cluster.changes.content_listeners.append(space.lost_by)
