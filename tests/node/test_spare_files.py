@@ -282,16 +282,30 @@ def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
 
 
 class Mapped(Rdma):
-    """Has everything mapped, and in use."""
+    """Has any file mapped through the descriptors `mapped`."""
+
+    def __init__(self) -> None:
+        super().__init__(Choice("off"))
+        self.mapped: list[int] = []
 
     def descriptors(self, file: tuple[int, int]) -> list[int]:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return self.mapped
 
 
 def test_a_file_that_is_registered_and_in_use_is_not_used_again(memory: Path) -> None:
-    with Files(f"{memory}/store", rdma=Mapped(Choice("off"))) as files:
-        keep(files, 1)
-        assert not is_used_again(files, 1)
+    rdma = Mapped()
+    with Files(f"{memory}/store", rdma=rdma) as files:
+        first = keep(files, 1)
+        held = files.hold(Extent(1, 0))
+        rdma.mapped.append(os.open(memory / "store/extents/1.0", os.O_RDWR))
+        files.free(Extent(1, 0))
+        assert keep(files, 2) != first, "somebody reads it"
+        held.close()
+        rdma.mapped.append(os.dup(rdma.mapped[0]))
+        assert keep(files, 3) != first, "it is registered twice"
+        os.close(rdma.mapped.pop())
+        assert keep(files, 4) == first
+        os.close(rdma.mapped.pop())
 
 
 def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:

@@ -120,11 +120,9 @@ class Rdma:
     # -- files that are registered ---------------------------------------------------------------
 
     def descriptors(self, file: tuple[int, int]) -> list[int]:
-        """Return the descriptors through which a file (device, inode number) is mapped. Raises OSError
-        EBUSY if a part of it is in use."""
-        return [
-            region.fd for adapter in self.adapters for region in adapter.regions.idle_ones(file)
-        ]
+        """Return the descriptors through which a file (device, inode number) is mapped. Who uses a part of
+        it has it open, too."""
+        return [region.fd for adapter in self.adapters for region in adapter.regions.of_file(file)]
 
     def forget(self, fd: int) -> None:
         """Drop the registrations of a file that may be truncated: they would keep pages that are not the

@@ -214,17 +214,14 @@ class Regions:
 
     def forget(self, file: tuple[int, int]) -> None:
         """Drop the regions of a file when they are not in use: later operations register it anew."""
-        for region in list(self._of_file.get(file, ())):
+        for region in self.of_file(file):
             region.is_stale = True
             if not region.users:
                 self._evict(region)
 
-    def idle_ones(self, file: tuple[int, int]) -> list[Region]:
-        """Return the regions of a file. Raises OSError EBUSY if one is in use."""
-        regions = self._of_file.get(file, [])
-        if any(region.users for region in regions):
-            raise OSError(errno.EBUSY, "a part of the file is in use")
-        return list(regions)
+    def of_file(self, file: tuple[int, int]) -> list[Region]:
+        """Return the regions of a file."""
+        return list(self._of_file.get(file, ()))
 
     def drop_orphans(self) -> None:
         """Drop the regions of files that lost their last name, which frees their memory."""
