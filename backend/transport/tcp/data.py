@@ -10,16 +10,17 @@ import trio
 
 from ...observe import logs
 from ...unwrap import only_error
+from .. import Extent
 from ..frames import BadMessage
 from ..messages import failure_of
 from ..mover import Host
 from ..rights import Peer, tell_of_denial
-from ..service import check_right
+from ..service import begin, check_right
 from .channel import Channel
 from .messages import RIGHTS
 from .streams import send_range
 from .threads import in_threads
-from .transfers import Onward, Transfers
+from .transfers import Onward, Receiving
 from .way import TcpWay
 from .wire import Header, Op, Reply, ReplyKind
 
@@ -32,13 +33,15 @@ _HEADER_S = 5.0
 
 
 class Data:
-    """Serves requests of data connections, one at a time each."""
+    """Serves requests of data connections, one at a time each, and has all extents that are being
+    received."""
 
-    def __init__(self, host: Host, transfers: Transfers) -> None:
+    def __init__(self, host: Host) -> None:
         self._service = host.service
         self._device = host.device
-        self._transfers = transfers
+        self._nursery = host.nursery
         self._counters = host.counters
+        self._current: dict[Extent, Receiving] = {}
         self._places = trio.Semaphore(THREADS_MAX)
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
@@ -106,7 +109,7 @@ class Data:
         return reply, sent
 
     async def _take(self, channel: Channel, header: Header) -> Reply:
-        receiving = self._transfers.join(header, channel)
+        receiving = self._join(header, channel)
         onward = Onward(header) if header.target.chain else None
         work = partial(receiving.take, channel, header, onward)
         try:
@@ -115,7 +118,7 @@ class Data:
             else:
                 reply, received = await self._take_and_hand_on(channel, work, onward)
         finally:
-            await self._transfers.leave(receiving, channel)
+            await self._leave(receiving, channel)
         self._counters.received_bytes += received
         if reply.kind is ReplyKind.FAILED:
             await self._conclude(channel, reply)
@@ -151,3 +154,68 @@ class Data:
             await in_threads([partial(onward.send, next_node)], next_node.shutdown, None)
         finally:
             pool.give_back(borrowed)
+
+    # -- what is being received ------------------------------------------------------------------
+
+    def _join(self, header: Header, channel: Channel) -> Receiving:
+        """Return the transfer of a stream that begins; it ends with `_leave`. Raises BadMessage."""
+        current = self._current.get(header.extent)
+        if current is not None and current.transfer == header.transfer:
+            if current.lengths != (header.total, header.comes):
+                raise BadMessage("two streams of a transfer do not agree on its size")
+            current.add(channel, header.ranges)
+            return current
+        if current is not None:
+            # Its sender has given the transfer up, or soon will.
+            current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
+        receiving = self._current[header.extent] = Receiving(header, self._service.node)
+        receiving.add(channel, header.ranges)
+        self._nursery.start_soon(self._store, receiving, header)
+        return receiving
+
+    def give_up(self, content: int) -> None:
+        """End the transfers of this content, which will not be published."""
+        for extent, receiving in self._current.items():
+            if extent.content == content:
+                receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
+
+    async def _leave(self, receiving: Receiving, channel: Channel) -> None:
+        """End a stream. With the last one, a file that is not sealed is dropped."""
+        if not receiving.remove(channel):
+            return
+        if self._current.get(receiving.extent) is receiving:
+            del self._current[receiving.extent]
+        with trio.CancelScope(shield=True):
+            await receiving.begun.ended()
+            if receiving.complete.is_set():
+                await receiving.sealed.ended()
+        receiving.scope.cancel()
+        if receiving.incoming is not None:
+            receiving.incoming.close()
+        elif receiving.fd >= 0:
+            os.close(receiving.fd)
+
+    async def _store(self, receiving: Receiving, header: Header) -> None:
+        """Make the file that the bytes come into, and seal the extent when all are there."""
+
+        async def seal() -> None:
+            await receiving.complete.wait()
+            assert receiving.incoming is not None
+            await self._service.seal(receiving.extent, receiving.incoming)
+
+        await receiving.begun.fulfil(partial(self._begin, receiving, header))
+        with receiving.scope:
+            await receiving.sealed.fulfil(seal)
+
+    async def _begin(self, receiving: Receiving, header: Header) -> None:
+        extent = header.extent
+        incoming = await begin(self._service, extent, header.target, header.total, header.comes)
+        if incoming is None:
+            receiving.fd = self._service.open(extent)
+            receiving.is_here_already = True
+            return
+        receiving.incoming = incoming
+        receiving.fd = incoming.fd
+        if header.target.chain:
+            incoming.lend()
+        receiving.check()

@@ -18,7 +18,6 @@ from .authentication import CODE_BYTES, Forged, Ticket
 from .channel import Channel, EncryptedChannel, Lost, make_channel
 from .data import Data
 from .messages import Granted, Tickets
-from .transfers import Transfers
 from .wire import PREAMBLE_BYTES, unpack_preamble
 
 # Callers give idle connections up earlier.
@@ -74,8 +73,7 @@ class TcpServing(Serving):
         self._encrypt = encrypt
         self._timeout_s = host.timeout_s
         self.port = port
-        self._transfers = Transfers(host.service, host.nursery)
-        self._data = Data(host, self._transfers)
+        self._data = Data(host)
         # Tickets that were not used yet, by number, the oldest first.
         self.pending: OrderedDict[bytes, _Pending] = OrderedDict()
 
@@ -83,7 +81,7 @@ class TcpServing(Serving):
         return Guest(self, peer)
 
     def give_up(self, content: int) -> None:
-        self._transfers.give_up(content)
+        self._data.give_up(content)
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
         """Do nothing: the rights to each request are checked when it comes."""

@@ -11,19 +11,16 @@ once more to those that lack it, this node has it already.
 import bisect
 import errno
 import math
-import os
 import threading
 import time
-from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import trio
 
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import failure_of
-from ..service import Incoming, Service, begin
+from ..service import Incoming
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
 from .threads import Promise
@@ -94,7 +91,7 @@ class Onward:
 
 
 class Receiving:
-    """One extent that node `node` receives. Threads use it; `Transfers` owns it from start to end."""
+    """One extent that node `node` receives. Threads use it; `Data` owns it from start to end."""
 
     def __init__(self, header: Header, node: int) -> None:
         self.extent: Extent = header.extent
@@ -215,75 +212,3 @@ class Receiving:
         reply = Reply(ReplyKind.OK)
         channel.conclude(reply)
         return reply, received
-
-
-class Transfers:
-    """All extents that are being received. Methods are for the event loop; `nursery` outlives them all."""
-
-    def __init__(self, service: Service[Any], nursery: trio.Nursery) -> None:
-        self._service = service
-        self._nursery = nursery
-        self._current: dict[Extent, Receiving] = {}
-
-    def join(self, header: Header, channel: Channel) -> Receiving:
-        """Return the transfer of a stream that begins; it ends with `leave`. Raises BadMessage."""
-        current = self._current.get(header.extent)
-        if current is not None and current.transfer == header.transfer:
-            if current.lengths != (header.total, header.comes):
-                raise BadMessage("two streams of a transfer do not agree on its size")
-            current.add(channel, header.ranges)
-            return current
-        if current is not None:
-            # Its sender has given the transfer up, or soon will.
-            current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
-        receiving = self._current[header.extent] = Receiving(header, self._service.node)
-        receiving.add(channel, header.ranges)
-        self._nursery.start_soon(self._store, receiving, header)
-        return receiving
-
-    def give_up(self, content: int) -> None:
-        """End the transfers of this content, which will not be published."""
-        for extent, receiving in self._current.items():
-            if extent.content == content:
-                receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
-
-    async def leave(self, receiving: Receiving, channel: Channel) -> None:
-        """End a stream. With the last one, a file that is not sealed is dropped."""
-        if not receiving.remove(channel):
-            return
-        if self._current.get(receiving.extent) is receiving:
-            del self._current[receiving.extent]
-        with trio.CancelScope(shield=True):
-            await receiving.begun.ended()
-            if receiving.complete.is_set():
-                await receiving.sealed.ended()
-        receiving.scope.cancel()
-        if receiving.incoming is not None:
-            receiving.incoming.close()
-        elif receiving.fd >= 0:
-            os.close(receiving.fd)
-
-    async def _store(self, receiving: Receiving, header: Header) -> None:
-        """Make the file that the bytes come into, and seal the extent when all are there."""
-
-        async def seal() -> None:
-            await receiving.complete.wait()
-            assert receiving.incoming is not None
-            await self._service.seal(receiving.extent, receiving.incoming)
-
-        await receiving.begun.fulfil(partial(self._begin, receiving, header))
-        with receiving.scope:
-            await receiving.sealed.fulfil(seal)
-
-    async def _begin(self, receiving: Receiving, header: Header) -> None:
-        extent = header.extent
-        incoming = await begin(self._service, extent, header.target, header.total, header.comes)
-        if incoming is None:
-            receiving.fd = self._service.open(extent)
-            receiving.is_here_already = True
-            return
-        receiving.incoming = incoming
-        receiving.fd = incoming.fd
-        if header.target.chain:
-            incoming.lend()
-        receiving.check()
