@@ -67,9 +67,8 @@ class NodeService(Service[Incoming]):
     # -- taking in -------------------------------------------------------------------------------
 
     async def check_owner(self, peer: Peer, content: int) -> None:
-        """Check that a content belongs to a session of the peer's: it has the key, which a process keeps
-        for all its sessions, one after another. Raises OSError: ECANCELED if the content's session is over,
-        EACCES if it is another's, Unreachable if this node lags behind."""
+        """Do as Service says: the peer has the key of the session, which a process keeps for all its
+        sessions, one after another."""
         number = session_of(content)
         if number == peer.owned and number in self._cluster.members.sessions:
             return
@@ -84,12 +83,6 @@ class NodeService(Service[Incoming]):
         peer.owned = number
 
     async def admit(self, extent: Extent, target: Target) -> None:
-        """Check that this extent may be stored here now.
-
-        Raises OSError: Fenced; Unreachable if this node must not serve, or lags behind; ECANCELED if the
-        writer's session is over or has given the content up; EINVAL for a wrong target. A published version
-        is not accepted from its writer any more, but copied from another member.
-        """
         self._check_serving()
         session = session_of(extent.content)
         await self._catch_up(max(target.config, session))
@@ -108,8 +101,6 @@ class NodeService(Service[Incoming]):
             raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
-        """Make a file for an extent of `length` bytes, with room for all of them, or for the bytes to be
-        allocated. The caller closes it. Raises OSError ENOSPC."""
         allocated = length if allocated is None else allocated
         return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 
@@ -120,9 +111,6 @@ class NodeService(Service[Incoming]):
         return self._begin(self._files.share(source, length))
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
-        """Store an extent whose bytes have arrived. When this returns it is stored, even after a power loss
-        if the store is on a disk. If it is here already, the first copy is kept. Raises OSError: as
-        `admit`, EEXIST if the first one has another length."""
         if self._files.power_safe:
             await trio.to_thread.run_sync(self._files.harden, incoming)
         # The lease and the session may have ended while the bytes were arriving.
@@ -154,16 +142,12 @@ class NodeService(Service[Incoming]):
         return self._files.size(extent)
 
     def open(self, extent: Extent) -> int:
-        """Return a read-only descriptor, which the caller closes. For any thread. Raises OSError ENOENT,
-        also for a damaged extent, so that the caller asks another node; EMFILE."""
         try:
             return self._files.open(extent)
         except OSError as error:
             raise self._not_opened(extent, error) from None
 
     def hold(self, extent: Extent) -> Held:
-        """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
-        loop."""
         try:
             return self._files.hold(extent)
         except OSError as error:
@@ -185,8 +169,6 @@ class NodeService(Service[Incoming]):
     # -- the rest --------------------------------------------------------------------------------
 
     async def suspect(self, group: int, node: int) -> bool:
-        """Evict a member of a group that a writer cannot reach. Return whether it is not a member any
-        more."""
         self._check_serving()
         return await self._agent.evict(group, node)
 

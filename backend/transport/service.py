@@ -51,8 +51,10 @@ class Service(Protocol[I]):
         ...
 
     async def admit(self, extent: Extent, target: Target) -> None:
-        """Raise OSError unless this extent may be stored here now: the lease is held, and the
-        configuration right."""
+        """Raise OSError unless this extent may be stored here now: Fenced; Unreachable if the node must not
+        serve, or lags behind; ECANCELED if the writer's session is over or has given the content up; EINVAL
+        for a wrong target. A published version is not accepted from its writer any more, but copied from
+        another member."""
         ...
 
     def size(self, extent: Extent) -> int | None:
@@ -75,12 +77,14 @@ class Service(Protocol[I]):
         ...
 
     async def seal(self, extent: Extent, incoming: I) -> None:
-        """Make a complete file a readable, durable extent."""
+        """Make a complete file a readable extent, which survives a power loss if the store is on a disk. If
+        it is here already, the first copy is kept. Raises OSError: as `admit`, EEXIST if the first one has
+        another length."""
         ...
 
     def open(self, extent: Extent) -> int:
         """Return a read-only descriptor, which the transport closes; the file is lent. Called in threads.
-        Raises OSError: ENOENT."""
+        Raises OSError: ENOENT, also for a damaged extent, so that the caller asks another node; EMFILE."""
         ...
 
     def hold(self, extent: Extent) -> Held:
