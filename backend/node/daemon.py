@@ -307,7 +307,7 @@ class _Node:
 
     async def _serve(self, ready: Callable[[str], None]) -> None:
         nursery, listener, where = self._nursery, self._listener, self._where
-        await self._register(where.advertised, listener.control_port, listener.ports)
+        await self._register()
         for task in (
             self._resync.run,
             self._agent.run,
@@ -338,13 +338,13 @@ class _Node:
 
     # -- beginning -------------------------------------------------------------------------------
 
-    async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
-        node = self._config.node
+    async def _register(self) -> None:
+        node, ports = self._config.node, self._listener.ports
         await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
         record = msgspec.structs.replace(
             self._with_space(),
-            address=address,
-            control_port=control_port,
+            address=self._where.advertised,
+            control_port=self._listener.control_port,
             data_port=ports["tcp"],
             transports=sorted(ports),
         )
