@@ -48,12 +48,11 @@ class Resync:
         self._looking_over = trio.Lock()
         self._token = trio.lowlevel.current_trio_token()
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
-        self._active: set[int] = set()
         self._touched: set[int] = set()
         self._wake = trio.Event()
         self._lost: dict[int, set[Extent]] = {}  # by group that is being filled
         self._lost_count = 0
-        self._news: dict[int, trio.Event] = {}
+        self._news: dict[int, trio.Event] = {}  # by group that is being filled
         self._left: dict[int, dict[Extent, int]] = {}
         cluster.groups.group_changed.append(self._group_changed)
         cluster.members.node_changed.append(self._node_changed)
@@ -64,9 +63,9 @@ class Resync:
             nursery.start_soon(self._drop_reported)
             while True:
                 self._wake = trio.Event()
-                for group in self._touched - self._active:
+                for group in self._touched - self._news.keys():
                     if self._due(group) is not None:
-                        self._active.add(group)
+                        self._news[group] = trio.Event()
                         nursery.start_soon(self._fill, group)
                 self._touched.clear()
                 await self._wake.wait()
@@ -74,7 +73,7 @@ class Resync:
     def figures(self) -> ResyncFigures:
         return ResyncFigures(
             resync_bytes=self._copier.copied_bytes,
-            resync_groups_left=len(self._active),
+            resync_groups_left=len(self._news),
             resync_bytes_left=sum(sum(left.values()) for left in self._left.values()),
             resync_bytes_per_s=round(self._copier.bytes_per_s()),
             lost_extents=self._lost_count,
@@ -201,8 +200,7 @@ class Resync:
                 with trio.move_on_after(pauses.take_s()):
                     await news.wait()
         finally:
-            self._active.discard(group)
-            self._news.pop(group, None)
+            del self._news[group]
             self._left.pop(group, None)
             self._lost.pop(group, None)
 
