@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
-from irdmafs.backend.model.records import NO_CONTENT, ContentId
+from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import incoming as incoming_module
 from irdmafs.backend.node.files import Files
@@ -155,8 +157,14 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
 
 
 @contextmanager
-def borrowing(memory: Path) -> Iterator[Contents]:
-    with closing(Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)) as contents:
+def borrowing(
+    memory: Path, gone: Callable[[ContentId], None] = lambda content: None
+) -> Iterator[Contents]:
+    """A mount's contents, without its cluster."""
+    config = SimpleNamespace(mount=SimpleNamespace(cache_size=None))
+    changes = SimpleNamespace(content_gone=gone, content_listeners=[])
+    cluster: Any = SimpleNamespace(config=config, changes=changes)
+    with closing(Contents(cluster, f"{memory}/cache")) as contents:
         yield contents
 
 
@@ -262,23 +270,22 @@ def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
     memory: Path,
 ) -> None:
     gone: list[int] = []
-    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, gone.append)
-    for number, comes in ((1, "kept"), (2, "published")):
-        os.close(contents.make(ContentId(number), 10))
-        path = Path(contents.path(ContentId(number)))
-        path.write_bytes(b"first")
-        if comes == "kept":
-            contents.keep(ContentId(number), 10)
-            contents.admit(ContentId(number), 10)
-        else:
-            with contents.publishing(ContentId(number)):
-                assert contents.has(ContentId(number))
+    with borrowing(memory, gone.append) as contents:
+        for number, comes in ((1, "kept"), (2, "published")):
+            os.close(contents.make(ContentId(number), 10))
+            path = Path(contents.path(ContentId(number)))
+            path.write_bytes(b"first")
+            if comes == "kept":
+                contents.keep(ContentId(number), 10)
                 contents.admit(ContentId(number), 10)
-        assert path.read_bytes() == b"first"
-    assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
-    contents.free(ContentId(1))
-    assert gone == [1]
-    contents.close()
+            else:
+                with contents.publishing(ContentId(number)):
+                    assert contents.has(ContentId(number))
+                    contents.admit(ContentId(number), 10)
+            assert path.read_bytes() == b"first"
+        assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
+        contents.free(ContentId(1))
+        assert gone == [1]
 
 
 class Mapped(Rdma):

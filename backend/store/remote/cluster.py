@@ -28,11 +28,11 @@ from ...transport.verbs.rdma import Rdma
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
 from .claims import Claims
+from .contents import Contents
 from .leases import Leases
 from .listeners import Changes
 from .lock_entries import LockEntries
 from .locks import SharedLocks
-from .pins import SharedContents
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Cluster:
         self.host = config.mount.host
         self.here = 0
         self.members.node_changed.append(self._node_changed)
-        self.contents = SharedContents(self, f"{directory}/extents")
+        self.contents = Contents(self, f"{directory}/extents")
         self._committer = SharedCommitter(
             self.tree, engine, self.replica, claims=self.claims,
             after_commit=self.leases.wait_for_followers, writable=self.writable,

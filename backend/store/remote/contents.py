@@ -6,39 +6,43 @@ pinned, a second name keeps its file (places.py).
 """
 
 import errno
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ...files.extents import OPEN_FLAGS, ExtentStore
-from ...model.records import ContentId
-from ...namespace import fail
+from ...kv import Delete, Put
+from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
+from ...namespace import Inode, fail
 from ..pins import Pinned
 from .figures import CacheFigures
 from .places import Holds, Place
 
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = 1 << CONTENT_NUMBER_BITS
 # The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
 # without asking us.
 _KEPT_SHARE = 0.75
 
 
 class Contents(ExtentStore, Pinned):
-    """`new_number` returns a number for a working copy; `gone` is told of each content whose file has left
-    this host. `limit_bytes` limits published contents; None: three quarters of the filesystem's size."""
+    """The contents on a mount's host. One that is read from its store nodes is pinned there, too, by a key
+    in etcd that ends with the session."""
 
-    def __init__(
-        self,
-        directory: str,
-        new_number: Callable[[], ContentId],
-        gone: Callable[[ContentId], None],
-        limit_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, cluster: "Cluster", directory: str) -> None:
         Pinned.__init__(self)
         ExtentStore.__init__(self, directory)
         self._empty()
-        self._new_number = new_number
-        self._gone = gone
+        self._cluster = cluster
+        # The newest number given, in the session with the number `_last_of`.
+        self._last = self._last_of = 0
         # Where contents lie that are in the directory of a store node.
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
@@ -49,9 +53,10 @@ class Contents(ExtentStore, Pinned):
         self.sent: set[ContentId] = set()
         # Contents that were fetched for an open that `count_open` has not counted yet.
         self.uncounted: set[ContentId] = set()
-        self._limit_bytes = limit_bytes
+        self._on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
+        cluster.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:
         for holds in self._holds.values():
@@ -65,9 +70,11 @@ class Contents(ExtentStore, Pinned):
 
     @property
     def limit_bytes(self) -> int:
-        """Return the limit of published contents that are kept here."""
-        if self._limit_bytes is not None:
-            return self._limit_bytes
+        """Return the limit of published contents that are kept here: that of the configuration, or three
+        quarters of the filesystem's size."""
+        limit_bytes = self._cluster.config.mount.cache_size
+        if limit_bytes is not None:
+            return limit_bytes
         below = self.statvfs()
         return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
 
@@ -79,6 +86,17 @@ class Contents(ExtentStore, Pinned):
     def path(self, extent: ContentId) -> str:
         place = self._places.get(extent)
         return place.path if place is not None else super().path(extent)
+
+    def _new_number(self) -> ContentId:
+        """Return a number for a working copy: the session that writes it, and a counter. Raises OSError
+        ENOSPC if the session has none left."""
+        session = self._cluster.session.number
+        if session != self._last_of:
+            self._last_of, self._last = session, 0
+        self._last += 1
+        if self._last >= _NUMBERS:
+            raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
+        return ContentId(session << CONTENT_NUMBER_BITS | self._last)
 
     def allocate(self) -> tuple[ContentId, int]:
         self._next = self._new_number()
@@ -182,7 +200,7 @@ class Contents(ExtentStore, Pinned):
             super().free(extent)
         else:
             place.free()
-        self._gone(extent)
+        self._cluster.changes.content_gone(extent)
 
     def make(self, extent: ContentId, size: int, *, has_holes: bool = False) -> int:
         """Make a file of `size` bytes to fetch a content into, with room for all of them or as one hole.
@@ -247,6 +265,11 @@ class Contents(ExtentStore, Pinned):
             return True
         return place is not None or extent in self._publishing
 
+    def is_here(self, extent: ContentId) -> bool:
+        """Return whether a content can be read without its nodes."""
+        pinned = extent in self.counts and extent not in self._on_nodes
+        return pinned or self.has(extent)
+
     def lose(self, extent: ContentId) -> None:
         """Note that a content is no longer in the store directory where it was."""
         self._places.pop(extent).let_go()
@@ -286,6 +309,7 @@ class Contents(ExtentStore, Pinned):
         place = self._places.get(extent)
         if place is not None:
             place.let_go()
+        self.unpin_on_nodes(extent)
 
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
@@ -300,3 +324,42 @@ class Contents(ExtentStore, Pinned):
             self.evictions += 1
             self.free(extent)
         return True
+
+    # -- on store nodes --------------------------------------------------------------------------
+
+    def _lost_by(self, old: Inode, new: Inode | None) -> None:
+        """Retire the content of a version that is superseded, or whose file is gone."""
+        if new is None or new.extent != old.extent:
+            self.retire(old.extent)
+
+    async def pin_on_nodes(self, inode: Inode) -> bool:
+        """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
+        current one any more. Raises OSError."""
+        cluster, content = self._cluster, inode.extent
+        lease = cluster.session.lease
+        self._on_nodes.add(content)
+        put = Put(pin_key(content, lease), b"", lease)
+        await cluster.replica.transact([cluster.session.compare()], [put])
+        current = cluster.tree.inodes.get(inode.ino)
+        if current is not None and current.extent == content:
+            return True
+        await self._unpin_on_nodes(content)
+        return False
+
+    def unpin_on_nodes(self, content: ContentId) -> None:
+        """Give a content's pin on the nodes up: it is on this host now."""
+        if content in self._on_nodes:
+            self._cluster.nursery.start_soon(self._unpin_on_nodes, content)
+
+    def let_go_on_nodes(self, content: ContentId) -> None:
+        """Give a content's pin on the nodes up unless the content was opened."""
+        if content not in self.counts:
+            self.unpin_on_nodes(content)
+
+    async def _unpin_on_nodes(self, content: ContentId) -> None:
+        self._on_nodes.discard(content)
+        try:
+            key = pin_key(content, self._cluster.session.lease)
+            await self._cluster.engine.transact((), (Delete(key),))
+        except OSError as error:
+            log.info("content %x stays pinned until this session ends: %s", content, error)

@@ -9,20 +9,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.at_signal import told_once
 from irdmafs.backend.model.records import CONTENT_NUMBER_BITS, ContentId
-from irdmafs.backend.store.remote.pins import ContentNumbers
+from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.cli.command import main
 
 
 def end_sessions() -> None:
     """At each signal."""
     has_ended = told_once()
-    new = ContentNumbers.new
+    new = Contents._new_number
 
-    def new_of_ended(self: ContentNumbers) -> ContentId:
+    def new_of_ended(self: Contents) -> ContentId:
         number = new(self)
         return ContentId(number - (1 << CONTENT_NUMBER_BITS)) if has_ended() else number
 
-    ContentNumbers.new = new_of_ended  # type: ignore[method-assign]
+    Contents._new_number = new_of_ended  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
