@@ -1,24 +1,28 @@
-"""Bringing the current version of a file to this host, even if others replace it meanwhile."""
+"""Bringing the current version of a file to this host, even if others replace it meanwhile, with those that
+follow it where a directory's files are opened one after the other."""
 
 import errno
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
 import trio
 
 from ...model.records import ContentId
-from ...namespace import Inode, fail
+from ...namespace import Inode, Namespace, fail
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
 from .lent import Declined, Lender
-from .readahead import ReadAhead
 
 # A file that changed during so many fetches is pinned on its nodes.
 _GONE_BEFORE_PIN = 3
 _LOOK_AGAIN_S = 0.2
+# Of reading ahead.
+_WINDOW_MAX = 128
+_DIRECTORIES_MAX = 64
+_FORGET_AFTER_S = 5.0
 
 
 class Versions:
@@ -117,3 +121,44 @@ class Versions:
                 return got
         where = self._namespace.describe(ino)
         raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
+
+
+class _Listing:
+    """A directory's files in the order of their names when reading ahead began, and each one's position."""
+
+    def __init__(self, inos: list[int]) -> None:
+        self.inos = inos
+        self.at = {ino: index for index, ino in enumerate(inos)}
+        self.window = 1
+        self.used = time.monotonic()
+
+
+class ReadAhead:
+    """The window doubles with every miss, as the kernel's does for pages."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._listings: dict[int, _Listing] = {}
+
+    def after(self, inode: Inode) -> Iterator[Inode]:
+        """Return files that follow this one, whose content was not here, in its directory."""
+        directory, now = inode.parent, time.monotonic()
+        if not directory:
+            return
+        listing = self._listings.get(directory)
+        if listing is None or now - listing.used > _FORGET_AFTER_S or inode.ino not in listing.at:
+            if len(self._listings) >= _DIRECTORIES_MAX:
+                self._listings.clear()
+            try:
+                names = sorted(self._namespace.children(directory))
+            except KeyError:
+                return
+            listing = self._listings[directory] = _Listing([ino for _, ino in names])
+        listing.used = now
+        start = listing.at.get(inode.ino, len(listing.inos)) + 1
+        window = listing.inos[start : start + listing.window]
+        listing.window = min(2 * listing.window, _WINDOW_MAX)
+        for ino in window:
+            found = self._namespace.inodes.get(ino)
+            if found is not None and found.is_file and found.extent:
+                yield found
