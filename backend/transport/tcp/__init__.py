@@ -1,8 +1,7 @@
 """Data connections: threads read and write parameters on them with plain system calls.
 
 mover           what this process offers and asks for
-way             the caller's end: extents sent and received on several connections at once
-pool            data connections to one store node, opened with tickets
+way             the caller's end: extents sent and received on several connections, opened with tickets
 serving         the node's end: data connections come in, with tickets
 data            requests on them (transfers: extents that come in, and go on to the next node)
 messages        messages on control connections, and the rights to them

@@ -146,14 +146,14 @@ class Data:
         await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, onward: Onward) -> None:
-        pool = self._device(onward.node).way(TcpWay).pool
-        borrowed = await pool.borrow(1)
+        way = self._device(onward.node).way(TcpWay)
+        borrowed = await way.borrow(1)
         try:
             (next_node,) = borrowed
             # Each of these belongs to a thread that receives, so they are limited already.
             await in_threads([partial(onward.send, next_node)], next_node.shutdown, None)
         finally:
-            pool.give_back(borrowed)
+            way.give_back(borrowed)
 
     # -- what is being received ------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from ..link import Link
 from ..mover import Host, Mover, Serving
 from .channel import choose_congestion_control
 from .messages import MESSAGES
-from .pool import Pool
 from .serving import TcpServing
 from .way import TcpWay
 
@@ -29,11 +28,11 @@ class Tcp(Mover):
         self._streams = streams
         self._encrypt = encrypt
         self._places = trio.Semaphore(_THREADS_MAX)
-        self._pools: list[Pool] = []
+        self._ways: list[TcpWay] = []
 
     def way(self, link: Link) -> TcpWay:
         way = TcpWay(link, self._streams, self._encrypt, self._places)
-        self._pools.append(way.pool)
+        self._ways.append(way)
         return way
 
     @asynccontextmanager
@@ -48,5 +47,5 @@ class Tcp(Mover):
         """Close data connections that have not been used for long."""
         while True:
             await trio.sleep(_TIDY_S)
-            for pool in self._pools:
-                pool.tidy()
+            for way in self._ways:
+                way.tidy()

@@ -1,8 +1,11 @@
-"""The caller's end over TCP: extents are divided among data connections, each used by a thread."""
+"""The caller's end over TCP: extents are divided among data connections, each used by a thread and kept for
+a while after it was used."""
 
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
@@ -13,11 +16,13 @@ import trio
 from ...files.sparse import segments
 from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
+from ..caller import ControlClient
 from ..frames import BadMessage
-from ..link import Link
+from ..link import Link, Refusal, check_node
 from ..mover import Sending, Transfer, Way
-from .channel import Channel, Lost
-from .pool import Pool
+from .authentication import Ticket
+from .channel import Channel, EncryptedChannel, Lost, choose_congestion_control, make_channel
+from .messages import TICKETS_MAX, Granted, Tickets
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
 from .wire import Header, Op, Ranges, Reply, ReplyKind
@@ -28,20 +33,29 @@ log = logging.getLogger(__name__)
 _STREAM_BYTES_MIN = 4 << 20
 # Two threads that write to one huge page of a file at once slow each other down.
 _STREAM_ALIGNMENT_BYTES = 2 << 20
+IDLE_CHANNEL_S = 15.0
+_CHANNELS_KEPT = 16
 _LENGTH: Final = itemgetter(1)
 
 
 class TcpWay(Way):
-    """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that move
-    this process's own extents; those that send on bytes are limited by its receiving."""
+    """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that open
+    connections and move this process's own extents; those that send on bytes are limited by its
+    receiving."""
 
     name = "tcp"
 
     def __init__(self, link: Link, streams: int, encrypt: bool, places: trio.Semaphore) -> None:
-        self.pool = Pool(link, encrypt, places)
         self._link = link
         self._streams = streams
+        self._encrypt = encrypt
         self._places = places
+        # The connections were opened with tickets of this one.
+        self._control: ControlClient | None = None
+        self._idle: list[Channel] = []
+        self._lent: set[Channel] = set()
+        self._opening: set[trio.CancelScope] = set()
+        link.given_up.append(self.close)
 
     def suits(self, transfer: Transfer) -> bool:
         return transfer.memory is not Memory.DEVICE
@@ -99,25 +113,140 @@ class TcpWay(Way):
         places: trio.Semaphore | None,
     ) -> None:
         """Divide the ranges among streams, and do each stream's work on a connection."""
-        link, pool = self._link, self.pool
+        link = self._link
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()
         shares = _shares(ranges, comes, streams)
         number = secrets.randbits(63)
         headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
-        channels = await pool.borrow(len(shares))
+        channels = await self.borrow(len(shares))
         works = [*map(partial, repeat(work), channels, headers)]
         try:
             await in_threads(works, partial(_shut_down, channels), places)
         except BadMessage as error:
-            pool.drop()
+            self._drop()
             log.warning("store node %x: a data connection is given up: %s", link.node, error)
             raise Unreachable(link.node, str(error)) from None
         except Lost as error:
-            pool.drop()
+            self._drop()
             raise Unreachable(link.node, str(error)) from None
         finally:
-            pool.give_back(channels)
+            self.give_back(channels)
+
+    # -- connections -----------------------------------------------------------------------------
+
+    async def borrow(self, count: int) -> list[Channel]:
+        """Return connections for one request each; the caller gives them back. Raises Unreachable."""
+        control = await self._link.connected()
+        if control is not self._control:
+            self._drop()
+            self._control = control
+        found: list[Channel] = []
+        while self._idle and len(found) < count:
+            channel = self._idle.pop()
+            if channel.is_closed_by_peer():
+                channel.close()
+            else:
+                found.append(channel)
+        try:
+            while len(found) < count:
+                wanted = min(count - len(found), TICKETS_MAX)
+                found += await self._open(control, wanted)
+            if control is not self._control:
+                raise Unreachable(self._link.node, control.why)
+        except BaseException:
+            self.give_back(found)
+            raise
+        self._lent.update(found)
+        return found
+
+    def give_back(self, channels: Iterable[Channel]) -> None:
+        """Take connections back; those that are not clean are closed."""
+        for channel in channels:
+            self._lent.discard(channel)
+            if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
+                channel.idle_since = time.monotonic()
+                self._idle.append(channel)
+            else:
+                channel.close()
+
+    def _drop(self) -> None:
+        """Close the connections that are not in use."""
+        for channel in self._idle:
+            channel.close()
+        self._idle.clear()
+
+    def close(self) -> None:
+        """End what is done on all connections, and keep none until the node is reached again."""
+        self._drop()
+        for channel in self._lent:
+            channel.shutdown()
+        for scope in self._opening:
+            scope.cancel()
+        self._control = None
+
+    def tidy(self) -> None:
+        """Close connections that have not been used for long."""
+        old = time.monotonic() - IDLE_CHANNEL_S
+        while self._idle and self._idle[0].idle_since < old:
+            self._idle.pop(0).close()
+
+    async def _open(self, control: ControlClient, count: int) -> list[Channel]:
+        node = self._link.node
+        answer = await control.ask(Tickets(count), Granted)
+        if len(answer.tickets) != count:
+            raise Unreachable(node, "its answer makes no sense")
+        opened: list[Channel] = []
+        errors: list[Unreachable] = []
+
+        async def open_one(ticket: bytes) -> None:
+            try:
+                with trio.fail_after(self._link.caller.timeout_s) as scope:
+                    self._opening.add(scope)
+                    channel = await self._open_channel(control, Ticket.unpack(ticket))
+                    opened.append(channel)
+            except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
+                why = str(error) or "no data connection could be opened in time"
+                errors.append(Unreachable(node, why))
+            finally:
+                self._opening.discard(scope)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for ticket in answer.tickets:
+                    nursery.start_soon(open_one, ticket)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self.give_back(opened)
+            raise
+        return opened
+
+    async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
+        """Connect to the address at which the node was reached."""
+        caller, ends = self._link.caller, control.ends
+        credentials, context = caller.credentials, None
+        if credentials is not None and self._encrypt:
+            context = credentials.client_context()
+        with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
+            choose_congestion_control(sock)
+            await sock.connect((ends.there[0], ends.record.data_port, *ends.there[2:]))
+            plain = socket.socket(fileno=sock.detach())
+        channel = make_channel(
+            plain, context, caller.timeout_s, codes=credentials is not None, listens=False
+        )
+        try:
+            if isinstance(channel, EncryptedChannel):
+                channel.sock.settimeout(caller.timeout_s)
+                await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
+                check_node(channel.sock, caller.is_revoked)
+            channel.authenticate(ticket.key)
+            # Fits into the empty buffer of the new connection.
+            channel.send_preamble(ticket.number)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
 
 def _shut_down(channels: Sequence[Channel]) -> None:
