@@ -31,7 +31,6 @@ from .claims import Claims
 from .contents import Contents
 from .leases import Leases
 from .listeners import Changes
-from .lock_entries import LockEntries
 from .locks import SharedLocks
 
 log = logging.getLogger(__name__)
@@ -92,13 +91,13 @@ class Cluster:
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
-        self.lock_entries = LockEntries(self.faults)
+        self.locks = SharedLocks(self)
         self.leases = Leases(self)
         self.claims = Claims(self, self.leases, defers=defers)
         self.replica = Replica(
             engine,
             (
-                self.members, self.groups, self.certificates, self.tree, self.lock_entries,
+                self.members, self.groups, self.certificates, self.tree, self.locks,
                 self.claims, self.changes,
             ),
             faults=self.faults,
@@ -119,7 +118,6 @@ class Cluster:
         assert deferred is not None, "it has claims"
         self.deferred = deferred
         self.namespace = Namespace(self.tree, self._committer)
-        self.locks = SharedLocks(self, self.deferred)
 
     def open_peers(self, rdma: Rdma, session_key: bytes) -> AbstractAsyncContextManager[Peers]:
         """Return what opens the ways to the store nodes, which become `peers`."""

@@ -1,7 +1,7 @@
 """The locks of all hosts as etcd has them, kept up to date through the replica hub."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ...cluster.record_keeper import RecordKeeper
 from ...kv.faults import Faults
@@ -22,9 +22,7 @@ class LockEntries(RecordKeeper):
         self._revisions: dict[tuple[int, int], int] = {}  # (inode, lease) -> that of the entry
         self._guards: dict[int, int] = {}
         self.left_behind: dict[int, float] = {}
-        # Called with the number of an inode whose entries or guard changed.
-        self.listeners: list[Callable[[int], None]] = []
-        self._touched: set[int] = set()  # inodes, since listeners were called
+        self._touched: set[int] = set()  # inodes whose entries or guard changed
 
     def of(self, ino: int) -> Mapping[int, Entry]:
         """Return the entries of an inode, by the leases of the hosts."""
@@ -75,9 +73,3 @@ class LockEntries(RecordKeeper):
             self.left_behind.setdefault(ino, time.monotonic())
         else:
             self.left_behind.pop(ino, None)
-
-    def tell(self) -> None:
-        touched, self._touched = self._touched, set()
-        for listener in self.listeners:
-            for ino in touched:
-                listener(ino)

@@ -30,7 +30,7 @@ from ...model.lock_claims import (
     merged,
 )
 from ...model.records import encode
-from ...namespace.deferred import Deferred
+from .lock_entries import LockEntries
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -77,23 +77,26 @@ class _Inode:
         self.moved = trio.Event()
 
 
-class SharedLocks:
-    """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
-    after the cluster's time-out. Locks of inodes that are not writable hold on this host only."""
+class SharedLocks(LockEntries):
+    """The locks of all hosts as etcd has them, and this host's part in them: those of its `holders`. Waits
+    for etcd end with OSError after the cluster's time-out. Locks of inodes that are not writable hold on
+    this host only."""
 
-    def __init__(self, cluster: "Cluster", deferred: Deferred) -> None:
+    def __init__(self, cluster: "Cluster") -> None:
+        super().__init__(cluster.faults)
         self._cluster = cluster
-        self._replica = cluster.replica
         self._session = cluster.session
-        self._deferred = deferred
-        self._entries = cluster.lock_entries
         self._writable = cluster.writable
         self._timeout_s = cluster.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
         self._nursery = cluster.nursery
         self.transactions = 0
-        self._entries.listeners.append(self._moved)
+
+    def tell(self) -> None:
+        touched, self._touched = self._touched, set()
+        for ino in touched:
+            self._others_moved(ino)
 
     # -- what is granted -------------------------------------------------------------------------
 
@@ -120,13 +123,13 @@ class SharedLocks:
 
     def _others(self, ino: int) -> Iterator[Entry]:
         ours = self._session.lease
-        for lease, entry in self._entries.of(ino).items():
+        for lease, entry in self.of(ino).items():
             if lease != ours:
                 yield entry
 
     def _yields(self, ino: int, state: _Inode, claim: Claim, since: float) -> bool:
         """Return whether another host has waited longer for something that this claim conflicts with."""
-        entries = self._entries.of(ino)
+        entries = self.of(ino)
         return any(
             seen < since and lease in entries and any(map(claim.conflicts, entries[lease].wanted))
             for lease, seen in state.yielding_to.items()
@@ -170,7 +173,7 @@ class SharedLocks:
                     with trio.move_on_after(yield_until - now):
                         await moved.wait()
                 elif not await self._grow(ino, state, claim):
-                    await self._replica.barrier()
+                    await self._cluster.replica.barrier()
 
     @contextmanager
     def _wanting(
@@ -194,7 +197,7 @@ class SharedLocks:
         with self._wanting(ino, state, claim):
             await self._session.wait_valid(self._timeout_s)
             if not self.is_alone(ino):
-                await self._replica.barrier()
+                await self._cluster.replica.barrier()
             while not self.is_alone(ino):
                 moved = state.moved
                 others = list(self._others(ino))
@@ -208,7 +211,7 @@ class SharedLocks:
 
     async def store_names(self) -> None:
         """Return when etcd has all changes of names that were answered before. Raises OSError."""
-        await self._deferred.store()
+        await self._cluster.deferred.store()
 
     def shrunk(self, ino: int) -> None:
         """Note that processes gave locks back, and that what they wrote under them is published."""
@@ -235,7 +238,7 @@ class SharedLocks:
         async with state.changing:
             if state.mine.sole or is_blocked(list(self._others(ino)), claim):
                 return True  # the situation has changed meanwhile
-            lease, guard = self._session.lease, self._entries.guard(ino)
+            lease, guard = self._session.lease, self.guard(ino)
             calm = time.monotonic() - state.contended > _CALM_S
             sole = calm and next(self._others(ino), None) is None
             held = merged((*state.mine.held, claim))
@@ -263,7 +266,7 @@ class SharedLocks:
                 raise
             # No lock is granted under the entry before everything published earlier is known here.
             state.unsure = True
-            await self._replica.wait_applied(revision)
+            await self._cluster.replica.wait_applied(revision)
             for holder in self.holders:
                 await holder.refresh(ino)
             if lease != self._session.lease:
@@ -293,7 +296,7 @@ class SharedLocks:
         while lease == self._session.lease:
             state.settling = False
             try:
-                asked = self._entries.asked(ino, lease)
+                asked = self.asked(ino, lease)
                 if asked > state.answers:
                     for holder in self.holders:
                         await holder.released(ino)
@@ -355,7 +358,7 @@ class SharedLocks:
     async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
         """Remove this host's entry, and the guard, if there is no other entry. Return False if somebody has
         added one."""
-        compares = [*session, (guard_key(ino), self._entries.guard(ino))]
+        compares = [*session, (guard_key(ino), self.guard(ino))]
         key = entry_key(ino, self._session.lease)
         try:
             await self._transact(compares, [Delete(key), Delete(guard_key(ino))])
@@ -409,7 +412,7 @@ class SharedLocks:
     async def _remove_left_behind(self, now: float) -> None:
         """Remove guards that stay because the host that put them died. One mount of the cluster does
         this."""
-        for ino, since in list(self._entries.left_behind.items()):
+        for ino, since in list(self.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
             if self._session.number == min(self._cluster.members.sessions, default=0):
@@ -417,24 +420,20 @@ class SharedLocks:
 
     # -- what others do ------------------------------------------------------------------------------
 
-    def _moved(self, ino: int) -> None:
+    def _others_moved(self, ino: int) -> None:
         state = self._inodes.get(ino)
         if state is None:
             return
         now = time.monotonic()
         ours = self._session.lease
-        waiting = {
-            lease
-            for lease, entry in self._entries.of(ino).items()
-            if lease != ours and entry.wanted
-        }
+        waiting = {lease for lease, entry in self.of(ino).items() if lease != ours and entry.wanted}
         for lease in state.yielding_to.keys() - waiting:
             del state.yielding_to[lease]
         for lease in waiting:
             state.yielding_to.setdefault(lease, now)
         if next(self._others(ino), None) is not None:
             state.contended = now
-            if state.mine.sole or state.unsure or self._entries.asked(ino, ours) > state.answers:
+            if state.mine.sole or state.unsure or self.asked(ino, ours) > state.answers:
                 self._settle_soon(ino, state)
         state.wake()
 
@@ -446,7 +445,7 @@ class SharedLocks:
         state = self._inodes.get(ino)
         if state is None:
             state = self._inodes[ino] = _Inode()
-            self._moved(ino)
+            self._others_moved(ino)
         return state
 
     def count(self) -> int:
