@@ -86,7 +86,7 @@ class Cluster:
         )
         own = [self.credentials.renewable] if self.credentials is not None else []
         self.renewal = Renewal([*own, *engine.calls.client.renewables])
-        self.changes = Changes(engine.fenced.process)
+        self.changes = Changes(self, engine.fenced.process)
         self.tree = Tree(
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,

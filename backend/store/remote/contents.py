@@ -56,7 +56,6 @@ class Contents(ExtentStore, Pinned):
         self._on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
-        cluster.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:
         for holds in self._holds.values():
@@ -326,11 +325,6 @@ class Contents(ExtentStore, Pinned):
         return True
 
     # -- on store nodes --------------------------------------------------------------------------
-
-    def _lost_by(self, old: Inode, new: Inode | None) -> None:
-        """Retire the content of a version that is superseded, or whose file is gone."""
-        if new is None or new.extent != old.extent:
-            self.retire(old.extent)
 
     async def pin_on_nodes(self, inode: Inode) -> bool:
         """Keep a file's content on its nodes while this mount reads it. Return False if it is not the

@@ -112,9 +112,6 @@ class Leases:
         self._owing = trio.Event()
         self.acknowledgements = 0
         self.transactions = 0  # asked for: to follow, to give up and to acknowledge
-        cluster.changes.inode_listeners.append(self.inode_changed)
-        cluster.changes.name_listeners.append(self.name_changed)
-        cluster.changes.transaction_listeners.append(self.transaction)
 
     # -- following -------------------------------------------------------------------------------
 
