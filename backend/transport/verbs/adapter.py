@@ -68,7 +68,7 @@ class Adapter:
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
-        pair = QueuePair(self, gid, self.pairs.discard, arrived)
+        pair = QueuePair(self, gid, arrived)
         self.pairs.add(pair)
         return pair
 
