@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -96,9 +96,9 @@ def _setting(text: str) -> tuple[str, float | bool]:
         raise MountError(f"--set takes OPTION=NUMBER, or true or false, not {text!r}") from None
 
 
-def _workers(text: str) -> str | int | tuple[str, ...]:
+def _workers(text: str) -> Literal["auto"] | int | tuple[str, ...]:
     if text == "auto":
-        return text
+        return "auto"
     return int(text) if text.isdecimal() else tuple(text.split(","))
 
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,8 @@ Nonfinite = Literal["refuse", "skip", "count"]
 Staleness = Literal["none", "inverse"]
 _SYNC = re.compile(r"(bsp|async)|(quorum|ssp|local):(\d{1,6})")
 _WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_Names = tuple[Annotated[str, Meta(pattern=rf"\A{_WORKER.pattern}\Z")], ...]
+_Fp32 = Annotated[float, Meta(ge=-F32_MAX, le=F32_MAX)]
 
 
 class Sync(NamedTuple):
@@ -55,23 +57,29 @@ class TrainConfig:
     stay. `whole_every`: of every so many versions a file with all parameters is made (0: of none).
     """
 
-    rule: str = "sgd"
-    lr: float | None = None
-    options: Mapping[str, float | bool] = field(default_factory=dict)
-    sync: str = "bsp"
-    workers: str | int | tuple[str, ...] = "auto"
-    clip_norm: float = 0.0
-    nonfinite: Nonfinite = "refuse"
-    staleness: Staleness = "none"
-    keep: int = 3
-    whole_every: int = 1
+    rule: Annotated[str, Meta(description="text")] = "sgd"
+    lr: Annotated[_Fp32 | None, Meta(description="a number of fp32")] = None
+    options: Annotated[Mapping[str, Any], Meta(description="a table")] = field(default_factory=dict)
+    sync: Annotated[str, Meta(description="text")] = "bsp"
+    workers: Annotated[
+        Literal["auto"] | Annotated[int, Meta(ge=1)] | Annotated[_Names, Meta(min_length=1)],
+        Meta(description="auto, a number, or a list of names"),
+    ] = "auto"
+    clip_norm: Annotated[
+        float, Meta(ge=0, le=F32_MAX, description="a number of fp32 that is at least 0")
+    ] = 0.0
+    nonfinite: Annotated[Nonfinite, Meta(description="refuse, skip or count")] = "refuse"
+    staleness: Annotated[Staleness, Meta(description="none or inverse")] = "none"
+    keep: Annotated[int, Meta(ge=2, description="a whole number that is at least 2")] = 3
+    whole_every: Annotated[int, Meta(ge=0, description="a whole number that is at least 0")] = 1
 
     def __post_init__(self) -> None:
-        for name, (kind, meaning) in _VALUES.items():
+        for name, kind in _TYPES.items():
             value = getattr(self, name)
             try:
                 msgspec.convert(value, kind)
             except msgspec.ValidationError:
+                meaning = get_args(kind)[1].description
                 raise TrainError(f"{name} is {meaning}, not {value!r}") from None
         parse_sync(self.sync)
         try:
@@ -117,20 +125,4 @@ class TrainConfig:
             raise TrainError(f"{path}: {error}") from None
 
 
-_Names = tuple[Annotated[str, Meta(pattern=rf"\A{_WORKER.pattern}\Z")], ...]
-# The type of each value, and what an error calls it.
-_VALUES: Mapping[str, tuple[Any, str]] = {
-    "rule": (str, "text"),
-    "lr": (Annotated[float, Meta(ge=-F32_MAX, le=F32_MAX)] | None, "a number of fp32"),
-    "options": (Mapping[str, Any], "a table"),
-    "sync": (str, "text"),
-    "workers": (
-        Literal["auto"] | Annotated[int, Meta(ge=1)] | Annotated[_Names, Meta(min_length=1)],
-        "auto, a number, or a list of names",
-    ),
-    "clip_norm": (Annotated[float, Meta(ge=0, le=F32_MAX)], "a number of fp32 that is at least 0"),
-    "nonfinite": (Nonfinite, "refuse, skip or count"),
-    "staleness": (Staleness, "none or inverse"),
-    "keep": (Annotated[int, Meta(ge=2)], "a whole number that is at least 2"),
-    "whole_every": (Annotated[int, Meta(ge=0)], "a whole number that is at least 0"),
-}
+_TYPES = get_type_hints(TrainConfig, include_extras=True)

@@ -34,7 +34,7 @@ def configurations(draw: st.DrawFn) -> TrainConfig:
         | st.builds("{}:{}".format, st.sampled_from(["quorum", "local"]), st.integers(1, 999999))
         | st.builds("ssp:{}".format, st.integers(0, 999999))
     )
-    workers = draw(
+    workers: Any = draw(
         st.just("auto") | st.integers(1, 10000) | st.lists(names, min_size=1, max_size=5).map(tuple)
     )
     try:

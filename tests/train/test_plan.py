@@ -3,6 +3,7 @@ those are there who are waited for."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ arrivals = st.lists(st.sampled_from(WORKERS), max_size=16)
 expected_workers = st.sampled_from(["auto", WORKERS, ("a", "b"), 2, 4])
 
 
-def config_of(sync: str, workers: str | int | tuple[str, ...] = "auto") -> TrainConfig:
+def config_of(sync: str, workers: Any = "auto") -> TrainConfig:
     return TrainConfig(rule="sum", sync=sync, workers=workers)
 
 
