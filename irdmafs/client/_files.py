@@ -156,20 +156,14 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-def read_xattr(file: StrPath | int, name: str) -> bytes | None:
-    """Return an extended attribute, None where there is none or the filesystem has no such thing."""
+def read_version(file: StrPath | int) -> int | None:
+    """Return the version of a file of an irdmafs mount; None on other filesystems."""
     try:
-        return os.getxattr(file, name)
+        return int(os.getxattr(file, _VERSION_XATTR))
     except OSError as error:
         if error.errno in _NO_XATTR:
             return None
         raise
-
-
-def read_version(file: StrPath | int) -> int | None:
-    """Return the version of a file of an irdmafs mount; None on other filesystems."""
-    text = read_xattr(file, _VERSION_XATTR)
-    return None if text is None else int(text)
 
 
 def is_irdmafs(device: int) -> bool:

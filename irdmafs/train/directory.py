@@ -266,11 +266,6 @@ def read_small(path: Path) -> bytes:
         os.close(fd)
 
 
-def _aside(path: Path) -> Path:
-    """Return a name beside another that only this process uses, and nobody looks at."""
-    return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-
-
 def rename_new(path: Path, new: Path) -> None:
     """Give a file another name. Raises FileExistsError if something has it, and OSError."""
     names = os.fsencode(path), os.fsencode(new)
@@ -299,7 +294,7 @@ def _look_and_rename(path: Path, target: Path) -> None:
 
 def replace(path: Path, data: bytes) -> None:
     """Replace a small file, whole. Raises OSError."""
-    temporary = _aside(path)
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
