@@ -56,17 +56,13 @@ _READ_S = 0.2
 _SHOW_S = 0.5
 # The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
-# The most digits of a worker's clock.
-_CLOCK_MAX_BYTES = 20
 
 
 class _Worker(NamedTuple):
-    """A worker that takes part: the status of its file, the file itself, open, and the clock that the file
-    says; None if it says none."""
+    """A worker that takes part: the status of its file, and the file itself, open."""
 
     status: Seen | None
     lock: WatchedLock
-    clock: int | None
 
 
 class Coordinator:
@@ -86,7 +82,7 @@ class Coordinator:
         # The order in which names in push/ were looked at last.
         self._looks: dict[str, int] = {}
         self._look_count = 0
-        self._members: dict[str, int] = {}
+        self._members: set[str] = set()
         self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
@@ -220,7 +216,7 @@ class Coordinator:
         by_worker: dict[str, list[str]] = {}
         for name in sorted(names, key=lambda name: (self._looks.get(name, 0), name)):
             by_worker.setdefault(pushes.worker_of(name), []).append(name)
-        known = [by_worker.pop(name) for name in sorted(newest.clocks.keys() | self._members.keys())
+        known = [by_worker.pop(name) for name in sorted(newest.clocks.keys() | self._members)
                  if name in by_worker]  # fmt: skip
         return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
 
@@ -264,29 +260,23 @@ class Coordinator:
     def _look_at_members(self) -> None:
         """See which workers take part, and which have ended."""
         now_s = time.monotonic()
-        known = self._trees.look(self._train.workers)
-        if _visible(known.names) == self._members.keys() and now_s < self._looked_s + LOOK_S:
+        known = self._trees.look(self._train.workers).visible
+        if known == self._members and now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
         # Listed before the workers: each makes its directory there when it has locked its name.
         staged = os.listdir(self._train.staging)
         there = self._trees.look_again(self._train.workers)
-        present = {
-            name for name in _visible(there.names) if self._takes_part(name, there.files.get(name))
+        self._members = {
+            name for name in there.visible if self._takes_part(name, there.files.get(name))
         }
         for name in staged:
             # The directory of another user may have to stay.
             with contextlib.suppress(PermissionError):
-                if owner_of(name) not in present:
+                if owner_of(name) not in self._members:
                     discard(self._train, self._train.staging / name)
-        for name in self._joined.keys() - present:
+        for name in self._joined.keys() - self._members:
             del self._joined[name]
-        members = {
-            name: worker.clock for name, worker in self._joined.items() if worker.clock is not None
-        }
-        if members != self._members or not self._train.members.exists():
-            replace(self._train.members, msgspec.json.encode(members))
-            self._members = members
 
     def _takes_part(self, name: str, status: Seen | None) -> bool:
         """Return whether a worker takes part. Remove the file of one that has ended. `status`: that of the
@@ -294,9 +284,8 @@ class Coordinator:
         path = self._train.workers / name
         known = self._joined.get(name)
         try:
-            if known is None or known.clock is None or known.status != status:
-                lock = WatchedLock(path)
-                known = self._joined[name] = _Worker(status, lock, _clock_in(lock))
+            if known is None or known.status != status:
+                known = self._joined[name] = _Worker(status, WatchedLock(path))
             # Another file may have the name by now.
             if known.lock.is_held() or is_locked(path):
                 return True
@@ -395,17 +384,6 @@ def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
 def _is_past(push: Push, newest: Plan) -> bool:
     """Return whether a push of this worker and step has counted."""
     return 0 < push.step <= newest.clocks.get(push.worker, 0)
-
-
-def _clock_in(lock: WatchedLock) -> int | None:
-    """Return the clock at which a worker joined, as its file says; None if the file says none."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(lock.read(_CLOCK_MAX_BYTES) or 0)
-    return None
-
-
-def _visible(names: Iterable[str]) -> set[str]:
-    return {name for name in names if not name.startswith(".")}
 
 
 def _is_old(path: Path) -> bool:

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,6 @@ class TrainDirectory:
         self.config_path = self._files / "config.toml"
         self.layout_path = self._files / "layout.json"
         self.status = self._files / "status"
-        self.members = self._files / "members.json"
 
     def _folder(self, name: str) -> Path:
         if self._keeps_open:
@@ -234,12 +233,15 @@ class TrainDirectory:
         """Return the directory of an attempt to make a version: the first is 0."""
         return self.next / (f"{version}.{attempt}" if attempt else str(version))
 
-    def member_clocks(self) -> dict[str, int]:
-        """Return the workers that take part, and the clock at which each joined."""
-        try:
-            return self._once(self.members, partial(msgspec.json.decode, type=dict[str, int]))
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return {}
+    def member_clocks(self, clocks: Mapping[str, int]) -> dict[str, int]:
+        """Return the workers that take part, each with its clock among these, or the one at which it
+        joined."""
+        found = {}
+        for name in os.listdir(self.workers):
+            with contextlib.suppress(OSError, ValueError, TrainError):
+                if not name.startswith("."):
+                    found[name] = clocks.get(name) or int(read_small(self.workers / name))
+        return found
 
 
 def _attempts(version: int, names: Iterable[str]) -> list[int]:

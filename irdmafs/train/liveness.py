@@ -74,10 +74,6 @@ class WatchedLock:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def read(self, most: int) -> bytes:
-        """Return the beginning of the file. Raises OSError."""
-        return os.pread(self._fd, most, 0)
-
     def is_held(self) -> bool:
         """Raises OSError."""
         answer = fcntl.fcntl(self._fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))

@@ -7,14 +7,13 @@ the files that were summed. Otherwise the shard is made again.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..client import FormatError
 from .config import TrainConfig
-from .directory import LOOK_S, TrainDirectory, owner_of
+from .directory import TrainDirectory, owner_of
 from .errors import Refused
 from .folders import Directories, Directory, Seen
 from .layout import ModelLayout, Shard
@@ -58,8 +57,8 @@ class Staged:
         self._header_max_bytes = layout.header_max_bytes
         self._trees = trees
         self._newest = -1
-        # The pushes from which no plan could be foreseen last, and when that was.
-        self._too_few: tuple[Collection[str], float] = ((), 0.0)
+        # The pushes and workers from which no plan could be foreseen last.
+        self._too_few: tuple[Collection[str], Collection[str]] = ((), ())
         self._plan: Plan | None = None
         # The pushes, by the names of their directories.
         self._pushes: dict[str, _Push] = {}
@@ -73,22 +72,15 @@ class Staged:
     def plan(self, config: TrainConfig, newest: Plan) -> Plan | None:
         """Return the next plan, if it can be foreseen. Raises OSError and TrainError."""
         if self._newest != newest.version:
-            self._newest, self._plan, self._too_few = newest.version, None, ((), 0.0)
+            self._newest, self._plan, self._too_few = newest.version, None, ((), ())
             self._opened.clear()
         self._pushes = {one.push.path: one for one in self._find(newest)}
-        if self._plan is None and self._is_worth_trying():
+        members = self._trees.look(self._train.workers).visible
+        if self._plan is None and self._pushes and self._too_few != (self._pushes.keys(), members):
+            self._too_few = (self._pushes.keys(), members)
             pushes = [one.push for one in self._pushes.values()]
-            self._plan = next_plan(config, newest, pushes, self._train.member_clocks())
+            self._plan = next_plan(config, newest, pushes, members)
         return self._plan
-
-    def _is_worth_trying(self) -> bool:
-        """Return whether there are other pushes than last time, or the workers may have changed."""
-        now_s, names = time.monotonic(), self._pushes.keys()
-        before, then_s = self._too_few
-        if names == before and now_s < then_s + LOOK_S:
-            return False
-        self._too_few = (names, now_s)
-        return bool(names)
 
     def _find(self, newest: Plan) -> Iterator[_Push]:
         """Return the pushes that are there and have not counted."""

@@ -50,6 +50,11 @@ class Folder(NamedTuple):
     names: Collection[str]
     counter: int | None = None
 
+    @property
+    def visible(self) -> set[str]:
+        """Return the names that do not begin with a dot."""
+        return {name for name in self.names if not name.startswith(".")}
+
     def folder(self, *names: str) -> Folder:
         """Return a directory below it; one without entries if it is not there."""
         found = self

@@ -267,7 +267,8 @@ class Worker:
             self._end_prefetch()
 
     def _may_go_on(self, plan: Plan) -> bool:
-        members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
+        is_ssp = self.config.synchronization.kind == "ssp"
+        members = self.train.member_clocks(plan.clocks) if is_ssp else {}
         return may_pull(self.config, self.name, self._pushed, self.step, plan.clocks, members)
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:

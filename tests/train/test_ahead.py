@@ -215,7 +215,6 @@ def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], li
             (staging / foreign.name).symlink_to(foreign)
         else:
             staging.with_name(f"a@{secrets.token_hex(8)}").symlink_to(foreign.parent)
-        reduce_until(reducer, reducer.train.members.exists, "the worker is seen")
         staged, config = Staged(reducer.train, reducer.layout, Trees()), reducer.train.config()
         assert staged.plan(config, reducer.train.newest_plan()) is None
         if link == "of a push":
@@ -255,7 +254,6 @@ def test_nothing_is_summed_ahead_of_a_plan_that_cannot_be_foreseen(
     start(run, model(), shards=SHARDS, rule="sgd", **config)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
-        reduce_until(reducer, reducer.train.members.exists, "the workers are seen")
         reduce(reducer)
         for home in reducer.train.ahead.iterdir():
             assert not list(home.iterdir())
@@ -409,7 +407,6 @@ def test_nothing_is_copied_after_push_pull_has_raised(run: Path, reductions: lis
     out = zeros()
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         a.pull()
-        reduce_until(reducer, reducer.train.members.exists, "the workers are seen")
         with pytest.raises(TimeoutError):
             a.push_pull(gradients(0, 1), out, timeout_s=0.05)
         before = {name: array.copy() for name, array in out.items()}
