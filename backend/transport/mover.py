@@ -12,7 +12,7 @@ after all raises NotThisWay, and the next one does it, without a trace of the fi
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -25,9 +25,6 @@ from .link import Link
 from .messages import Answer, Message, Request
 from .rights import Peer
 from .service import EtcdForReaders, Service
-
-if TYPE_CHECKING:
-    from .device import Device
 
 
 class NotThisWay(Exception):
@@ -173,6 +170,20 @@ class Serving(Protocol):
         ...
 
 
+class NextNode(Protocol):
+    """A store node that extents are handed on to: what movers use of a Device (device.py)."""
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None: ...
+
+    async def write(
+        self, extent: Extent, target: Target, source: FileRange, *, growth: Growth | None = None
+    ) -> None: ...
+
+    def way(self, kind: type[W]) -> W:
+        """Return the way of this kind, for the node's end of the same mover. Raises Unreachable."""
+        ...
+
+
 @dataclass(eq=False)
 class Host:
     """A store node that listens at `address`, for its operations and for movers. `device` returns another
@@ -181,7 +192,7 @@ class Host:
     is not accepted any more. Readers reach `etcd` by it, if it is there."""
 
     service: Service[Any]
-    device: Callable[[int], "Device"]
+    device: Callable[[int], NextNode]
     address: str
     credentials: Credentials | None = None
     timeout_s: float = 5.0

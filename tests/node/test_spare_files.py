@@ -162,7 +162,7 @@ def borrowing(
 ) -> Iterator[Contents]:
     """A mount's contents, without its cluster."""
     config = SimpleNamespace(mount=SimpleNamespace(cache_size=None))
-    changes = SimpleNamespace(content_gone=gone)
+    changes = SimpleNamespace(content_gone=gone, content_listeners=[])
     cluster: Any = SimpleNamespace(config=config, changes=changes)
     with closing(Contents(cluster, f"{memory}/cache")) as contents:
         yield contents

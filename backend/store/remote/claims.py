@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import trio
 
@@ -39,9 +39,7 @@ from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
 from ...pauses import Rests
 from .leases import REST_MAX_S, REST_S, Leases
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .member import Member
 
 log = logging.getLogger(__name__)
 
@@ -82,18 +80,18 @@ class Claims(RecordKeeper):
 
     prefixes: tuple[bytes, ...] = (CLAIM, WISH, FOLLOWED)
 
-    def __init__(self, cluster: "Cluster", leases: Leases, *, defers: bool) -> None:
-        super().__init__(cluster.faults)
+    def __init__(self, member: Member, leases: Leases, *, defers: bool) -> None:
+        super().__init__(member.faults)
         self.claims: dict[int, Claim] = {}
         self.exclusive: dict[int, int] = {}  # directory -> lease
         self._wishes: dict[int, set[int]] = {}  # directory -> leases
         self._touched: set[int] = set()  # directories about which something changed
         self._is_followed_anew = False  # a directory, and with it all that is below
-        self._cluster = cluster
-        self._members = cluster.members
-        self._session = cluster.session
+        self._member = member
+        self._members = member.members
+        self._session = member.session
         self._leases = leases
-        self._nursery = cluster.nursery
+        self._nursery = member.nursery
         self._defers = defers
         # By directory: when something was changed there last without being deferred, and when the claim was
         # used last.
@@ -306,7 +304,7 @@ class Claims(RecordKeeper):
         while among([directory]):
             claim = self.claims[directory]
             lease = claim.lease
-            await self._session.wait_valid(self._cluster.timeout_s)
+            await self._session.wait_valid(self._member.timeout_s)
             ends = self._members.session_of(lease) is not None
             if ends and self._late.get(lease, 0.0) < time.monotonic():
                 try:
@@ -318,7 +316,7 @@ class Claims(RecordKeeper):
                     "the mount with lease %x does not give the claim of directory %d up: not waited for",
                     lease, directory,
                 )  # fmt: skip
-            if directory not in self._cluster.writable:
+            if directory not in self._member.writable:
                 return
             key = claim_key(directory)
             if await self._change([(key, claim.revision)], key) and ends:
@@ -334,13 +332,13 @@ class Claims(RecordKeeper):
                 while self.claims.get(directory) == claim:
                     await self.changed()
                 return True
-            await self._cluster.replica.barrier()
+            await self._member.replica.barrier()
         return self.claims.get(directory) != claim
 
     async def _wish(self, directory: int) -> None:
         lease = self._session.lease
         if lease not in self._wishes.get(directory, ()):
-            await self._cluster.replica.transact((), [Put(wish_key(directory, lease), b"", lease)])
+            await self._member.replica.transact((), [Put(wish_key(directory, lease), b"", lease)])
 
     async def _follow(self, directory: int) -> None:
         if not self._leases.follows(directory):
@@ -350,9 +348,9 @@ class Claims(RecordKeeper):
         """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
         are."""
         try:
-            await self._cluster.replica.transact(conditions, [Delete(key) for key in deleted])
+            await self._member.replica.transact(conditions, [Delete(key) for key in deleted])
         except Conflict:
-            await self._cluster.replica.barrier()
+            await self._member.replica.barrier()
             return False
         return True
 
@@ -431,7 +429,7 @@ class Claims(RecordKeeper):
             await self._deferred.store()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
-            await self._cluster.replica.transact(conditions, [claim])
+            await self._member.replica.transact(conditions, [claim])
         except Conflict as conflict:
             log.debug("the claim of directory %d has gone: %s", directory, conflict)
         except OSError as error:

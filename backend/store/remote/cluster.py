@@ -10,28 +10,18 @@ from typing import Any
 
 import trio
 
-from ...cluster.config import ClusterConfig
-from ...cluster.group_configs import Groups
 from ...cluster.history import History
-from ...cluster.lease import MOUNT, Session
-from ...cluster.membership import Members
 from ...cluster.replica import Replica
-from ...etcd.engine import EtcdEngine
-from ...kv.faults import Faults
-from ...model.records import MountRecord, Settings
 from ...model.values import ConfigError
-from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
-from ...namespace.subvolumes import ALL_INOS, numbers_of
+from ...namespace import ROOT_INO, Namespace, SharedCommitter
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
-from ...trust.certificates import Certificates
-from ...trust.renewal import Renewal
 from .claims import Claims
 from .contents import Contents
 from .leases import Leases
-from .listeners import Changes
 from .locks import SharedLocks
+from .member import Member
 
 log = logging.getLogger(__name__)
 
@@ -40,57 +30,20 @@ _ABANDONED_AFTER_S = 60.0
 _STRIPES_AT_ONCE = 4
 
 
-class Cluster:
-    """The state that a mount shares with others through etcd, with its names, contents, claims, leases and
-    locks, and the ways to the store nodes, its `peers`. Nothing is known before `read`, and nothing may be
-    changed before `join`. `defers`: changes of names may be answered before they are stored. `writable` are
-    the numbers of the inodes that etcd lets this mount change.
+class Cluster(Member):
+    """A mount's names, contents, claims, leases and locks, and the ways to the store nodes, its `peers`.
+    Nothing is known before `read`, and nothing may be changed before `join`.
 
-    Tasks run in `nursery`. Waits for etcd or for nodes end with OSError after `timeout_s`. Files up to
-    `small_bytes` travel inside control messages. With `verify`, versions get digests, with which bytes are
-    compared. `buckets`: groups of a pool. `here` is the store node on `host` whose directory this process
-    can open, 0 if there is none."""
+    Files up to `small_bytes` travel inside control messages. With `verify`, versions get digests, with
+    which bytes are compared. `buckets`: groups of a pool. `here` is the store node on `host` whose
+    directory this process can open, 0 if there is none."""
 
     peers: Peers
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        settings: Settings,
-        engine: EtcdEngine,
-        record: MountRecord,
-        nursery: trio.Nursery,
-        timeout_s: float,
-        *,
-        directory: str,
-        defers: bool,
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.nursery = nursery
-        self.timeout_s = timeout_s
-        self.role = config.cluster.mount_role
-        self.credentials = config.cluster.credentials(self.role)
-        self.writable = self._writable()
-        engine.try_within(settings.lease_ttl_s)
-        self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
-        self.faults = Faults()
-        self.members = Members(self.session, self.faults)
-        self.groups = Groups(self.faults)
-        self.certificates = Certificates(
-            lambda: self.credentials.identity.serial if self.credentials else "", self.faults
-        )
-        engine.calls.client.heed(
-            self.certificates.is_revoked,
-            lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],
-        )
-        own = [self.credentials.renewable] if self.credentials is not None else []
-        self.renewal = Renewal([*own, *engine.calls.client.renewables])
-        self.changes = Changes(self, engine.fenced.process)
-        self.tree = Tree(
-            listener=self.changes, faults=self.faults, maker=record.maker,
-            is_mounted=self.members.is_mounted,
-        )  # fmt: skip
+    def make_parts(self, directory: str, *, defers: bool) -> None:
+        """Make the parts, once. The contents lie in a directory. `defers`: changes of names may be answered
+        before they are stored."""
+        config, engine = self.config, self.engine
         self.locks = SharedLocks(self)
         self.leases = Leases(self)
         self.claims = Claims(self, self.leases, defers=defers)
@@ -103,7 +56,6 @@ class Cluster:
             faults=self.faults,
             history=History(engine, self.session, self.faults),
         )  # fmt: skip
-        self.buckets = settings.buckets
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify
         self.host = config.mount.host
@@ -114,9 +66,8 @@ class Cluster:
             self.tree, engine, self.replica, claims=self.claims,
             after_commit=self.leases.wait_for_followers, writable=self.writable,
         )  # fmt: skip
-        deferred = self._committer.deferred
-        assert deferred is not None, "it has claims"
-        self.deferred = deferred
+        assert self._committer.deferred is not None, "it has claims"
+        self.deferred = self._committer.deferred
         self.namespace = Namespace(self.tree, self._committer)
 
     def open_peers(self, rdma: Rdma, session_key: bytes) -> AbstractAsyncContextManager[Peers]:
@@ -192,18 +143,6 @@ class Cluster:
                 f"the cluster {self.config.cluster.name!r} was never mounted for writing: there is "
                 "nothing to read yet"
             )
-
-    @property
-    def settings(self) -> Settings:
-        """Return the present settings."""
-        assert self.members.settings is not None, "a mount starts with the settings"
-        return self.members.settings
-
-    def _writable(self) -> range:
-        if self.role == "reader":
-            return range(0)
-        subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
-        return numbers_of(subvolume) if subvolume else ALL_INOS
 
     # -- nodes and groups ------------------------------------------------------------------------
 

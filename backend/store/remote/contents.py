@@ -11,7 +11,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ...files.extents import OPEN_FLAGS, ExtentStore
 from ...kv import Delete, Put
@@ -19,10 +18,8 @@ from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
 from ..pins import Pinned
 from .figures import CacheFigures
+from .member import Member
 from .places import Holds, Place
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +33,11 @@ class Contents(ExtentStore, Pinned):
     """The contents on a mount's host. One that is read from its store nodes is pinned there, too, by a key
     in etcd that ends with the session."""
 
-    def __init__(self, cluster: "Cluster", directory: str) -> None:
+    def __init__(self, member: Member, directory: str) -> None:
         Pinned.__init__(self)
         ExtentStore.__init__(self, directory)
         self._empty()
-        self._cluster = cluster
+        self._member = member
         # The newest number given, in the session with the number `_last_of`.
         self._last = self._last_of = 0
         # Where contents lie that are in the directory of a store node.
@@ -56,6 +53,7 @@ class Contents(ExtentStore, Pinned):
         self._on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
+        member.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:
         for holds in self._holds.values():
@@ -71,7 +69,7 @@ class Contents(ExtentStore, Pinned):
     def limit_bytes(self) -> int:
         """Return the limit of published contents that are kept here: that of the configuration, or three
         quarters of the filesystem's size."""
-        limit_bytes = self._cluster.config.mount.cache_size
+        limit_bytes = self._member.config.mount.cache_size
         if limit_bytes is not None:
             return limit_bytes
         below = self.statvfs()
@@ -89,7 +87,7 @@ class Contents(ExtentStore, Pinned):
     def _new_number(self) -> ContentId:
         """Return a number for a working copy: the session that writes it, and a counter. Raises OSError
         ENOSPC if the session has none left."""
-        session = self._cluster.session.number
+        session = self._member.session.number
         if session != self._last_of:
             self._last_of, self._last = session, 0
         self._last += 1
@@ -199,7 +197,7 @@ class Contents(ExtentStore, Pinned):
             super().free(extent)
         else:
             place.free()
-        self._cluster.changes.content_gone(extent)
+        self._member.changes.content_gone(extent)
 
     def make(self, extent: ContentId, size: int, *, has_holes: bool = False) -> int:
         """Make a file of `size` bytes to fetch a content into, with room for all of them or as one hole.
@@ -326,15 +324,20 @@ class Contents(ExtentStore, Pinned):
 
     # -- on store nodes --------------------------------------------------------------------------
 
+    def _lost_by(self, old: Inode, new: Inode | None) -> None:
+        """Retire the content of a version that is superseded, or whose file is gone."""
+        if new is None or new.extent != old.extent:
+            self.retire(old.extent)
+
     async def pin_on_nodes(self, inode: Inode) -> bool:
         """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
         current one any more. Raises OSError."""
-        cluster, content = self._cluster, inode.extent
-        lease = cluster.session.lease
+        member, content = self._member, inode.extent
+        lease = member.session.lease
         self._on_nodes.add(content)
         put = Put(pin_key(content, lease), b"", lease)
-        await cluster.replica.transact([cluster.session.compare()], [put])
-        current = cluster.tree.inodes.get(inode.ino)
+        await member.replica.transact([member.session.compare()], [put])
+        current = member.tree.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
         await self._unpin_on_nodes(content)
@@ -343,7 +346,7 @@ class Contents(ExtentStore, Pinned):
     def unpin_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up: it is on this host now."""
         if content in self._on_nodes:
-            self._cluster.nursery.start_soon(self._unpin_on_nodes, content)
+            self._member.nursery.start_soon(self._unpin_on_nodes, content)
 
     def let_go_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up unless the content was opened."""
@@ -353,7 +356,7 @@ class Contents(ExtentStore, Pinned):
     async def _unpin_on_nodes(self, content: ContentId) -> None:
         self._on_nodes.discard(content)
         try:
-            key = pin_key(content, self._cluster.session.lease)
-            await self._cluster.engine.transact((), (Delete(key),))
+            key = pin_key(content, self._member.session.lease)
+            await self._member.engine.transact((), (Delete(key),))
         except OSError as error:
             log.info("content %x stays pinned until this session ends: %s", content, error)

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -29,9 +28,7 @@ from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
 from ...pauses import Rests
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .member import Member
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +73,13 @@ class _Interest:
 class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
-    def __init__(self, cluster: "Cluster") -> None:
-        self._engine = cluster.engine
-        self._cluster = cluster
-        self._tree = cluster.tree
-        self._members = cluster.members
-        self._session = cluster.session
-        self._nursery = cluster.nursery
+    def __init__(self, member: Member) -> None:
+        self._engine = member.engine
+        self._member = member
+        self._tree = member.tree
+        self._members = member.members
+        self._session = member.session
+        self._nursery = member.nursery
         # Directories, with the leases under which they are followed; 0: not any more, but the key that says
         # so may still be there.
         self._held: dict[int, int] = {}
@@ -91,7 +88,7 @@ class Leases:
         self._late: dict[int, int] = {}
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
-        self._listeners = cluster.changes.mount_listeners
+        self._listeners = member.changes.mount_listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -112,6 +109,9 @@ class Leases:
         self._owing = trio.Event()
         self.acknowledgements = 0
         self.transactions = 0  # asked for: to follow, to give up and to acknowledge
+        member.changes.inode_listeners.append(self.inode_changed)
+        member.changes.name_listeners.append(self.name_changed)
+        member.changes.transaction_listeners.append(self.transaction)
 
     # -- following -------------------------------------------------------------------------------
 
@@ -206,11 +206,11 @@ class Leases:
             if lease == self._session.lease:
                 self._held[directory] = lease
                 self._ways.clear()
-                self._owe(self._cluster.replica.applied)  # somebody may be waiting already
+                self._owe(self._member.replica.applied)  # somebody may be waiting already
 
     async def _transact(self, operation: Put | Delete) -> None:
         self.transactions += 1
-        await self._cluster.replica.transact((), (operation,))
+        await self._member.replica.transact((), (operation,))
 
     async def unfollow(self, directory: int) -> None:
         """Follow a directory no more; the kernel forgets what it believes below it. Raises OSError."""
@@ -340,8 +340,8 @@ class Leases:
             self._owing = trio.Event()
             if self._members.acked(self._session.lease) >= self._owed or not self._held:
                 continue
-            await self._cluster.replica.wait_applied(self._owed)
-            seen = self._cluster.replica.applied
+            await self._member.replica.wait_applied(self._owed)
+            seen = self._member.replica.applied
             lease = self._session.lease
             try:
                 self.transactions += 1
@@ -357,9 +357,9 @@ class Leases:
         """Confirm with etcd that the replica is up to date. Hosts that had stopped waiting for this mount
         wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
-        await self._cluster.replica.wait_applied(await self._engine.barrier())
+        await self._member.replica.wait_applied(await self._engine.barrier())
         if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
-            seen = self._cluster.replica.applied.to_bytes(8, "big")
+            seen = self._member.replica.applied.to_bytes(8, "big")
             await self._transact(Put(seen_key(lease), seen, lease))
         if lease == self._session.lease:
             self._be_sure(asked_s)

@@ -1,14 +1,11 @@
 """Changes in a cluster's namespace, as the watch brings them, and who is told of them on this host."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ...kv import Event, KeyValue
 from ...model.records import ContentId
 from ...namespace import Inode
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
 
 
 class StoreListener(Protocol):
@@ -34,14 +31,13 @@ class StoreListener(Protocol):
 
 class Changes:
     """The listener of the mount's tree, and the last consumer of the replica hub: it learns of a
-    transaction when all other consumers know it. The mount is told first, then `cluster`. The ids of
-    transactions of this process begin with `process`.
+    transaction when all other consumers know it. The mount is told first. The ids of transactions of this
+    process begin with `process`.
     """
 
     prefixes = (b"s",)
 
-    def __init__(self, cluster: "Cluster", process: bytes) -> None:
-        self._cluster = cluster
+    def __init__(self, process: bytes) -> None:
         self._process = process
         # The parts of the mount that are told.
         self.mount_listeners: list[StoreListener] = []
@@ -49,19 +45,21 @@ class Changes:
         self.inode_listeners: list[Callable[[Inode | None, Inode | None], None]] = []
         # Called likewise for files that lost a content, or their last name.
         self.content_listeners: list[Callable[[Inode, Inode | None], None]] = []
+        # Called with the directory in which a name changed.
+        self.name_listeners: list[Callable[[int], None]] = []
+        # Called with the revision of a transaction, whether this process made it, and whether it is a
+        # single known one; it is not for all those together that were missed while the watch was broken.
+        self.transaction_listeners: list[Callable[[int, bool, bool], None]] = []
 
     # -- listener of the tree ----------------------------------------------------------------------
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         for part in self.mount_listeners:
             part.inode_changed(old, new)
-        self._cluster.leases.inode_changed(old, new)
         for listener in self.inode_listeners:
             listener(old, new)
         if old is None or not old.extent:
             return
-        if new is None or new.extent != old.extent:
-            self._cluster.contents.retire(old.extent)
         if new is None or new.extent != old.extent or not new.nlink:
             for loses in self.content_listeners:
                 loses(old, new)
@@ -69,7 +67,8 @@ class Changes:
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
         for part in self.mount_listeners:
             part.name_changed(parent, name, old_ino)
-        self._cluster.leases.name_changed(parent)
+        for listener in self.name_listeners:
+            listener(parent)
 
     def kept(self) -> None:
         self._tell(0, ours=True, known=True)
@@ -89,7 +88,8 @@ class Changes:
     def _tell(self, revision: int, *, ours: bool, known: bool) -> None:
         for part in self.mount_listeners:
             part.transaction(ours=ours)
-        self._cluster.leases.transaction(revision, ours, known)
+        for listener in self.transaction_listeners:
+            listener(revision, ours, known)
 
     # -- the cache of contents ---------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -31,9 +30,7 @@ from ...model.lock_claims import (
 )
 from ...model.records import encode
 from .lock_entries import LockEntries
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .member import Member
 
 log = logging.getLogger(__name__)
 
@@ -82,15 +79,15 @@ class SharedLocks(LockEntries):
     for etcd end with OSError after the cluster's time-out. Locks of inodes that are not writable hold on
     this host only."""
 
-    def __init__(self, cluster: "Cluster") -> None:
-        super().__init__(cluster.faults)
-        self._cluster = cluster
-        self._session = cluster.session
-        self._writable = cluster.writable
-        self._timeout_s = cluster.timeout_s
+    def __init__(self, member: Member) -> None:
+        super().__init__(member.faults)
+        self._member = member
+        self._session = member.session
+        self._writable = member.writable
+        self._timeout_s = member.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
-        self._nursery = cluster.nursery
+        self._nursery = member.nursery
         self.transactions = 0
 
     def tell(self) -> None:
@@ -173,7 +170,7 @@ class SharedLocks(LockEntries):
                     with trio.move_on_after(yield_until - now):
                         await moved.wait()
                 elif not await self._grow(ino, state, claim):
-                    await self._cluster.replica.barrier()
+                    await self._member.replica.barrier()
 
     @contextmanager
     def _wanting(
@@ -197,7 +194,7 @@ class SharedLocks(LockEntries):
         with self._wanting(ino, state, claim):
             await self._session.wait_valid(self._timeout_s)
             if not self.is_alone(ino):
-                await self._cluster.replica.barrier()
+                await self._member.replica.barrier()
             while not self.is_alone(ino):
                 moved = state.moved
                 others = list(self._others(ino))
@@ -211,7 +208,7 @@ class SharedLocks(LockEntries):
 
     async def store_names(self) -> None:
         """Return when etcd has all changes of names that were answered before. Raises OSError."""
-        await self._cluster.deferred.store()
+        await self._member.deferred.store()
 
     def shrunk(self, ino: int) -> None:
         """Note that processes gave locks back, and that what they wrote under them is published."""
@@ -266,7 +263,7 @@ class SharedLocks(LockEntries):
                 raise
             # No lock is granted under the entry before everything published earlier is known here.
             state.unsure = True
-            await self._cluster.replica.wait_applied(revision)
+            await self._member.replica.wait_applied(revision)
             for holder in self.holders:
                 await holder.refresh(ino)
             if lease != self._session.lease:
@@ -370,7 +367,7 @@ class SharedLocks(LockEntries):
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
         self.transactions += 1
-        return await self._cluster.engine.transact(compares, operations)
+        return await self._member.engine.transact(compares, operations)
 
     # -- the session -----------------------------------------------------------------------------
 
@@ -415,7 +412,7 @@ class SharedLocks(LockEntries):
         for ino, since in list(self.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
-            if self._session.number == min(self._cluster.members.sessions, default=0):
+            if self._session.number == min(self._member.members.sessions, default=0):
                 await _quietly(self._remove(ino, [self._session.compare()]))
 
     # -- what others do ------------------------------------------------------------------------------

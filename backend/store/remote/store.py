@@ -69,10 +69,8 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                cluster = Cluster(
-                    config, settings, engine, record, nursery, timeout_s,
-                    directory=directory, defers=defers,
-                )  # fmt: skip
+                cluster = Cluster(config, settings, engine, record, nursery, timeout_s)
+                cluster.make_parts(directory, defers=defers)
                 with closing(cluster.contents):
                     await cluster.read()
                     _check_rdma(rdma, cluster.members)

@@ -3,6 +3,7 @@
     library     pyverbs, if it is installed
     devices     devices of this host, obstacles to their use, and which one leads to a peer
     rails       ports and their networks (networks); which rails of two hosts reach each other
+    opened      an opened port, and the regions registered on it
     adapter     an opened port with everything that its queue pairs share
     queue       a reliable connection: work requests, completions, errors, and rights that a peer has by it
     regions     registered ranges of files, kept for later operations

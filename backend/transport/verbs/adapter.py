@@ -3,64 +3,34 @@ staging memory."""
 
 import errno
 from collections.abc import Callable
-from typing import Any, Self
 
 import trio
 
 from .devices import Gid, Route
 from .library import Library
-from .messages import Mtu
+from .opened import OpenedPort
 from .queue import QueuePair
-from .regions import Regions
 from .staging import Staging
 
 # The limit for all peers together. Each queue pair takes kernel memory at both ends.
 QUEUE_PAIRS_MAX = 4096
 _SETBACK_S = 0.1
-_MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
-class Adapter:
-    """Use as a context manager; close queue pairs, windows and everything else made from `context` and
-    `pd` before it. At most `limit_bytes` are registered. `mtu` is in bytes; `events` is the descriptor of
-    the device's asynchronous events. Raises OSError."""
+class Adapter(OpenedPort):
+    """Use as a context manager; close queue pairs and windows before it. Raises OSError."""
 
     def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
-        self.library = library
-        self.name = route.device
-        self.port = route.port
-        self.lid = route.lid
-        self.context: Any
-        self.context, self.events = library.open(route.device)
-        try:
-            with library.errors:
-                limits = self.context.query_device()
-                port = self.context.query_port(route.port)
-                self.pd = library.PD(self.context)
-        except BaseException:
-            self.context.close()
-            raise
-        self.mtu = _MTUS.get(int(port.active_mtu), 256)
-        self.reads_answered = max(1, int(limits.max_qp_rd_atom))
-        self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
-        kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
-        self.has_windows = bool(int(limits.device_cap_flags) & kinds)
-        self.regions = Regions(library, self.pd, min(limit_bytes, int(limits.max_mr_size)))
+        super().__init__(library, route, limit_bytes)
         # The queue pairs that fail when the port goes down.
         self.pairs: set[QueuePair] = set()
         # Why this port cannot be used until the process restarts; "" if it can.
         self.failure = ""
         self.staging = Staging(self.regions)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.staging.close()
-        self.regions.close()
-        with self.library.errors:
-            self.pd.close()
-            self.context.close()
+        super().__exit__()
 
     def queue_pair(self, gid: Gid, arrived: Callable[[int], None] | None = None) -> QueuePair:
         """Return a new queue pair at this GID; the caller has to start its `run`. Raises OSError."""
@@ -68,7 +38,7 @@ class Adapter:
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
-        pair = QueuePair(self, gid, arrived)
+        pair = QueuePair(self, gid, self.pairs.discard, arrived)
         self.pairs.add(pair)
         return pair
 

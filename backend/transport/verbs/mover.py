@@ -54,12 +54,12 @@ class VerbsServing(Serving):
     port = 0
 
     def __init__(self, host: Host, rdma: Rdma) -> None:
-        self.host = host
-        self.rdma = rdma
+        self._host = host
+        self._rdma = rdma
         self.responders: set[Responder] = set()
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        responder = Responder(self, peer, local, nursery)
+        responder = Responder(self._host, self._rdma, peer, local, nursery, self.responders.discard)
         self.responders.add(responder)
         return responder
 

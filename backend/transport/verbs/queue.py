@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import trio
 
@@ -24,10 +24,8 @@ from .completions import Completions
 from .devices import Gid
 from .library import immediate, status_name
 from .messages import QueueEnd
+from .opened import OpenedPort
 from .regions import Region
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +89,19 @@ class Window:
 
 class QueuePair:
     """A queue pair; make it by Adapter.queue_pair. With `arrived`, the peer may write here, and it is
-    called with the number of each of its WRITEs with immediate data. Rights granted to the peer
-    are registered in the protection domain `pd`."""
+    called with the number of each of its WRITEs with immediate data. `closed` is called at the end.
+    Rights granted to the peer are registered in the protection domain `pd`."""
 
     def __init__(
-        self, port: "Adapter", gid: Gid, arrived: Callable[[int], None] | None = None
+        self,
+        port: OpenedPort,
+        gid: Gid,
+        closed: Callable[["QueuePair"], None],
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         self.port = port
         self._library = port.library
+        self._closed = closed
         self.gid = gid
         self._arrived = arrived
         self._receives = 0 if arrived is None else RECEIVES
@@ -418,7 +421,7 @@ class QueuePair:
         if self.is_closed:
             return
         self.is_closed = True
-        self.port.pairs.discard(self)
+        self._closed(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
         for window in list(self.windows):

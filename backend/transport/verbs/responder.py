@@ -7,14 +7,14 @@ the peer's session in the cluster, or after GIVEN_S.
 import errno
 import itertools
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
 from .. import FileRange
 from ..messages import Answer, Done, Message, Request
-from ..mover import Connection, Growth, Lasting
+from ..mover import Connection, Growth, Host, Lasting
 from ..rights import Peer
 from ..service import Held, Incoming, begin
 from .messages import (
@@ -36,9 +36,6 @@ from .messages import (
 from .queue import Broken, QueuePair, Window
 from .rdma import Rdma
 from .regions import Region
-
-if TYPE_CHECKING:
-    from .mover import VerbsServing
 
 log = logging.getLogger(__name__)
 
@@ -100,19 +97,25 @@ class Arrival(_Operation):
 
 class Responder(Connection):
     """Carries out what one peer asks of the verbs mover on its control connection. `nursery` is the
-    connection's; `local` is this host's address on it."""
+    connection's; `local` is this host's address on it. `ended` is told when the connection ends."""
 
     def __init__(
-        self, serving: "VerbsServing", peer: Peer, local: str, nursery: trio.Nursery
+        self,
+        host: Host,
+        rdma: Rdma,
+        peer: Peer,
+        local: str,
+        nursery: trio.Nursery,
+        ended: Callable[["Responder"], None],
     ) -> None:
         self.peer = peer
-        self._serving = serving
-        self._host = host = serving.host
+        self._host = host
         self._service = host.service
         self._counters = host.counters
-        self._rdma = serving.rdma
+        self._rdma = rdma
         self._local = local
         self._nursery = nursery
+        self._ended = ended
         self._handles = itertools.count(1)
         self._pairs: dict[int, QueuePair] = {}
         self._operations: dict[int, _Operation] = {}
@@ -137,7 +140,7 @@ class Responder(Connection):
                 self.detach("the peer gave it up", message.pair)
 
     def close(self, why: str) -> None:
-        self._serving.responders.discard(self)
+        self._ended(self)
         self.detach(why)
 
     def detach(self, why: str, number: int | None = None) -> None:
