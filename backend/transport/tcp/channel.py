@@ -48,10 +48,14 @@ class Lost(Exception):
     """The connection cannot be used any more; the text says why."""
 
 
+class Silent(Lost):
+    """The peer sent or received nothing for too long."""
+
+
 def check_progress(since: float, limit_s: float) -> None:
-    """Raise Lost if the last progress, or the beginning of a call, was too long ago."""
+    """Raise Silent if the last progress, or the beginning of a call, was too long ago."""
     if time.monotonic() > since + limit_s:
-        raise Lost(f"no progress for {limit_s:g} s")
+        raise Silent(f"no progress for {limit_s:g} s")
 
 
 class Channel:
@@ -59,7 +63,7 @@ class Channel:
     end if it `listens`.
 
     `receive`, `send` and `send_file` return after TICK_S at the latest and raise BlockingIOError when
-    nothing could be done. Other calls raise Lost when the peer makes no progress for `patience_s`:
+    nothing could be done. Other calls raise Silent when the peer makes no progress for `patience_s`:
     `timeout_s`, and longer at the node, so that the caller reports the error. All raise Lost when the
     connection is broken, and other OSErrors for what is wrong with the file. `clean` is false while a
     request is under way: a connection that is left so cannot be used again. Messages can be exchanged once
@@ -74,6 +78,7 @@ class Channel:
         self._header: Header
         self._table_bytes = 0
         self.clean = True
+        self.was_idle = False
         self.idle_since = time.monotonic()
         self._reply = bytearray()
         self._said = 0.0

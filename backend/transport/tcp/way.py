@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import trio
@@ -21,7 +21,14 @@ from ..frames import BadMessage
 from ..link import Link, Refusal, check_node
 from ..mover import Sending, Transfer, Way
 from .authentication import Ticket
-from .channel import Channel, EncryptedChannel, Lost, choose_congestion_control, make_channel
+from .channel import (
+    Channel,
+    EncryptedChannel,
+    Lost,
+    Silent,
+    choose_congestion_control,
+    make_channel,
+)
 from .messages import TICKETS_MAX, Granted, Tickets
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
@@ -36,6 +43,7 @@ _STREAM_ALIGNMENT_BYTES = 2 << 20
 IDLE_CHANNEL_S = 15.0
 _CHANNELS_KEPT = 16
 _LENGTH: Final = itemgetter(1)
+_WAS_IDLE: Final = attrgetter("was_idle")
 
 
 class TcpWay(Way):
@@ -112,26 +120,34 @@ class TcpWay(Way):
         work: Callable[[Channel, Header], None],
         places: trio.Semaphore | None,
     ) -> None:
-        """Divide the ranges among streams, and do each stream's work on a connection."""
+        """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
+        had been idle turns out to be broken, all is done once more on new ones."""
         link = self._link
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()
         shares = _shares(ranges, comes, streams)
-        number = secrets.randbits(63)
-        headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
-        channels = await self.borrow(len(shares))
-        works = [*map(partial, repeat(work), channels, headers)]
-        try:
-            await in_threads(works, partial(_shut_down, channels), places)
-        except BadMessage as error:
-            self._drop()
-            log.warning("store node %x: a data connection is given up: %s", link.node, error)
-            raise Unreachable(link.node, str(error)) from None
-        except Lost as error:
-            self._drop()
-            raise Unreachable(link.node, str(error)) from None
-        finally:
-            self.give_back(channels)
+        may_repeat = True
+        while True:
+            number = secrets.randbits(63)
+            headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
+            channels = await self.borrow(len(shares))
+            works = [*map(partial, repeat(work), channels, headers)]
+            was_idle = any(map(_WAS_IDLE, channels))
+            try:
+                await in_threads(works, partial(_shut_down, channels), places)
+                return
+            except BadMessage as error:
+                self._drop()
+                log.warning("store node %x: a data connection is given up: %s", link.node, error)
+                raise Unreachable(link.node, str(error)) from None
+            except Lost as error:
+                self._drop()
+                if not (may_repeat and was_idle) or isinstance(error, Silent):
+                    raise Unreachable(link.node, str(error)) from None
+                may_repeat = False
+                log.info("store node %x: on new data connections: %s", link.node, error)
+            finally:
+                self.give_back(channels)
 
     # -- connections -----------------------------------------------------------------------------
 
@@ -166,6 +182,7 @@ class TcpWay(Way):
             self._lent.discard(channel)
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
+                channel.was_idle = True
                 self._idle.append(channel)
             else:
                 channel.close()
