@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ LISTINGS = 15
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
-    """`folder`/file is replaced REPLACEMENTS times; gives what says whether that still goes on."""
+    """`folder`/file is replaced REPLACEMENTS times from the first question on, whether that goes on."""
     (folder / "file").write_bytes(pattern(1, SIZE))
     failures: list[BaseException] = []
 
@@ -39,9 +39,15 @@ def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
             failures.append(error)
 
     thread = threading.Thread(target=replace)
-    thread.start()
+
+    def goes_on() -> bool:
+        if thread.ident is None:
+            thread.start()
+            return True
+        return thread.is_alive()
+
     try:
-        yield thread.is_alive
+        yield goes_on
     finally:
         thread.join()
         assert not failures, failures
@@ -87,17 +93,24 @@ def test_overwriting_what_it_just_replaced_never_fails(here: Path, there: Path) 
 
 @contextmanager
 def remade(path: Path) -> Iterator[Callable[[], bool]]:
-    """A file is made and removed REPLACEMENTS times; gives what says whether that still goes on."""
+    """A file is made and removed REPLACEMENTS times from the first question on, whether that goes on."""
 
     def remake() -> None:
         for _ in range(REPLACEMENTS):
             path.open("wb").close()
             path.unlink()
 
+    made: list[Future[None]] = []
+
+    def goes_on() -> bool:
+        if not made:
+            made.append(programs.submit(remake))
+            return True
+        return not made[0].done()
+
     with ThreadPoolExecutor(1) as programs:
-        made = programs.submit(remake)
-        yield lambda: not made.done()
-        made.result()
+        yield goes_on
+        made[0].result()
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
