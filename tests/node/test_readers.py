@@ -284,7 +284,7 @@ async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
         await reader.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
         account = node._accounts[OWNER]
         account._credit = 1000.0
-        began = trio.current_time()
+        began = account._counted_at = trio.current_time()
         with patch.object(limits, "_BYTES_PER_S", 20_000):
             await reader.ask(TXN, success(put(value=bytes(8000))))
         assert trio.current_time() > began + 0.2
