@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 from harness.claims import claim, often
-from harness.clusters import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
+from harness.clusters import (
+    LONG_LEASE_S,
+    MIB,
+    Cluster,
+    ClusterMount,
+    CommandFailed,
+    Plan,
+    StoreNode,
+    counters,
+)
 from harness.errors import fails_with
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
@@ -607,7 +616,8 @@ def _can_write(path: Path) -> bool:
 
 
 def test_groups_wait_for_nodes_that_are_about_to_start() -> None:
-    with Cluster(Plan(nodes=1, mounts=0, replicas=2)) as cluster:
+    plan = Plan(nodes=1, mounts=0, replicas=2, lease_ttl_s=LONG_LEASE_S)
+    with Cluster(plan) as cluster:
         mount = cluster.add_mount()
         for _ in range(2):
             cluster.add_node()
