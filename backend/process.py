@@ -39,13 +39,20 @@ def raise_open_files_limit() -> None:
     log.warning("the limit of open files stays at %d", soft)
 
 
-def has_capability(capability: int) -> bool:
-    """Return whether this process has an effective capability (a number of capabilities(7))."""
+def own_status(field: str) -> str:
+    """Return a field of this process's proc_pid_status(5); "" if the kernel has none of this name."""
     with open("/proc/self/status") as file:
         for line in file:
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> capability & 1)
-    return False
+            name, _, value = line.partition(":")
+            if name == field:
+                return value.strip()
+    return ""
+
+
+def has_capability(capability: int, among: str = "CapEff") -> bool:
+    """Return whether a capability (a number of capabilities(7)) is among those of this process that a field
+    of its status lists."""
+    return bool(int(own_status(among) or "0", 16) >> capability & 1)
 
 
 def has_terminal() -> bool:

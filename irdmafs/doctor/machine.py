@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..backend.model.sizes import human_bytes, meminfo, memory_limit
+from ..backend.process import has_capability, own_status
 from ..backend.transport.verbs.rdma import Choice
 from ..fuse import passthrough, wakeups
 from ..fuse.connection import Connection, ProtocolError
@@ -92,8 +93,8 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
         if through.verdict == "ok":
             sessions.append("kernel")
         # This process mounts by itself, if it may, else by the helper.
-        mounts = through.verdict != "fail" if mounting.can_mount() else helper.verdict == "ok"
-        if mounts:
+        mounts = through if mounting.can_mount() else helper
+        if "fail" not in (device.verdict, mounts.verdict):
             sessions.append("pyfuse3")
     return Examination(checks, tuple(sessions), "kernel" in sessions)
 
@@ -119,7 +120,7 @@ def check_fuse_device() -> Check:
                      "in a container: docker run --device /dev/fuse")  # fmt: skip
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM) and not mounting.can_mount():
-            return Check("/dev/fuse", "info", "not for this user", "fusermount3 opens it instead; "
+            return Check("/dev/fuse", "fail", "not for this user", "as root: chmod 666 /dev/fuse; "
                          "in a container: docker run --device /dev/fuse")  # fmt: skip
         return Check("/dev/fuse", "fail", f"cannot be opened: {error.strerror}",
                      "load the module: modprobe fuse; in a container: docker run "
@@ -218,6 +219,13 @@ def check_fusermount() -> Check:
     if not (status.st_mode & stat.S_ISUID and status.st_uid == 0) and os.geteuid() != 0:
         return Check(name, missing, f"{path} is not setuid root",
                      f"as root: chown root {path}; chmod u+s {path}")  # fmt: skip
+    if not privileged and own_status("NoNewPrivs") == "1":
+        return Check(name, missing, "has no effect: this process may gain no privileges",
+                     "start it without no_new_privs (systemd: NoNewPrivileges=no; a container: without "
+                     "--security-opt no-new-privileges)")  # fmt: skip
+    if not has_capability(mounting.CAP_SYS_ADMIN, "CapBnd"):
+        return Check(name, missing, "has no effect: CAP_SYS_ADMIN was taken from all processes here",
+                     "in a container: docker run --cap-add SYS_ADMIN --device /dev/fuse")  # fmt: skip
     return Check(name, "ok", path)
 
 

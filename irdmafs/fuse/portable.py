@@ -10,8 +10,8 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pyfuse3
@@ -40,12 +40,32 @@ _LOCKED = {
     "rename": (0, 2),
 }
 
+# Of what libfuse says when it mounts.
+_WORDS_MAX_BYTES = 4096
+
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
+
+
+@contextmanager
+def _errors_of_libfuse() -> Iterator[None]:
+    """Raise a RuntimeError of the block with the words that libfuse and its helper wrote to stderr."""
+    stderr, said = os.dup(2), os.memfd_create("libfuse")
+    os.dup2(said, 2)
+    try:
+        yield
+    except RuntimeError as error:
+        words = os.pread(said, _WORDS_MAX_BYTES, 0).decode(errors="replace").split()
+        raise RuntimeError(" ".join(words) or str(error)) from error
+    finally:
+        os.dup2(stderr, 2)
+        os.write(2, os.pread(said, _WORDS_MAX_BYTES, 0))
+        os.close(said)
+        os.close(stderr)
 
 
 class PortableSession:
     """Serves one mount through pyfuse3, which can serve one per process. The constructor mounts; it raises
-    RuntimeError when libfuse cannot, which says why on stderr."""
+    RuntimeError with libfuse's words when that cannot."""
 
     name = "pyfuse3"
 
@@ -59,7 +79,8 @@ class PortableSession:
     ) -> None:
         self._tasks = tasks
         self._waits = filesystem.waits
-        pyfuse3.init(_adapted(filesystem, counts), mountpoint, options)
+        with _errors_of_libfuse():
+            pyfuse3.init(_adapted(filesystem, counts), mountpoint, options)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:

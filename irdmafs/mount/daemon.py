@@ -187,8 +187,8 @@ class _Daemon:
             )
         except RuntimeError as error:
             raise MountError(
-                f"cannot mount on {config.mountpoint}: libfuse refused ({error}); its log may say "
-                "more, and `irdmafs doctor` what this machine lacks"
+                f"cannot mount on {config.mountpoint}: {error}; `irdmafs doctor` says what is missing "
+                "here, and how to get it"
             ) from error
         return session, status
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import site
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import irdmafs, needs_fuse
+from harness.mountpoint import irdmafs, needs_fuse, one_line
+from harness.processes import AS_NOBODY
 
 from irdmafs.backend.model.sizes import human_bytes
 from irdmafs.cli import status
@@ -18,6 +20,11 @@ from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting
 
 NOBODY = 65534
+# Make /dev/fuse root's own in a mount namespace, and run a command there.
+_SHUT = (
+    "mount -t tmpfs none /mnt && mknod -m 600 /mnt/fuse c 10 229 && mount --bind /mnt/fuse /dev/fuse && "
+    'exec "$@"'
+)
 
 
 def test_examination_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +89,33 @@ def test_machine_without_fuse_fails_with_the_remedy() -> None:
     checks = {check["name"]: check for check in data["checks"]}
     assert checks["/dev/fuse"]["verdict"] == checks["passthrough"]["verdict"] == "fail"
     assert "modprobe fuse" in checks["/dev/fuse"]["remedy"]
+
+
+@needs_fuse
+@pytest.mark.parametrize("command", ["doctor", "mount"])
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        (("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all"), "--cap-add SYS_ADMIN"),
+        ((*AS_NOBODY, "--no-new-privs"), "without no_new_privs"),
+        (in_new_mount_namespace("sh", "-c", _SHUT, "sh", *AS_NOBODY), "chmod 666 /dev/fuse"),
+    ],
+)  # fmt: skip
+def test_a_process_whose_helper_cannot_mount_is_told_why(
+    tmp_path: Path, launcher: tuple[str, ...], said: str, command: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can take so much away")
+    if command == "doctor":
+        done = irdmafs("doctor", launcher=launcher)
+        assert said in done.stdout
+        assert "irdmafs cannot mount here" in done.stdout
+        assert done.returncode == 1
+    else:
+        tmp_path.chmod(0o777)
+        line = one_line(irdmafs("mount", tmp_path, launcher=launcher))
+        assert re.search(r"(fusermount3: mount failed: Operation not|/dev/fuse: Permission)", line)
+        assert "`irdmafs doctor`" in line
 
 
 def _as_nobody() -> dict[str, object]:
