@@ -305,6 +305,9 @@ def _open_daemon(pid: int) -> int | None:
 
 
 def _describe_users(mountpoint: str) -> str:
+    for mount in mounting.mounts():
+        if mount.mountpoint != mountpoint and mounting.is_under(mount.mountpoint, mountpoint):
+            return f"; {mount.mountpoint} is mounted below it: unmount that first"
     users: list[str] = []
     for user in users_of(mountpoint):
         if len(users) == 5:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ..mount.mounting import named
 from ..mount.stores import refuse_other_purpose
 from ..mount_options import MountError
 from .cluster import config_option, load, say
@@ -40,7 +41,7 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     config = load(config_path, {**given, "node": {"store": store, **given["node"]}})
     config.listen()
     config.cluster.credentials("node")
-    store = os.path.abspath(store)
+    store = os.path.abspath(named(store))
     refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)

@@ -127,9 +127,18 @@ def is_under(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
+def named(path: str) -> str:
+    """Return a path that a user gave. Raises MountError for an empty one, which the functions of os.path
+    take for the current directory."""
+    if not path:
+        raise MountError("an empty path was given, which names nothing; is a variable not set?")
+    return path
+
+
 def resolve(path: str) -> str:
-    """Return the absolute path without symlinks, without accessing what is mounted on it."""
-    path = os.path.abspath(path)
+    """Return the absolute path without symlinks, without accessing what is mounted on it. Raises
+    MountError for an empty path."""
+    path = os.path.abspath(named(path))
     for _ in range(40):
         parent, name = os.path.split(path)
         path = os.path.join(os.path.realpath(parent), name) if name else parent
@@ -155,9 +164,9 @@ def find_mount(path: str) -> Mount | None:
 
 
 def containing_mount(path: str) -> Mount | None:
-    """Return the topmost mount that holds this path."""
+    """Return the topmost mount that holds this path. Raises MountError for an empty path."""
     # A path inside a mount is not resolved: that would access the mount.
-    path = os.path.abspath(path)
+    path = os.path.abspath(named(path))
     inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
     best = max(inside, key=lambda mount: len(mount.mountpoint), default=None)
     if best is None or best.fstype != FSTYPE:

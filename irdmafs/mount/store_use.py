@@ -46,9 +46,15 @@ def mountpoint_of(store: str) -> str | None:
 
 
 def write_note(store: str, name: str, text: str) -> None:
-    """Write a small file of a store. Raises OSError."""
-    with open(os.path.join(store, name), "wb") as file:
-        file.write(os.fsencode(text))
+    """Write a small file of a store. Raises MountError."""
+    try:
+        with open(os.path.join(store, name), "wb") as file:
+            file.write(os.fsencode(text))
+    except OSError as error:
+        raise MountError(
+            f"cannot use the store {store}: {error.strerror}; make room there, or give another directory "
+            "with --store"
+        ) from error
 
 
 def wait_until_free(store: str) -> None:

@@ -34,6 +34,7 @@ from .mounting import (
     containing_mount,
     find_mount,
     mount_filesystem,
+    named,
     unmount_filesystem,
 )
 from .store_use import (
@@ -151,6 +152,11 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
             return store
         except PermissionError as error:
             refused = f"no tmpfs of its own for the store ({error.strerror})"
+        except OSError as error:
+            raise MountError(
+                f"cannot make the store in {TMPFS_ROOT}: {error.strerror}; give a directory that can be "
+                "written with --store DIR"
+            ) from error
     else:
         refused = ""
     if size is not None:
@@ -238,7 +244,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
 
     Raises MountError if the directory cannot be a store.
     """
-    path = os.path.realpath(directory)
+    path = os.path.realpath(named(directory))
     inside = os.path.commonpath([path, mountpoint])
     if inside in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
@@ -344,15 +350,12 @@ def claim_cache(path: str, config: str) -> None:
     cached are fetched again when they are opened. Raises MountError."""
     if is_locked(path):
         return  # the error of the daemon names the user of the store
-    try:
-        empty_cache(path)
-        write_note(path, _CLUSTER_FILE, config)
-    except OSError as error:
-        raise MountError(f"cannot use the store {path}: {error.strerror}") from error
+    empty_cache(path)
+    write_note(path, _CLUSTER_FILE, config)
 
 
 def empty_cache(path: str) -> None:
-    """Remove the contents of a cache, unless a daemon uses it. Raises OSError."""
+    """Remove the contents of a cache, unless a daemon uses it."""
     if cluster_of(path) is not None and not is_locked(path):
         shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
 
@@ -370,7 +373,7 @@ def default_store_path(mountpoint: str) -> str | None:
 def discard_given_store(directory: str) -> None:
     """Discard the store in a directory that a user named. Raises MountError as discard_store does, and if
     the directory is not the store or the cache of a mount."""
-    path = os.path.realpath(directory)
+    path = os.path.realpath(named(directory))
     purpose = purpose_of(path)
     if purpose == "node":
         raise MountError(

@@ -115,6 +115,30 @@ def test_a_read_only_store_is_one_clear_line(own: Mount) -> None:
         run_checked("umount", own.store)
 
 
+def test_a_full_store_is_one_clear_line(own: Mount) -> None:
+    run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", own.store)
+    try:
+        with (
+            contextlib.suppress(OSError),
+            (own.store / "extents").open("wb", buffering=0) as filler,
+        ):
+            filler.write(bytes(1 << 17))
+        for store in (own.store, own.store / "below"):
+            line = one_line(irdmafs("mount", own.path, "--store", store))
+            assert "No space left on device" in line
+            assert "--store" in line
+    finally:
+        run_checked("umount", own.store)
+
+
+def test_a_place_for_stores_that_cannot_be_made_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "TMPFS_ROOT", "/proc/irdmafs/stores")
+    with pytest.raises(MountError, match=r"cannot make the store in /proc.*--store DIR"):
+        stores.default_store(str(tmp_path))
+
+
 def test_a_size_that_the_machine_does_not_have_is_refused(place: Path) -> None:
     line = one_line(irdmafs("mount", place, "--size", "500T"))
     assert "500 TiB is more than this machine has" in line and "--store" in line
@@ -143,6 +167,42 @@ def test_a_store_in_use_is_not_discarded(mounted: Mount) -> None:
     line = one_line(irdmafs("umount", "--discard", "--store", mounted.store))
     assert f"in use by the mount at {mounted.path}" in line
     assert mounted.is_mounted()
+
+
+# -- paths
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mount", ""),
+        ("mount", "DIR", "--store", ""),
+        ("umount", ""),
+        ("umount", "--discard", ""),
+        ("umount", "--discard", "--store", ""),
+        ("status", ""),
+        ("versions", ""),
+        ("prefetch", ""),
+        ("serve", "", "--etcd", "127.0.0.1:1"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """As "$DIR" is where nobody has set it."""
+    given = [str(tmp_path) if word == "DIR" else word for word in words]
+    assert "an empty path was given" in one_line(irdmafs(*given))
+    assert not os.path.ismount(tmp_path)
+
+
+def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: Path) -> None:
+    below = mounted.path / "below"
+    below.mkdir()
+    run_checked("mount", "-t", "tmpfs", "none", below)
+    try:
+        line = one_line(irdmafs("umount", mounted.path))
+        assert f"is busy; {below} is mounted below it: unmount that first" in line
+    finally:
+        run_checked("umount", below)
 
 
 # -- other users
