@@ -371,7 +371,7 @@ def versions(path: str, as_json: bool) -> None:
 
 def _why_no_versions(error: OSError) -> str:
     if error.errno in mounting.STALE_ERRNOS:
-        return "its mount is stale, as the daemon is gone; mount it again"
+        return mounting.STALE_MESSAGE
     # Only files have versions: the mount reports none for other inodes.
     if error.errno == errno.ENODATA:
         return "it is no regular file; name a file in it, each has versions of its own"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..mount.mounting import STALE_ERRNOS, STALE_MESSAGE
 from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
@@ -130,4 +131,5 @@ def _ask_mount(path: str, attribute: str) -> bytes:
     except OSError as error:
         if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
             raise MountError(f"{path} is not on a cluster's mount: nothing to fetch") from error
-        raise MountError(f"cannot prefetch {path}: {error.strerror}") from error
+        why = STALE_MESSAGE if error.errno in STALE_ERRNOS else error.strerror
+        raise MountError(f"cannot prefetch {path}: {why}") from error

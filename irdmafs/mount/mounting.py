@@ -57,6 +57,7 @@ _FUSE_CONFIG = "/etc/fuse.conf"
 _UNMOUNT_S = 2.0
 
 STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+STALE_MESSAGE = "its mount is stale, as the daemon is gone; mount it again"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

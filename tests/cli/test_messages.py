@@ -358,10 +358,11 @@ def test_a_size_in_which_nothing_has_room_is_refused(place: Path) -> None:
     assert "1M or more" in one_line(irdmafs("mount", place, "--size", "10"))
 
 
-def test_versions_on_a_stale_mount_says_what_is_wrong(mounted: Mount) -> None:
+def test_a_question_to_a_stale_mount_says_what_is_wrong(mounted: Mount) -> None:
     (mounted.path / "file").write_text("x")
     mounted.kill9()
-    assert "mount it again" in one_line(irdmafs("versions", mounted.path / "file"))
+    for command in ("versions", "prefetch"):
+        assert "mount it again" in one_line(irdmafs(command, mounted.path / "file"))
 
 
 def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
