@@ -40,3 +40,14 @@ def test_flags_of_chattr_are_no_ioctl_here(
         (place / "file").write_bytes(b"x")
         (place / "file").unlink()
     assert found == ["ok", "ENOTTY"]
+
+
+def test_times_are_kept_between_1677_and_2262(folder: Path, tmpfs: Path) -> None:
+    found = []
+    for place in (tmpfs, folder):
+        (place / "file").touch()
+        os.utime(place / "file", (-(1 << 40), 1 << 40))
+        status = (place / "file").stat()
+        found.append((status.st_atime_ns, status.st_mtime_ns))
+    second_ns = 1_000_000_000
+    assert found == [(-(second_ns << 40), second_ns << 40), (-(1 << 63), (1 << 63) - 1)]
