@@ -102,7 +102,7 @@ def test_machine_without_fuse_fails_with_the_remedy() -> None:
     ],
 )  # fmt: skip
 def test_a_process_whose_helper_cannot_mount_is_told_why(
-    tmp_path: Path, launcher: tuple[str, ...], said: str, command: str
+    launcher: tuple[str, ...], said: str, command: str
 ) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can take so much away")
@@ -112,8 +112,9 @@ def test_a_process_whose_helper_cannot_mount_is_told_why(
         assert "irdmafs cannot mount here" in done.stdout
         assert done.returncode == 1
     else:
-        tmp_path.chmod(0o777)
-        line = one_line(irdmafs("mount", tmp_path, launcher=launcher))
+        with tempfile.TemporaryDirectory() as place:
+            os.chmod(place, 0o777)
+            line = one_line(irdmafs("mount", place, launcher=launcher))
         assert re.search(r"(fusermount3: mount failed: Operation not|/dev/fuse: Permission)", line)
         assert "`irdmafs doctor`" in line
 
