@@ -28,6 +28,9 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Run by its path: what `harness` is must be found beside this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from harness.scratch import mount_points
 from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
 
@@ -91,9 +94,11 @@ class Lookouts:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        some_ended = any(program.poll() is not None for program in self._running)
         for program in self._running:
             program.kill()
             program.wait()
+        assert not some_ended, "nobody looked whether a writer could write"
 
 
 class Looks:
