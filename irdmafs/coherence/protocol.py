@@ -77,8 +77,6 @@ class Coherence:
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
         """Return for how many seconds the kernel may believe that a directory does not have a name, which
         `find` has not found; None: use `find_fresh`."""
-        if self._promises:
-            self._cache.routes.withdraw(pid, 0)
         # A process that waits for a name looks it up before the kernel has noted the answered change.
         watches = self.namespace.watches
         return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S

@@ -189,8 +189,6 @@ class Shared(Coherence):
                 return inode
         if inode is None:
             self._trails.missed(pid)
-            if self._promises:
-                self._cache.routes.withdraw(pid, 0)
             self._kernel_names.found((parent.ino, name), None)
         else:
             self._trails.note(pid, parent.ino, name, inode)

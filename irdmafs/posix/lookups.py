@@ -39,6 +39,13 @@ class Lookups(Part):
             return None
         if parent.xattrs and (link := self._since.find(parent, name)) is not None:
             return link
+        return self._missing(pid, valid_s)
+
+    def _missing(self, pid: int, valid_s: float) -> Attributes:
+        """Return the answer that there is no such name. An open of the thread that was to come again did
+        not."""
+        if self._cache.routes.promises:
+            self._cache.routes.withdraw(pid, 0)
         missing = Attributes()
         missing.entry_timeout = valid_s
         return missing
@@ -58,7 +65,7 @@ class Lookups(Part):
             if name == PRIVATE_VIEW and self._coherence.has_private_views:
                 return self._answers.hidden(self._nodes.private_view(directory), directory)
             link = self._since.find(directory, name) if directory.xattrs else None
-            return link or Attributes()
+            return link or self._missing(ctx.pid, 0.0)
         return self._answers.entry(parent.ino, name, inode, ctx.pid)
 
     def _found_privately(self, directory: Inode, name: bytes, ctx: Caller) -> Attributes:
