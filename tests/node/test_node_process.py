@@ -400,6 +400,9 @@ async def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Pla
 
 
 async def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
+    # A transfer that has not begun when the other node stops waits for the end of that one's session.
+    place.settings = Settings(1, place.name, 2, BUCKETS, 0, SHORT_TTL_S)
+    await place.found()
     nodes = {node.id: node for node in (place.add(), place.add())}
     async with writing(place) as writer:
         layout = writer.layout()
