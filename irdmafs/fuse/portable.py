@@ -40,7 +40,7 @@ _LOCKED = {
     "rename": (0, 2),
 }
 
-# Of what libfuse says when it mounts.
+# The most that is told of what libfuse says when it mounts.
 _WORDS_MAX_BYTES = 4096
 
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]

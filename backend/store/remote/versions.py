@@ -19,7 +19,7 @@ from .lent import Declined, Lender
 # A file that changed during so many fetches is pinned on its nodes.
 _GONE_BEFORE_PIN = 3
 _LOOK_AGAIN_S = 0.2
-# Of reading ahead.
+# Reading ahead: the largest window in files, the directories, and how long they are remembered.
 _WINDOW_MAX = 128
 _DIRECTORIES_MAX = 64
 _FORGET_AFTER_S = 5.0
