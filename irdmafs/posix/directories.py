@@ -50,15 +50,12 @@ class Directories(Part):
         """Give a session names with attributes. `add` takes a name, the number and mode of its inode, its
         attributes and the id of the name after it; it returns False if there is no room left. Without
         attributes the kernel is to take no reference: it has them, and will for a while, or they are those
-        of "." and "..". The first name has them in any case: Linux goes on asking for attributes only if a
-        program uses some that came in the last answer. `one_number`: the session has one number for a node
-        and its inode."""
+        of "." and "..". `one_number`: the session has one number for a node and its inode."""
         handle = self._directory_handle(fh)
         entries, inodes = self._listing(handle, start_id), self._inodes
         directory = handle.node.ino
         valid_s = self._coherence.listing_s(directory)
         known_until = time.monotonic() + valid_s / 2
-        first = max(start_id, 2)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             try:
@@ -72,7 +69,7 @@ class Directories(Part):
             main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
-            known = index > first and node.lookups > 0 and valid_s > 0
+            known = node.lookups > 0 and valid_s > 0
             if known and self._coherence.knows((directory, name), node, known_until):
                 if not add(name, ino, inode.mode, None, index + 1):
                     return
