@@ -12,6 +12,9 @@ from ..inline import detach
 from .calls import Attributes, Caller
 from .superblock import Part
 
+# A program that lists names with attributes uses them within this time.
+_USED_WITHIN_S = 0.5
+
 
 class Directories(Part):
     """Opens and lists directories."""
@@ -55,7 +58,7 @@ class Directories(Part):
         entries, inodes = self._listing(handle, start_id), self._inodes
         directory = handle.node.ino
         valid_s = self._coherence.listing_s(directory)
-        known_until = time.monotonic() + valid_s / 2
+        known_until = time.monotonic() + min(valid_s / 2, _USED_WITHIN_S)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             try:
