@@ -472,7 +472,7 @@ def test_prefetched_files_are_opened_without_a_transfer(
 def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, here: Path) -> None:
     follower = cluster.add_mount("--follow", f"/{here.name}")
     eventually(lambda: bool(counters(follower)["followed_directories"]), "it is followed")
-    # What another mount has yet to store, here or above, is asked for by whoever looks first.
+    # The first look asks for changes here or above that another mount has yet to store.
     assert os.listdir(follower.path / here.name) == []
     for i in range(5):
         write(here / "file", pattern(i, MIB))
