@@ -141,6 +141,15 @@ def _numbers(pid: int, directory: int) -> Iterator[str]:
     yield from os.listdir(directory)
 
 
+def _low_numbers(directory: int, below: int) -> Iterator[str]:
+    """Return the numbers below this one that may be open. Listing all takes as long as trying one or two,
+    and longer the more are open: the size of the directory (Linux 6.2; before, 0)."""
+    numbers = map(str, range(below))
+    if 0 < os.fstat(directory).st_size <= 4 * below:
+        return filter(set(numbers).__contains__, os.listdir(directory))
+    return numbers
+
+
 def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     """Return whether the process has a descriptor, with a number below this (0: any), open on the inode of
     the filesystem that is mounted there. Waits while the process begins to run another program."""
@@ -148,13 +157,9 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     prefix = mountpoint.rstrip("/") + "/"
     directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Listing the directory takes as long as trying five numbers. Its size is how many are open
-        # (Linux 6.2; before, 0).
-        left = os.fstat(directory).st_size if below else -1
-        for name in map(str, range(below)) if below else _numbers(pid, directory):
+        for name in _low_numbers(directory, below) if below else _numbers(pid, directory):
             try:
                 target = os.readlink(name, dir_fd=directory)
-                left -= 1
                 if target.startswith(prefix):
                     with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
                         if wanted in file.read(1024):
@@ -164,8 +169,6 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
                             return True
             except OSError:
                 continue
-            if not left:
-                break
     finally:
         os.close(directory)
     return False

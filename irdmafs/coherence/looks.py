@@ -26,16 +26,16 @@ class Looks(OnHost):
         super().__init__(host)
         self._sharing = sharing
 
-    def shown(self, node: Node, inode: Inode) -> Shown:
-        """Return how the content that the node stands for looks."""
+    def changing(self, node: Node, inode: Inode) -> Content | None:
+        """Return the content that the node stands for, if the inode does not tell how that looks."""
         content = node.content if node.opens or node.promised else None
         if content is None:
             content = self._table.current.get(inode.ino)
             if content is not None and content.base.version != inode.version:
                 content = self._sharing.current(inode)
         if content is not None and (content.is_changing or content.state.ended):
-            return self.look_of(content, inode)
-        return Shown(inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns)
+            return content
+        return None
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """Return how one of the file's contents looks."""

@@ -103,8 +103,10 @@ class Routes(OnHost):
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
         has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
+        if self._promised(pid, inode.ino) is not None or not inode.is_file:
+            return
         promise = self._by_name(pid, name)
-        if promise is None or promise.content.ino == inode.ino or not inode.is_file:
+        if promise is None:
             return
         flags = promise.flags
         if flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:

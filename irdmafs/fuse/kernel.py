@@ -76,6 +76,7 @@ class KernelSession:
         self._tasks = tasks
         self._wakeups = wakeups
         self.deferred = deferred = Deferred(filesystem, tasks)
+        self._released, self._forgotten = deferred.released, deferred.forgotten
         self.waiting = waiting = WaitingRequests(filesystem.processes, tasks)
         self._rows = Requests(connection, filesystem, notices, deferred, waiting).rows
         self._counts = counts
@@ -165,8 +166,10 @@ class KernelSession:
             log.debug(
                 "%s node %d pid %d, %d bytes", _name(opcode), request.nodeid, request.pid, received
             )
-        put_off = len(self.deferred.released) + len(self.deferred.forgotten)
-        if put_off and (put_off > _PUT_OFF_MAX or opcode not in _GO_AHEAD):
+        released, forgotten = self._released, self._forgotten
+        if (released or forgotten) and (
+            opcode not in _GO_AHEAD or len(released) + len(forgotten) > _PUT_OFF_MAX
+        ):
             self.deferred.settle()
         row = self._rows.get(opcode)
         if row is None:

@@ -219,10 +219,10 @@ class Request(NamedTuple):
 
 def decode_names(buffer: bytes | bytearray, start: int, end: int, count: int) -> tuple[bytes, ...]:
     """Return the first of the NUL-terminated strings between `start` and `end`."""
-    *names, _ = bytes(buffer[start:end]).split(b"\0", count)
+    names = bytes(buffer[start:end]).split(b"\0", count)[:-1]
     if len(names) < count:
         raise Malformed("a name is not terminated")
-    if not all(names):
+    if b"" in names:
         raise Malformed("a name is empty")
     return tuple(names)
 

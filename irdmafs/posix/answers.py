@@ -1,6 +1,5 @@
 """Descriptions of nodes, as sessions send them to the kernel."""
 
-import stat
 from typing import Final
 
 from ..backend.namespace import ROOT_INO, Inode
@@ -37,13 +36,13 @@ class Answers:
         mode = inode.mode
         entry.ino = inode.ino
         entry.st_ino = node.id
-        if mode & 0o170000 == stat.S_IFREG and not is_new:
-            shown = self._cache.looks.shown(node, inode)
-            entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = shown
-        else:
-            entry.st_size = inode.size
-            entry.st_mtime_ns = inode.mtime_ns
-            entry.st_ctime_ns = inode.ctime_ns
+        entry.st_size, entry.st_blocks = inode.size, inode.blocks
+        entry.st_mtime_ns, entry.st_ctime_ns = inode.mtime_ns, inode.ctime_ns
+        if inode.is_file and not is_new:
+            looks = self._cache.looks
+            if (content := looks.changing(node, inode)) is not None:
+                look = looks.look_of(content, inode)
+                entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = look
         options = self._options
         entry.st_mode = mode & ~self._umask
         entry.st_nlink = inode.nlink
