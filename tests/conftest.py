@@ -25,7 +25,7 @@ from harness.cluster_mount import CLUSTER, OneNodeMount
 from harness.clusters import LONG_LEASE_S, Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
-from harness.guest.kernel import built_kernel, cache_directory
+from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
@@ -490,7 +490,7 @@ def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
     """The run of tests in a guest beside all others (guest_tests.py): begun here, if it is asked for."""
     with GuestTests() as run:
         asked = any(item.get_closest_marker("guest_tests") for item in request.session.items)
-        if asked and starts_guest() and built_kernel() is not None and not rdma.ports():
+        if asked and starts_guest() and is_at_hand() and not rdma.ports():
             run.start()
         yield run
 

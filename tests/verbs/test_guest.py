@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import rdma
-from harness.guest.kernel import built_kernel
+from harness.guest.kernel import BuildError, build, is_at_hand
 from harness.guest_tests import GUEST, GuestTests
 from harness.mountpoint import eventually
 
@@ -22,8 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(rdma.IN_GUEST, reason="this i
 
 @pytest.fixture
 def guest_kernel() -> None:
-    if built_kernel() is None:
+    if not is_at_hand():
         pytest.skip("the guest's kernel is not built; scripts/rdma_guest build takes some minutes")
+    try:
+        build()  # waits for whoever builds it
+    except BuildError as error:
+        pytest.skip(f"the guest's kernel cannot be built: {error}")
 
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -54,11 +54,29 @@ def built_kernel() -> Path | None:
     return max(kernels, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def is_at_hand() -> bool:
+    """Return whether the kernel is built, or another process builds it now."""
+    if built_kernel() is not None:
+        return True
+    try:
+        with _lock_file().open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _lock_file() -> Path:
+    return cache_directory() / "lock"
+
+
 def build() -> Path:
     """The kernel, built if it is not. One process builds, others wait for it. Raises BuildError."""
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:
+    with _lock_file().open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
