@@ -122,9 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not is_left_out(item)]
     order = {room: number for number, room in enumerate(ROOMS)}
 
-    def place(item: pytest.Item) -> tuple[bool, int, Path]:
-        waits = item.get_closest_marker("guest_tests") is not None
-        return waits, order.get(item.path.parent.name, len(ROOMS)), item.path
+    def place(item: pytest.Item) -> tuple[int, int, Path]:
+        waits = "guest_kernel" in getattr(item, "fixturenames", ())
+        last = waits + (item.get_closest_marker("guest_tests") is not None)
+        return last, order.get(item.path.parent.name, len(ROOMS)), item.path
 
     items.sort(key=place)
 

@@ -17,7 +17,11 @@ from harness.mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # the kernel may still be being built
+    pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already"),
+]
 
 
 @pytest.fixture
@@ -86,7 +90,6 @@ def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None) -> N
                 eventually(gone, f"process group {leader} is gone after {number.name}")
 
 
-@pytest.mark.timeout(120)
 def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
     program = REPOSITORY / "tests/harness/rdma_hosts.py"
     done = run("pair", "--timeout", 100, "--", sys.executable, program)
