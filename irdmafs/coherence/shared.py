@@ -169,8 +169,14 @@ class Shared(Coherence):
                 or not self._may_tell(parent, inode, pid)
             ):
                 return None  # find_fresh waits
-            self._trails.note(pid, parent, name, inode)
+            self._found(pid, parent, name, inode)
         return inode
+
+    def _found(self, pid: int, parent: int, name: bytes, inode: Inode) -> None:
+        """Note what a thread's lookup found. The directory at which its lookups before ended was used."""
+        ended = self._inodes.get(self._trails.note(pid, parent, name, inode))
+        if ended is not None and ended.is_dir:
+            self._freshness.believable_s(ended.ino)
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         inode = None
@@ -191,7 +197,7 @@ class Shared(Coherence):
             self._trails.missed(pid)
             self._kernel_names.found((parent.ino, name), None)
         else:
-            self._trails.note(pid, parent.ino, name, inode)
+            self._found(pid, parent.ino, name, inode)
         return inode
 
     def _may_tell(self, parent: int, directory: Inode, pid: int) -> bool:

@@ -64,16 +64,19 @@ class LookupTrails:
 
     def note(
         self, pid: int, parent: int, name: bytes, inode: Inode, *, private: bool = False
-    ) -> None:
-        names = self._of.get(pid)
-        if names is None:
-            names = self._of[pid] = []
-            if len(self._of) > _THREADS_MAX:
-                self.forget(next(iter(self._of)))
-        elif len(names) == _NAMES_MAX:  # a thread that only looks: its oldest names led elsewhere
+    ) -> int:
+        """Note what a thread found. Return the inode at which its lookups before this one ended, if it did
+        not open that; 0: this one goes on from there."""
+        names = self._of.setdefault(pid, [])
+        if len(self._of) > _THREADS_MAX:
+            self.forget(next(iter(self._of)))
+        # Threads whose number cannot be seen are taken for one.
+        ended = names[-1].ino if pid and names and names[-1].ino != parent else 0
+        if len(names) == _NAMES_MAX:  # a thread that only looks: its oldest names led elsewhere
             del names[: _NAMES_MAX // 2]
         is_link = inode.mode & 0o170000 == stat.S_IFLNK
         names.append(TrailStep(parent, name, inode.ino, is_link, private))
+        return ended
 
     def take(self, pid: int) -> Sequence[TrailStep]:
         """Return, and forget, what a thread that opens a file has looked up."""

@@ -121,3 +121,45 @@ def test_a_new_file_that_stays_empty_costs_one_transaction(mount: Mount) -> None
     assert cost["round_trips"] == 0
     assert cost["barriers"] == 0
     assert (folder / "file").stat().st_size == 0
+
+
+def is_believed(mount: Mount, folder: Path) -> bool:
+    with mount.requests() as asked:
+        often(folder.stat)
+    return not asked["LOOKUP"] + asked["GETATTR"]
+
+
+def test_a_directory_that_is_looked_at_often_is_known_without_asking(mount: Mount) -> None:
+    """What leads to a directory that nobody opens anything in costs no request for each name."""
+    folder = mount.path / "looked" / "at" / "often"
+    folder.mkdir(parents=True)
+    before = counted(mount)
+    eventually(lambda: is_believed(mount, folder), "the kernel believes the path")
+    assert spent(mount, before)["transactions"] <= 3  # the directories may be stored only now
+    assert spent(mount, before)["barriers"] == 0
+
+
+def test_directories_on_the_way_to_others_and_those_looked_at_once_are_not_followed(
+    mount: Mount,
+) -> None:
+    """Hosts that change something there would wait for this one."""
+    folders = [mount.path / "way" / str(number) / "end" for number in range(30)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    before = counted(mount)
+    for folder in folders:
+        folder.stat()
+    assert spent(mount, before)["barriers"] == 0
+    assert mount.status()["cluster"]["lease_transactions"] == 0
+
+
+def test_looking_at_many_directories_once_keeps_others_from_being_followed_for_moments_only(
+    mount: Mount,
+) -> None:
+    for number in range(300):
+        (mount.path / "many" / str(number)).mkdir(parents=True)
+    for number in range(300):
+        (mount.path / "many" / str(number)).stat()
+    eventually(
+        lambda: is_believed(mount, mount.path / "many"), "the kernel believes it", within_s=6
+    )

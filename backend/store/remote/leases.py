@@ -32,7 +32,8 @@ from .member import Member
 
 log = logging.getLogger(__name__)
 
-# A directory about which etcd had to be asked so many times within this time is followed.
+# A directory that was looked at, or about which etcd had to be asked, so many times within this time is
+# followed.
 _QUESTIONS = 8
 _WITHIN_S = 2.0
 # It is given up after so long without an open, or as soon as there are not this many opens for each change
@@ -226,7 +227,8 @@ class Leases:
             del self._held[directory]
 
     def asked(self, directory: int) -> None:
-        """Note that etcd had to be asked about the directory, and follow it if that happens often."""
+        """Note that the directory was looked at, or that etcd had to be asked about it, and follow it if
+        that happens often."""
         if directory in self._asking:
             return
         now = time.monotonic()
@@ -463,7 +465,8 @@ class Leases:
                 interest.changes //= 2
         self._rests.tidy()
         for directory, interest in list(self._interest.items()):
-            if directory not in self._held and now - interest.last_open > _IDLE_S:
+            is_wanted = directory in self._held or directory in self._asking
+            if not is_wanted and now - interest.last_open > _WITHIN_S:
                 del self._interest[directory]
 
     async def _attempt(self, change: Callable[[], Awaitable[None]]) -> None:
