@@ -6,6 +6,7 @@ for `cluster status`: 0 all is well, 1 degraded, 2 unavailable.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -82,6 +83,21 @@ def mount_of(path: str) -> mounting.Mount:
     if found is None or found.fstype != mounting.FSTYPE:
         raise MountError(f"{path} is not on an irdmafs mount")
     return found
+
+
+def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
+    """Return an attribute that a mount gives what is at a path. Raises MountError, which names the purpose,
+    and what it is `otherwise` if it has none."""
+    mount_of(path)
+    try:
+        return mounting.ask_mount(os.path.abspath(path), attribute)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in mounting.STALE_ERRNOS:
+            why = mounting.STALE_MESSAGE
+        elif error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
+            why = otherwise
+        raise MountError(f"cannot {purpose} {path}: {why}") from error
 
 
 def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:

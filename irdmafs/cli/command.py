@@ -6,7 +6,6 @@ and exit code 1; wrong usage is exit code 2.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -23,7 +22,7 @@ from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
 from ..mount_options import MountConfig, MountError, MountFlags, parse_mount_options
 from . import status
-from .cluster import config_option, load, mount_of, print_json, rdma_wanted, say, size_of
+from .cluster import ask, config_option, load, mount_of, print_json, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
@@ -354,28 +353,12 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def versions(path: str, as_json: bool) -> None:
     """List the versions kept of the file PATH: the current one and those that are open."""
-    found = mount_of(path)
-    try:
-        data = status.read_versions(os.path.abspath(path))
-    except TimeoutError:
-        raise MountError(f"{found.mountpoint} does not answer") from None
-    except OSError as error:
-        raise MountError(
-            f"cannot list the versions of {path}: {_why_no_versions(error)}"
-        ) from error
+    otherwise = "it is no regular file; name a file in it, each has versions of its own"
+    data = status.parsed(ask(path, mounting.VERSIONS_XATTR, "list the versions of", otherwise))
     if as_json:
         print_json(data)
     else:
         status.print_versions(path, data)
-
-
-def _why_no_versions(error: OSError) -> str:
-    if error.errno in mounting.STALE_ERRNOS:
-        return mounting.STALE_MESSAGE
-    # Only files have versions: the mount reports none for other inodes.
-    if error.errno == errno.ENODATA:
-        return "it is no regular file; name a file in it, each has versions of its own"
-    return error.strerror or str(error)
 
 
 @main.command()

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import click
 
 from ..backend.model.sizes import human_bytes
-from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
+from ..mount.mounting import STATUS_XATTR, Mount, MountState, ask_mount, mount_state
 from ..mount.stores import LeftoverStore, cluster_of, default_store_path
 
 # The colours of words that tell how something is, on a terminal.
@@ -72,11 +72,6 @@ class MountReport:
         return {"mountpoint": self.mount.mountpoint, "state": self.state, **self.status}
 
 
-def read_versions(path: str) -> dict[str, Any]:
-    """Return the versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
-    return _as_dict(ask_mount(path, VERSIONS_XATTR))
-
-
 class _Parts(TypedDict, total=False):
     """The parts of a report that are no figures. Who sends others is a foreign filesystem of the same
     name."""
@@ -88,7 +83,8 @@ class _Parts(TypedDict, total=False):
     cluster: dict[str, Any] | None
 
 
-def _as_dict(text: bytes) -> dict[str, Any]:
+def parsed(text: bytes) -> dict[str, Any]:
+    """Return what a mount tells. Raises ValueError."""
     import msgspec
 
     try:
@@ -102,7 +98,7 @@ def _as_dict(text: bytes) -> dict[str, Any]:
 def report(mount: Mount) -> MountReport:
     """Ask a mount for its state. Never waits for long."""
     try:
-        found = _as_dict(ask_mount(mount.mountpoint, STATUS_XATTR))
+        found = parsed(ask_mount(mount.mountpoint, STATUS_XATTR))
         warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
         return MountReport(mount, "ok", {**found, "warnings": warnings})
     except TimeoutError:

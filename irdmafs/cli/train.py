@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import click
 
+from ..mount import mounting
 from ..mount_options import MountError
 from .cluster import say
 
@@ -30,6 +31,9 @@ def _one_line_errors(directory: str) -> Iterator[None]:
     from ..train import TrainError
 
     try:
+        mount = mounting.containing_mount(directory)
+        if mount is not None and mount.fstype == mounting.FSTYPE:
+            mounting.ask_mount(mount.mountpoint)
         yield
     except TrainError as error:
         raise MountError(str(error)) from error

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..mount.mounting import STALE_ERRNOS, STALE_MESSAGE
 from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
+    ask,
     config_option,
     json_option,
     load,
-    mount_of,
     print_json,
     read_state,
     say,
@@ -112,24 +109,17 @@ def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     from .cluster_status import Progress
 
     for path in paths:
-        mount_of(path)
-        _ask_mount(path, _PREFETCH_NOW_XATTR)
+        _ask(path, _PREFETCH_NOW_XATTR)
     for path in () if no_wait else paths:
         with Progress(f"fetching {path}", "bytes", 0) as bar:
             while True:
                 # How much there is to fetch, and how much is here.
-                now = json.loads(_ask_mount(path, _PREFETCH_XATTR) or b"{}")
+                now = json.loads(_ask(path, _PREFETCH_XATTR) or b"{}")
                 bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
                 if now.get("done", 0) >= now.get("files", 0):
                     break
                 time.sleep(_PREFETCH_PERIOD_S)
 
 
-def _ask_mount(path: str, attribute: str) -> bytes:
-    try:
-        return os.getxattr(path, attribute)
-    except OSError as error:
-        if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
-            raise MountError(f"{path} is not on a cluster's mount: nothing to fetch") from error
-        why = STALE_MESSAGE if error.errno in STALE_ERRNOS else error.strerror
-        raise MountError(f"cannot prefetch {path}: {why}") from error
+def _ask(path: str, attribute: str) -> bytes:
+    return ask(path, attribute, "prefetch", "it is not on a cluster's mount")

@@ -220,7 +220,8 @@ def ask_mount(path: str, xattr: str = "", timeout_s: float = 5.0) -> bytes:
     command = [sys.executable, "-I", "-S", "-c", _ASK, path, xattr]
     answer, has_ended = ask_child(command, timeout_s)
     if not has_ended:
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer in {timeout_s:g} s", path)
+        why = f"its mount does not answer for {timeout_s:g} s; see: irdmafs status"
+        raise TimeoutError(errno.ETIMEDOUT, why, path)
     if answer.startswith(b"+"):
         return answer[1:]
     code = int(answer[1:]) if answer.startswith(b"-") else errno.EIO

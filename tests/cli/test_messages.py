@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -363,6 +364,16 @@ def test_a_question_to_a_stale_mount_says_what_is_wrong(mounted: Mount) -> None:
     mounted.kill9()
     for command in ("versions", "prefetch"):
         assert "mount it again" in one_line(irdmafs(command, mounted.path / "file"))
+
+
+def test_commands_at_a_mount_whose_daemon_is_stopped_end_and_say_so(mounted: Mount) -> None:
+    daemon = mounted.pid
+    commands = ("versions",), ("prefetch",), ("train", "status"), ("train", "end")
+    os.kill(daemon, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        for line in pool.map(lambda words: one_line(irdmafs(*words, mounted.path)), commands):
+            assert line.endswith("its mount does not answer for 5 s; see: irdmafs status")
+    os.kill(daemon, signal.SIGCONT)
 
 
 def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
