@@ -181,7 +181,10 @@ def _load_cluster(path: str | None, flags: dict[str, dict[str, Any]]) -> Cluster
 @click.option("--store", "given", metavar="STORE", help="With --discard: the store to throw away, if "
               "its mount is gone and was made with --store. DIR can then be left out.")  # fmt: skip
 def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) -> None:
-    """Unmount DIR and wait until its daemon has stored everything and ended."""
+    """Unmount DIR and wait until its daemon has stored everything and ended.
+
+    If that does not answer, DIR is unmounted, but the exit code is 1.
+    """
     if lazy and discard:
         raise click.UsageError("--discard cannot be used with --lazy: the store may be in use")
     if given is not None and not discard:
@@ -208,6 +211,11 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
         if is_trusted:
             store = report.status.get("store", store)
         _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
+        if report.state == "hung" and not lazy:
+            raise MountError(
+                f"{directory} is unmounted, but its daemon did not answer: it may still run, and have "
+                "something to store, which it does when it goes on and not if it is killed"
+            )
     if not is_trusted:
         # A daemon of another user is not trusted to name the store.
         if discard:

@@ -22,7 +22,7 @@ from harness.mountpoint import (
     one_line,
     run_checked,
 )
-from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process
+from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, has_ended
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
@@ -373,7 +373,12 @@ def test_commands_at_a_mount_whose_daemon_is_stopped_end_and_say_so(mounted: Mou
     with ThreadPoolExecutor() as pool:
         for line in pool.map(lambda words: one_line(irdmafs(*words, mounted.path)), commands):
             assert line.endswith("its mount does not answer for 5 s; see: irdmafs status")
+    while "is busy" in (line := one_line(irdmafs("umount", mounted.path))):
+        pass  # others ask all mounts, and so this one, how they are
+    assert line.startswith(f"{mounted.path} is unmounted, but its daemon did not answer: ")
+    assert not has_ended(daemon)
     os.kill(daemon, signal.SIGCONT)
+    eventually(lambda: has_ended(daemon), "the daemon ends when it goes on")
 
 
 def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
