@@ -61,8 +61,10 @@ from .state import ClusterState
 
 log = logging.getLogger(__name__)
 
-# The node's key has its free room. It is put again when that has changed by this share.
+# The node's key has its free room. It is put again when that has changed by this share, or has changed by
+# so many bytes and then no more.
 _SPACE_SHARE = 0.02
+_SPACE_BYTES = 4 << 20
 _SPACE_PERIOD_S = 5.0
 # A clean stop takes at most the sum of these two.
 _LEAVE_S = 5.0
@@ -357,12 +359,16 @@ class _Node:
         return msgspec.structs.replace(record, total_bytes=space.total, free_bytes=space.free)
 
     async def _tell_space(self) -> None:
+        now = self._with_space()
         while True:
             await trio.sleep(_SPACE_PERIOD_S)
-            record, now = self._cluster.session.record, self._with_space()
+            before, now, record = now, self._with_space(), self._cluster.session.record
             assert isinstance(record, NodeAddress)
+            ignored = _SPACE_SHARE * now.total_bytes
+            if now == before:
+                ignored = min(ignored, _SPACE_BYTES)
             changed = abs(now.free_bytes - record.free_bytes)
-            if changed > _SPACE_SHARE * now.total_bytes or now.total_bytes != record.total_bytes:
+            if changed > ignored or now.total_bytes != record.total_bytes:
                 try:
                     await self._cluster.session.update(now)
                 except OSError as error:

@@ -8,6 +8,8 @@ from typing import Any
 
 from harness.clusters import MIB, Cluster, Plan
 from harness.errors import fails_with
+from harness.mountpoint import eventually
+from harness.programs import hasty_node
 
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.kv import Event
@@ -52,6 +54,19 @@ def test_what_was_removed_again_is_not_counted(here: Path) -> None:
         os.fsync(directory)
         os.close(directory)
     assert free_bytes(here) > before - 8 * MIB
+
+
+def test_room_that_changes_no_more_is_told_however_little_it_changed() -> None:
+    plan = Plan(nodes=1, replicas=1, mounts=1, store_bytes=1024 * MIB, namespaces=False)
+    with Cluster(plan, node_program=hasty_node.__file__) as cluster:
+        here = cluster.mounts[0].path
+        empty = free_bytes(here)
+        (here / "kept").write_bytes(os.urandom(8 * MIB))
+        (here / "removed").write_bytes(os.urandom(16 * MIB))
+        full = empty - 24 * MIB
+        eventually(lambda: cluster.status()["nodes"][0]["free_bytes"] <= full, "the node tells")
+        (here / "removed").unlink()
+        eventually(lambda: free_bytes(here) >= empty - 9 * MIB, "there is room again")
 
 
 def test_only_nodes_that_take_new_files_count() -> None:
