@@ -174,9 +174,9 @@ class Shared(Coherence):
 
     def _found(self, pid: int, parent: int, name: bytes, inode: Inode) -> None:
         """Note what a thread's lookup found. The directory at which its lookups before ended was used."""
-        ended = self._inodes.get(self._trails.note(pid, parent, name, inode))
-        if ended is not None and ended.is_dir:
-            self._freshness.believable_s(ended.ino)
+        ended = self._trails.note(pid, parent, name, inode)
+        if ended and (found := self._inodes.get(ended)) is not None and found.is_dir:
+            self._freshness.believable_s(ended)
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         inode = None
