@@ -9,14 +9,14 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import trio
 
 from ...inline import detach
 from ..kv import Compare
-from ..model.records import Layout
 from .commit import Commit
-from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
+from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .new_version import NewVersion
 from .planner import (
@@ -77,32 +77,11 @@ class Namespace:
     # -- names -----------------------------------------------------------------------------------
 
     async def create(
-        self,
-        parent: int,
-        name: bytes,
-        mode: int,
-        uid: int,
-        gid: int,
-        *,
-        rdev: int = 0,
-        target: bytes = b"",
-        version: int = 0,
-        durable: bool = True,
-        layout: Layout = NO_LAYOUT,
-        umask: int = 0,
-        seen: bool = False,
+        self, parent: int, name: bytes, mode: int, uid: int, gid: int, **what: Any
     ) -> Inode:
-        """Make an inode of any type under a new name. Unless `seen`, only this mount sees the name of a
-        file before its first version, or `show`, or another name.
-
-        durable=False: a crash may lose it until a durable transaction follows; a shared engine stores it at
-        once. If another host has removed it when this returns, it is a local orphan.
-        """
-
-        plan = partial(
-            self._planner.create, parent, name, mode, uid, gid, rdev=rdev, target=target,
-            version=version, durable=durable, layout=layout, umask=umask, seen=seen,
-        )  # fmt: skip
+        """Make an inode of any type under a new name; `what` else it is as for Planner.create. If another
+        host has removed it when this returns, it is a local orphan."""
+        plan = partial(self._planner.create, parent, name, mode, uid, gid, **what)
         made = await self._carry_out(plan)
         assert made is not None
         return made

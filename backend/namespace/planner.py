@@ -21,7 +21,7 @@ from ..model.clock import now_ns
 from ..model.records import Layout
 from . import acl
 from .commit import Commit
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
 from .new_version import NewVersion
 from .subvolumes import belongs
 from .tree import Tree
@@ -72,16 +72,17 @@ class Planner:
         uid: int,
         gid: int,
         *,
-        rdev: int,
-        target: bytes,
-        version: int,
-        durable: bool,
-        layout: Layout,
-        umask: int,
-        seen: bool,
+        rdev: int = 0,
+        target: bytes = b"",
+        version: int = 0,
+        durable: bool = True,
+        layout: Layout = NO_LAYOUT,
+        umask: int = 0,
+        seen: bool = False,
     ) -> Commit:
-        """Make an inode of any type under a new name. Unless `seen`, only this mount sees that of a file
-        before its first version."""
+        """Make an inode of any type under a new name. Unless `seen`, only this mount sees the name of a
+        file before its first version, or `show`, or another name. durable=False: a crash may lose it until
+        a durable transaction follows; a shared engine stores it at once."""
         commit = self._new_name(parent, name)
         directory = self._tree.inodes[parent]
         if directory.nlink == 0:

@@ -276,6 +276,13 @@ def mount_flags(options: MountOptions) -> int:
     return sum(flag for word, flag in _FLAGS.items() if word in words)
 
 
+_MOUNT_HINTS = {
+    errno.EPERM: " (mounting needs CAP_SYS_ADMIN, and no sandbox that forbids it)",
+    errno.ENODEV: " (this kernel has no FUSE: modprobe fuse)",
+}
+_REMOUNT_HINTS = {errno.EPERM: " (only root can)", errno.EBUSY: " (files are open for writing)"}
+
+
 def mount_fuse(fd: int, mountpoint: str, options: MountOptions) -> None:
     """Mount the /dev/fuse descriptor `fd`; the kernel then sends INIT to it. Raises MountError."""
     data = [f"fd={fd}", "rootmode=40000", f"user_id={os.geteuid()}", f"group_id={os.getegid()}"]
@@ -285,11 +292,7 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions) -> None:
     try:
         mount_filesystem(options.fsname, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
     except OSError as error:
-        hint = ""
-        if error.errno == errno.EPERM:
-            hint = " (mounting needs CAP_SYS_ADMIN, and no sandbox that forbids it)"
-        elif error.errno == errno.ENODEV:
-            hint = " (this kernel has no FUSE: modprobe fuse)"
+        hint = _MOUNT_HINTS.get(error.errno or 0, "")
         raise MountError(f"cannot mount on {mountpoint}: {error.strerror}{hint}") from error
 
 
@@ -300,11 +303,7 @@ def remount(mount: Mount, words: Iterable[str]) -> None:
         flags = MS_REMOUNT | mount_flags(parse_mount_options(words))
         mount_filesystem(mount.source, mount.mountpoint, mount.fstype, flags, "")
     except OSError as error:
-        hint = ""
-        if error.errno == errno.EPERM:
-            hint = " (only root can)"
-        elif error.errno == errno.EBUSY:
-            hint = " (files are open for writing)"
+        hint = _REMOUNT_HINTS.get(error.errno or 0, "")
         raise MountError(f"cannot remount {mount.mountpoint}: {error.strerror}{hint}") from error
 
 
