@@ -510,12 +510,14 @@ def test_a_listing_that_began_before_does_not_bring_a_name_back(single: Mount) -
 
 
 def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
-    cluster: Cluster, here: Path, there: Path
+    cluster: Cluster, here: Path
 ) -> None:
     """A kernel keeps what it knows until it wants the memory; our part would stay as long."""
+    mount = cluster.add_mount()  # others may just be forgetting what tests before removed
+    there = mount.path / here.name
 
     def nodes() -> int:
-        found: int = _status(cluster.mounts[1])["nodes"]
+        found: int = _status(mount)["nodes"]
         return found
 
     before = nodes()
