@@ -237,13 +237,14 @@ class DirectClient(Client):
         sent_on: Connection | None = None
         with trio.move_on_after(timeout_s):
             connection = self._connection
-            if connection is None or not connection.usable:
+            if connection is None or connection.http2.draining:
                 connection = await self._connected()
             heard = connection.http2.frames_received
             sent_on = connection
             try:
                 headers = _header_block(method.path, self.endpoints[self._current].secure)
-                return method.parse(await connection.unary(headers, message))
+                stream = await connection.start(headers, message)
+                return method.parse(await stream.answer())
             except ConnectionLost as error:
                 self._note(connection, str(error))
                 raise (Uncertain if error.sent else Unsent)(str(error)) from None
@@ -285,12 +286,12 @@ class DirectClient(Client):
         """Return the connection in use, or a new one to the first endpoint that accepts it. Raises
         Unsent."""
         connection = self._connection
-        if connection is not None and connection.usable:
+        if connection is not None and not connection.http2.draining:
             return connection
         async with self._connecting:
             connection = self._connection
             if connection is not None:
-                if connection.usable:
+                if not connection.http2.draining:
                     return connection
                 # Try other endpoints first: that member was just lost.
                 self._note(connection, connection.lost_because or "it is shutting down")

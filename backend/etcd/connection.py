@@ -12,7 +12,7 @@ import ssl
 import trio
 
 from ..unwrap import first_error
-from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError, Status
+from .errors import ConnectionLost, NotAccepted, ProtocolError
 from .http2 import Http2, Stream
 
 _CALLS = 1024
@@ -47,11 +47,6 @@ class Connection:
         # Why the connection ended, if it has.
         self.lost_because: str | None = None
         self._not_accepted = False
-
-    @property
-    def usable(self) -> bool:
-        """Return whether new calls may be made."""
-        return self.lost_because is None and not self.http2.draining
 
     async def run(self) -> None:
         if self.lost_because is not None:
@@ -93,25 +88,12 @@ class Connection:
             kind = NotAccepted if self._not_accepted else ConnectionLost
             raise kind(self.lost_because, sent=False)
 
-    async def unary(self, block: bytes, message: bytes) -> bytes:
-        """Return the answer to one request. Raises RpcError and ConnectionLost."""
-        stream = await self.start(block, message)
-        try:
-            # The status comes after the message: before it the call may still fail.
-            answer = await stream.receive(only=True)
-            if answer is None:
-                raise RpcError(Status.INTERNAL, "the answer is not one message")
-            return answer
-        finally:
-            if not stream.ended:
-                stream.close()
-
     async def start(self, block: bytes, message: bytes) -> Stream:
         """Begin a call with its only request message. `block`: its headers, encoded."""
         http2 = self.http2
-        while len(http2.streams) >= _CALLS and self.usable:
+        while len(http2.streams) >= _CALLS and not http2.draining:
             await self._waiting_callers.park()
-        if self.lost_because is not None or http2.draining:
+        if http2.draining:
             raise ConnectionLost(self.lost_because or _DRAINED, sent=False)
         return http2.call(block, message)
 

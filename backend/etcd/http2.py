@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import hpack
 import trio
 
-from .errors import ConnectionLost, ProtocolError, RpcError
+from .errors import ConnectionLost, ProtocolError, RpcError, Status
 
 # Kinds of frames, and their flags.
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
@@ -90,7 +90,7 @@ class Http2:
         self._is_ended = False
         # The peer has sent its settings: it speaks HTTP/2.
         self.greeted = False
-        # No new calls may be made; calls under way go on.
+        # No new calls may be made; calls under way go on, unless the connection has ended.
         self.draining = False
         # Grows with every frame: shows the caller whether the peer was silent meanwhile.
         self.frames_received = 0
@@ -132,7 +132,7 @@ class Http2:
 
     def end(self, reason: str) -> None:
         """End all calls with ConnectionLost; bytes that are received later are ignored."""
-        self._is_ended = True
+        self._is_ended = self.draining = True
         for stream in list(self.streams.values()):
             self._end(stream, ConnectionLost(reason, sent=True))
 
@@ -199,13 +199,10 @@ class Http2:
         if flags & PRIORITY or not flags & END_HEADERS:
             raise ProtocolError("a call has a priority, or headers of more than a frame")
         headers = self._decoded.get(block) or self._decode(block)
-        stream = self.streams.get(number)
-        if stream is None:
-            return
-        is_last = bool(flags & END_STREAM)
-        if is_last:
-            self._forget(stream)
-        stream.on_headers(headers, is_last)
+        if stream := self.streams.get(number):
+            status = stream.on_headers(headers, last=bool(flags & END_STREAM))
+            if flags & END_STREAM:
+                self._end(stream, status)
 
     def _decode(self, block: bytes) -> dict[str, str]:
         try:
@@ -248,13 +245,10 @@ class Http2:
                 self._held.pop(stream.number, None)
 
     def _end(self, stream: "Stream", error: Exception | None) -> None:
-        self._forget(stream)
-        stream.end(error)
-
-    def _forget(self, stream: "Stream") -> None:
         self._held.pop(stream.number, None)
         if self.streams.pop(stream.number, None) is not None:
             self._on_end()
+        stream.end(error)
 
 
 class Stream:
@@ -277,29 +271,43 @@ class Stream:
         self._unacknowledged = 0
         self._waiting: trio.lowlevel.Task | None = None
 
-    async def receive(self, *, only: bool = False) -> bytes | None:
-        """Return the next message, None after the last one. `only`: when the call has ended, and None if
-        there was not one message. One task at a time.
+    async def receive(self) -> bytes | None:
+        """Return the next message, None after the last one. One task at a time.
 
         Raises RpcError and ConnectionLost. May be cancelled and called again.
         """
-        while not self.ended and (only or not self._messages):
+        while not (self.ended or self._messages):
             self._waiting = trio.lowlevel.current_task()
-
-            def abort(_: object) -> trio.lowlevel.Abort:
-                self._waiting = None
-                return trio.lowlevel.Abort.SUCCEEDED
-
-            await trio.lowlevel.wait_task_rescheduled(abort)
-        if self._error is not None and (only or not self._messages):
-            raise self._error
-        if not self._messages or (only and len(self._messages) > 1):
+            await trio.lowlevel.wait_task_rescheduled(self._wait_no_more)
+        if not self._messages:
+            if self._error is not None:
+                raise self._error
             return None
         message = self._messages.popleft()
         self._queued_bytes -= len(message)
         if self._unacknowledged > _ACKNOWLEDGED_BYTES:
             self._acknowledge()
         return message
+
+    async def answer(self) -> bytes:
+        """Return the only message of a call, when its status has come: before that it may still fail. The
+        call is given up if this is cancelled. Raises RpcError and ConnectionLost."""
+        try:
+            while not self.ended:
+                self._waiting = trio.lowlevel.current_task()
+                await trio.lowlevel.wait_task_rescheduled(self._wait_no_more)
+        except trio.Cancelled:
+            self.close()
+            raise
+        if self._error is not None:
+            raise self._error
+        if len(self._messages) != 1:
+            raise RpcError(Status.INTERNAL, "the answer is not one message")
+        return self._messages[0]
+
+    def _wait_no_more(self, _: object) -> trio.lowlevel.Abort:
+        self._waiting = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
     def close(self) -> None:
         """Give the call up, if it has not ended."""
@@ -313,8 +321,9 @@ class Stream:
             trio.lowlevel.reschedule(self._waiting)
             self._waiting = None
 
-    def on_headers(self, headers: dict[str, str], last: bool) -> None:
-        """Take the headers of the answer, or with `last` its status. Raises ProtocolError."""
+    def on_headers(self, headers: dict[str, str], *, last: bool) -> RpcError | None:
+        """Take the headers of the answer or, if they are the `last`, its status; return that if it is an
+        error. Raises ProtocolError."""
         if not self._answered:
             self._answered = True
             status = headers.get(":status")
@@ -323,13 +332,13 @@ class Stream:
             ):
                 raise ProtocolError(f"it answered with HTTP status {status} and not with gRPC")
         if not last:
-            return
+            return None
         code, text = headers.get("grpc-status", ""), unquote(headers.get("grpc-message", ""))
         if not code.isdecimal():
             raise ProtocolError("a gRPC answer has no status")
         if code == "0" and self._partial:
             raise ProtocolError("a gRPC message is cut short")
-        self.end(RpcError(int(code), text) if code != "0" else None)
+        return RpcError(int(code), text) if code != "0" else None
 
     def on_data(self, data: bytes) -> None:
         """Take a part of the messages. Raises ProtocolError."""
