@@ -27,7 +27,6 @@ from .directory import (
     PLAN,
     TrainDirectory,
     discard,
-    give_back,
     move,
     owner_of,
     put_aside,
@@ -115,7 +114,8 @@ class Coordinator:
         enough, awaited = is_wanted(config, waiting, self._members)
         if not enough:
             self._show_status(config, newest, waiting, awaited)
-            return not self._looks.keys() >= set(self._trees.look(self._train.push).names)
+            names = {*self._trees.look(self._train.push).names}
+            return bool(names - self._looks.keys() - self._pushes.keys())
         plan = next_plan(config, newest, found, self._members)
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
@@ -140,11 +140,9 @@ class Coordinator:
         add_kept_files(self._train, self._kept, made)
         (made / PLAN).write_bytes(msgspec.json.encode(plan))
         try:
-            os.rename(made, target)
-        except OSError as error:
+            move(made, target)
+        except FileExistsError:
             # Another coordinator has planned, while this one's host was stopped.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
             remove(made)
         self._lacking_s = time.monotonic()
 
@@ -197,8 +195,9 @@ class Coordinator:
             if time.monotonic() > until_s:
                 break
         for push in list(self._pushes.values()):
-            if _is_past(push, newest):
-                # A repetition of one that has counted.
+            # A worker that takes part writes its next push into the files of its last one.
+            is_last = push.step == newest.clocks.get(push.worker) and push.worker in self._members
+            if _is_past(push, newest) and not is_last:
                 del self._pushes[push.path]
                 put_aside(self._train, self._train.push / push.path)
                 self._litter = None
@@ -308,29 +307,16 @@ class Coordinator:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith((".", NORM, COMPLAINT)):
                 remove(target / name)
-        try:
+        # Another coordinator may have made it, while this one's host was stopped.
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
             move(target, self._train.version(plan.version))
-        except OSError as error:
-            # Another coordinator made it, while this one's host was stopped.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
         return True
 
     def _tidy(self, config: TrainConfig, newest: Plan) -> None:
-        """Give the pushes that the newest version has back to their workers, and put aside versions older
-        than `keep`, and directories in next/ of versions that are made."""
+        """Put aside versions older than `keep`, and directories in next/ of versions that are made."""
         train = self._train
-        homes = look(train.staging).folders
-        in_shards = self._trees.look(train.push).folders
-        for push in newest.pushes:
-            path = train.push / push.path
-            own = (name for name in homes if owner_of(name) == push.worker)
-            if push.path not in in_shards or not any(
-                give_back(path, train.staging / name) for name in own
-            ):
-                put_aside(train, path)
         for number in range(self._oldest, newest.version - config.keep + 1):
-            self._put_aside_version(train.version(number))
+            self._put_aside_version(train.version(number), newest.version)
             self._oldest = number + 1
         for name in self._trees.look(train.next).folders:
             made = name.partition(".")[0]
@@ -338,13 +324,14 @@ class Coordinator:
                 put_aside(train, train.next / name)
         self._litter = None
 
-    def _put_aside_version(self, version: Path) -> None:
-        """Put a version aside, whole, and give its parts to the reducers that make them, which write the
-        next ones into the same files."""
+    def _put_aside_version(self, version: Path, newest: int) -> None:
+        """Put a version aside, whole, and give its parts to the reducers that make them, which write into
+        the same files those of the version after the next: they may have begun the next one."""
         gone = put_aside(self._train, version)
         if gone is not None:
-            for name in look(self._train.ahead).folders:
-                give_back(gone / owner_of(name), self._train.ahead / name)
+            for home in look(self._train.ahead).folders:
+                with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
+                    move(gone / owner_of(home), self._train.ahead / home / str(newest + 2))
 
     def tidy_up(self) -> bool:
         """Remove for a little while what was put aside. Return whether there was something to do. Raises

@@ -44,11 +44,6 @@ NORM, COMPLAINT = "version.norm.", "version.bad."
 VERSION = "version"
 # The directories of a part of a version, which have a file for each shard.
 PARAMS, STATE = "params", "state"
-# In a directory of staging/ or ahead/: a push or part that is not needed any more, whose files are written
-# anew.
-SPARE = "spare"
-# The errors of a rename to SPARE that mean: there is one, the process has ended, or it is another user's.
-_NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
 # The end of a worker or a reducer is no event: their locks are looked at this often.
 LOOK_S = 1.0
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
@@ -278,13 +273,18 @@ def rename_new(path: Path, new: Path) -> None:
 
 def move(path: Path, target: Path) -> None:
     """Rename a directory. Another host may have moved it to `path`, or something else to `target`. Raises
-    OSError."""
+    FileExistsError if something is there, and OSError."""
     try:
-        os.rename(path, target)
+        try:
+            os.rename(path, target)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            _files.look_up(_look_and_rename, path, target)
     except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-        _files.look_up(_look_and_rename, path, target)
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        raise
 
 
 def _look_and_rename(path: Path, target: Path) -> None:
@@ -373,19 +373,6 @@ def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> 
     path = folder / f"{owner}@{secrets.token_hex(8)}"
     path.mkdir()
     return path
-
-
-def give_back(path: Path, home: Path) -> bool:
-    """Give a push or part back to the directory of staging/ or ahead/ that it was made in, for its files to
-    be written anew. Return False if that directory has one already or is gone, or belongs to another user.
-    Raises OSError."""
-    try:
-        move(path, home / SPARE)
-    except OSError as error:
-        if error.errno not in _NOT_TAKEN:
-            raise
-        return False
-    return True
 
 
 def make_part(path: Path) -> None:

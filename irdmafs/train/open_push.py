@@ -15,7 +15,7 @@ from pathlib import Path
 from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
-from .directory import SPARE, TrainDirectory, discard, make_home
+from .directory import TrainDirectory, discard, make_home, move
 from .errors import Refused
 from .folders import Directories, Directory
 from .layout import ModelLayout, Shard
@@ -36,13 +36,17 @@ class Staging:
         self.path = make_home(train.staging, worker, partial(discard, train))
         self._directories = Directories()
 
-    def begin(self, name: str) -> tuple[Path, Directory]:
-        """Return a directory for the files of a push. It is that of a push that has counted, if the worker
-        has got one back: writing its files anew costs half of making new ones. Raises OSError."""
+    def begin(self, name: str, counted: Path | None) -> tuple[Path, Directory]:
+        """Return a directory for the files of a push. It is that of the worker's last push, if that has
+        `counted`: writing its files anew costs half of making new ones. Raises OSError."""
         path = self.path / name
-        try:
-            os.rename(self.path / SPARE, path)
-        except FileNotFoundError:
+        is_anew = False
+        if counted is not None:
+            # If the worker was taken for dead meanwhile, the coordinator has put it aside.
+            with contextlib.suppress(FileNotFoundError):
+                move(counted, path)
+                is_anew = True
+        if not is_anew:
             path.mkdir()
         return path, self._directories.open(path)
 
@@ -65,15 +69,16 @@ class OpenPush:
         shards: Sequence[Shard],
         staging: Staging,
         push: Push,
+        counted: Path | None,
         *,
         finite: bool,
         publish: Callable[[Path, float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`shards`: in the order in which `finish` writes them. `push`: as far as it is known by now;
-        `finite`: NaN and infinity are refused. `publish`: gives the push its name, by the path of its
-        directory in staging/, the weight and the learning rate, and returns its step. `noting`: a context
-        that is told why the push is refused. Raises OSError."""
+        `counted`: as for Staging.begin; `finite`: NaN and infinity are refused. `publish`: gives the push
+        its name, by the path of its directory in staging/, the weight and the learning rate, and returns
+        its step. `noting`: a context that is told why the push is refused. Raises OSError."""
         self._layout = layout
         self._shards = shards
         self._staging = staging
@@ -81,7 +86,7 @@ class OpenPush:
         self._finite = finite
         self._publish = publish
         self._noting = noting
-        self._path, self._directory = staging.begin(name_in_shards(push))
+        self._path, self._directory = staging.begin(name_in_shards(push), counted)
         self._holders: dict[str, list[Shard]] = {}
         for shard in shards:
             for part in shard.slices:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from .config import TrainConfig
 from .directory import (
     NORM,
     PARAMS,
-    SPARE,
     STATE,
     TrainDirectory,
     make_home,
@@ -93,20 +91,15 @@ class Part:
             if not self._finish(config, target, plan):
                 return False
             self._publish(plan.version, target)
-        except (FileNotFoundError, FormatError) as error:
-            # Made by somebody else meanwhile, and tidied. Or a push is gone: the coordinator will make
-            # another plan. Or another reducer has the part.
+        except (FileExistsError, FileNotFoundError, FormatError) as error:
+            # Made by somebody else meanwhile, and maybe tidied. Or a push is gone: the coordinator will
+            # make another plan. Or another reducer has the part.
             self._begun = None
             log.info("%s: version %d is left: %s", self._train.models, plan.version, error)
             return False
         except BadPush as bad:
             self._begun = None
             return self._complain(target, bad)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            # Made by somebody else.
-            return False
         self._version = self._folders = self._begun = None
         return True
 
@@ -210,22 +203,23 @@ class Part:
 
     def _open_folders(self, version: int) -> PartFolders:
         """Return the directories for the shards of a version. They are those of a version that was removed,
-        if there is one: writing files anew costs less than making new ones. Raises OSError."""
+        if the coordinator has given some back: writing files anew costs less than making new ones. Raises
+        OSError."""
         if self._folders is not None and self._version == version:
             return self._folders
-        path = self._home / str(version)
-        if self._version == version and not path.exists():
-            self._version = None  # it was published, in spite of an error: it is made anew
         if self._version != version:
-            before = SPARE if self._version is None else str(self._version)
-            self._folders = None
+            if self._version is not None:
+                put_aside(self._train, self._home / str(self._version))
+            self._version, self._folders = version, None
             self._made.clear()
-            try:
-                os.rename(self._home / before, path)
-            except FileNotFoundError:
-                make_part(path)
-            self._version = version
-        there = look(path)
+        path = self._home / str(version)
+        try:
+            there = look(path)
+        except FileNotFoundError:
+            # There was none, or it was published, in spite of an error.
+            self._made.clear()
+            make_part(path)
+            there = look(path)
         self._drop_shared_files(path, there)
         self._folders = self._open(path, there)
         return self._folders

@@ -28,8 +28,8 @@ class Watch:
         self._worker = worker
         # The refusals that were there before, or that the worker was told of.
         self._known = set(refusals.names(train))
-        self._last: Path | None = None
-        self._step = 0
+        # The name and the step of the last push.
+        self._last, self._step = "", 0
         # When this wait began, or a reducer was seen in it.
         self._reducer_s = 0.0
         self._told = False
@@ -38,9 +38,13 @@ class Watch:
         """Begin a wait."""
         self._reducer_s = time.monotonic()
 
-    def pushed(self, path: Path, step: int) -> None:
+    def pushed(self, name: str, step: int) -> None:
         """Note the worker's last push, which is looked after from now on."""
-        self._last, self._step = path, step
+        self._last, self._step = name, step
+
+    def counted(self) -> Path | None:
+        """Return the last push if it has counted: its files may be written anew."""
+        return self._train.push / self._last if self._last and self._has_counted() else None
 
     @contextlib.contextmanager
     def noting(self, path: str) -> Iterator[None]:
@@ -59,16 +63,16 @@ class Watch:
         self._known = set(names)
         for refusal in refusals.read(self._train, new):
             if worker_of(refusal.path) == self._worker and not refusal.counts:
-                if self._last is not None and self._last.name == refusal.path:
+                if self._last == refusal.path:
                     if self._has_counted():
                         # The configuration that refused the push was changed since.
                         continue
-                    last, self._last = self._last, None
-                    discard(self._train, last)
+                    self._last = ""
+                    discard(self._train, self._train.push / refusal.path)
                 raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
-        if self._last is None or self._last.exists():
+        if not self._last or (self._train.push / self._last).exists():
             return
-        self._last = None
+        self._last = ""
         if not self._has_counted():
             raise TrainError(
                 f"push {self._step} of {self._worker!r} was removed before it counted: push it again"

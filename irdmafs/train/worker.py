@@ -197,7 +197,7 @@ class Worker:
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self.layout, self._in_turns, self._staging, expected,
+            self.layout, self._in_turns, self._staging, expected, self._watch.counted(),
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
 
@@ -223,11 +223,11 @@ class Worker:
     def _publish(self, written: Path, weight: float, lr: float | None) -> int:
         push = self._next_push(weight, lr)
         check_turn(self.train, self.config, self.train.newest_plan(), push)
-        path = self.train.push / name_in_shards(push)
+        name = name_in_shards(push)
         # The rename fails if the worker was taken for dead since the push was begun, and its files removed.
-        os.rename(written, path)
+        os.rename(written, self.train.push / name)
         self.step = self._pushed = push.step
-        self._watch.pushed(path, self.step)
+        self._watch.pushed(name, self.step)
         return self.step
 
     # -- pull --------------------------------------------------------------------------------------

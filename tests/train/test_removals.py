@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.training_runs import newest, ones, parameters, reduce, start
+from harness.training_runs import newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Worker, directory
-from irdmafs.train.coordinator import Coordinator
-from irdmafs.train.directory import SPARE, TrainDirectory, remove
+from irdmafs.train.directory import TrainDirectory, remove
 
 
 @contextmanager
@@ -71,29 +70,28 @@ def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) ->
     assert not os.listdir(train.aside)
 
 
-def test_push_that_has_counted_is_given_back_whole_or_removed(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A coordinator that was stopped gives it back to its worker, who writes the next push there, while
-    another one removes it."""
+def test_push_that_has_counted_is_taken_back_whole_or_removed(run: Path) -> None:
+    """A worker that was taken for dead takes it back, to write its next push there, while a coordinator
+    removes it."""
     start(run, shards=3)
     train = TrainDirectory(run)
-    with Worker(run, "a") as worker, Reducer(run) as reducer:
-        worker.push(ones(1))
-        (push,) = os.listdir(train.push)
-        inode = (train.push / push).stat().st_ino
-        monkeypatch.setattr(Coordinator, "_tidy", lambda *_: None)
-
-        def give_back() -> None:
-            with pytest.raises(FileNotFoundError):
-                os.rename(train.push / push, worker._staging.path / SPARE)
-
-        with removed_slowly(inode, give_back) as removed:
+    with Reducer(run) as reducer:
+        with Worker(run, "a") as worker:
+            worker.push(ones(1))
+            (push,) = os.listdir(train.push)
+            inode = (train.push / push).stat().st_ino
             reduce(reducer)
             assert newest(run) == 1
+            assert os.listdir(train.push) == [push]
+
+        def take_back() -> None:
+            with pytest.raises(FileNotFoundError):
+                os.rename(train.push / push, train.staging / push)
+
+        with removed_slowly(inode, take_back) as removed:
+            reduce_until(reducer, lambda: not os.listdir(train.push), "it is put aside")
             tidy_up(reducer)
         assert removed
-        assert not os.path.lexists(train.push / push)
 
 
 def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
