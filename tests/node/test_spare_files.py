@@ -90,17 +90,15 @@ def is_used_again(files: Files, number: int) -> bool:
     return files.figures().reused_files > before
 
 
-def test_a_file_that_was_opened_to_be_sent_is_never_used_again(files: Files) -> None:
-    keep(files, 1)
-    os.close(files.open(Extent(1, 0)))
-    assert not is_used_again(files, 1)
-
-
-def test_a_file_that_was_handed_on_over_tcp_is_never_used_again(files: Files) -> None:
+@pytest.mark.parametrize("way", ["opened", "handed on"])
+def test_a_file_that_was_sent_is_never_used_again(files: Files, way: str) -> None:
     incoming = files.create(LENGTH)
-    incoming.lend()
+    if way == "handed on":
+        incoming.lend()
     files.seal(incoming, Extent(1, 0))
     incoming.close()
+    if way == "opened":
+        os.close(files.open(Extent(1, 0)))
     assert not is_used_again(files, 1)
 
 

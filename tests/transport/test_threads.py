@@ -21,20 +21,6 @@ def until(stopped: threading.Event, ended: list[str], name: str) -> Callable[[],
     return work
 
 
-def test_results_come_in_the_order_of_the_works() -> None:
-    first_may_end = threading.Event()
-
-    def first() -> int:
-        first_may_end.wait()
-        return 1
-
-    def second() -> int:
-        first_may_end.set()
-        return 2
-
-    assert trio.run(in_threads, [first, second], first_may_end.set, None) == [1, 2]
-
-
 def test_the_first_error_is_raised_when_all_were_stopped() -> None:
     stopped, ended = threading.Event(), list[str]()
 
@@ -62,18 +48,3 @@ async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int |
     # The second one has no place before the first one has ended.
     assert sorted(ended) == ["one", "other"][: places or 2]
     assert limit is None or limit.value == places
-
-
-async def test_works_wait_for_places() -> None:
-    running, most, lock = 0, 0, threading.Lock()
-
-    def work() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        with lock:
-            running -= 1
-
-    await in_threads([work] * 20, lambda: None, trio.Semaphore(2))
-    assert most <= 2

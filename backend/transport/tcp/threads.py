@@ -19,7 +19,7 @@ async def in_threads(
     works: Sequence[Callable[[], T]], stop: Callable[[], None], places: trio.Semaphore | None
 ) -> list[T]:
     """Run each work in a thread of its own, for which there are `places` (None: any number); all have ended
-    when this returns or raises.
+    when this returns or raises. Return their results in the order in which they came.
 
     `stop` is called, once or more, when one of them fails or this is cancelled, and must make the
     others end soon. Raises what the first one that failed raised.
@@ -42,7 +42,7 @@ async def in_threads(
             await trio.lowlevel.checkpoint_if_cancelled()
     if running.errors:
         raise running.errors[0]
-    return [*map(running.results.__getitem__, range(len(works)))]
+    return running.results
 
 
 class _Running:
@@ -52,21 +52,19 @@ class _Running:
     def __init__(self, stop: Callable[[], None], places: trio.Semaphore | None) -> None:
         self.left = 0
         self.is_cancelled = False
-        self.results: dict[int, Any] = {}
+        self.results: list[Any] = []
         self.errors: list[BaseException] = []
         self._stop = stop
         self._places = places
-        self._started = 0
         self._token = trio.lowlevel.current_trio_token()
         self._waiting: trio.lowlevel.Task | None = None
 
     def start(self, work: Callable[[], Any]) -> None:
-        token, number = self._token, self._started
+        token = self._token
         self.left += 1
-        self._started += 1
         trio.lowlevel.start_thread_soon(
             partial(contextvars.copy_context().run, work),
-            lambda outcome: token.run_sync_soon(self._end, number, outcome),
+            lambda outcome: token.run_sync_soon(self._end, outcome),
         )
 
     def ended(self) -> Awaitable[None]:
@@ -81,12 +79,12 @@ class _Running:
         self._waiting = trio.lowlevel.current_task()
         return trio.lowlevel.wait_task_rescheduled(abort)
 
-    def _end(self, number: int, outcome: Any) -> None:
+    def _end(self, outcome: Any) -> None:
         self.left -= 1
         if self._places is not None:
             self._places.release()
         try:
-            self.results[number] = outcome.unwrap()
+            self.results.append(outcome.unwrap())
         except BaseException as error:
             self.errors.append(error)
             self._stop()
