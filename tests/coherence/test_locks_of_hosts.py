@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.mountpoint import eventually
-from harness.processes import Process, TakeProcess
+from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.seeds import chosen_seed
 
 TTL_S = 4  # short, and longer than a busy machine stops a host
@@ -18,22 +18,8 @@ SLOTS = 6
 TURNS = 10
 NEVER_S = 0.3  # what must not happen is looked for so long
 
-PREPARE = """
+PREPARE = f"""{TRY_LOCKS}
 import struct, time
-def try_lock(fd, kind, start=0, length=0):
-    try:
-        fcntl.lockf(fd, kind | fcntl.LOCK_NB, length, start)
-        return True
-    except (BlockingIOError, PermissionError):
-        return False
-
-def try_flock(fd, kind):
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-
 def query(fd, kind):
     request = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
     return struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))

@@ -19,6 +19,21 @@ from pathlib import Path
 from typing import Any
 
 STEP_TIMEOUT_S = 60.0
+# For a step: what tries to lock a file.
+TRY_LOCKS = """
+def try_lock(fd, kind, start=0, length=0):
+    try:
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB, length, start)
+        return True
+    except (BlockingIOError, PermissionError):
+        return False
+def try_flock(fd, kind):
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+"""
 # The user who owns nothing.
 NOBODY = 65534
 

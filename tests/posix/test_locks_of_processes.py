@@ -5,28 +5,11 @@ from pathlib import Path
 import pytest
 from harness.cluster_mount import CLUSTER
 from harness.mountpoint import Mount
-from harness.processes import Process, TakeProcess
+from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 # With pyfuse3 the kernel keeps locks, which test_as_tmpfs_does.py tries.
 SESSIONS = ("kernel", CLUSTER)
-
-TRY_RANGE = """
-def try_lock(fd, kind, start, length):
-    try:
-        fcntl.lockf(fd, kind | fcntl.LOCK_NB, length, start)
-        return True
-    except (BlockingIOError, PermissionError):
-        return False
-"""
-TRY_FLOCK = """
-def try_flock(fd, kind):
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-"""
 
 
 def openers(file: Path, process: TakeProcess, count: int = 2) -> list[Process]:
@@ -34,7 +17,7 @@ def openers(file: Path, process: TakeProcess, count: int = 2) -> list[Process]:
     file.write_bytes(b"x" * 1000)
     found = [process() for _ in range(count)]
     for one in found:
-        one.do("fd = os.open(file, os.O_RDWR)\n" + TRY_RANGE + TRY_FLOCK, file=str(file))
+        one.do("fd = os.open(file, os.O_RDWR)\n" + TRY_LOCKS, file=str(file))
     return found
 
 
@@ -96,7 +79,7 @@ SCENARIOS = {
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_locks_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
     begin = "fd = open_fd('file', os.O_RDWR | os.O_CREAT)\n"
-    as_on_tmpfs(SCENARIOS[scenario], begin + TRY_RANGE + TRY_FLOCK)
+    as_on_tmpfs(SCENARIOS[scenario], begin + TRY_LOCKS)
 
 
 def test_query_names_the_holder(folder: Path, process: TakeProcess) -> None:
