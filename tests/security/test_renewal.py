@@ -13,6 +13,7 @@ from harness.clusters import Cluster, Plan
 from harness.daemons import Daemon
 from harness.mountpoint import eventually
 from harness.transport_place import Place, in_cluster, mounted, until
+from test_certificates import directory
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers
@@ -20,14 +21,9 @@ from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, i
 from irdmafs.backend.trust.renewal import Renewable, Renewal
 from irdmafs.backend.trust.security import Credentials, Identity, identity_in
 
+__all__ = ["directory"]
+
 SECOND = 1 / 86400
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> str:
-    """One that holds a CA."""
-    make_ca(str(tmp_path), "test")
-    return str(tmp_path)
 
 
 def replace(old: Credentials, directory: str, days: float = 1.0, owner: int = -1) -> Identity:

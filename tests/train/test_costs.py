@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from harness.clusters import LONG_LEASE_S, Cluster, ClusterMount, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.mountpoint import eventually
 from harness.training_runs import (
     model,
@@ -24,11 +24,6 @@ from irdmafs.train.liveness import Lock
 pytestmark = pytest.mark.usefixtures("looks_often")
 
 
-def figures(mount: ClusterMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster"]
-    return found
-
-
 PLAN = Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=LONG_LEASE_S)
 
 
@@ -43,11 +38,11 @@ def test_planning_fetches_no_push(cluster: Cluster) -> None:
         # It reads the files of the run itself.
         assert not coordinator.step(train.config(), train.newest_plan(), None)
         worker.push(ones())
-        before = figures(planned_at)["fetched_files"]
+        before = counters(planned_at)["fetched_files"]
         eventually(
             lambda: coordinator.step(train.config(), train.newest_plan(), None), "a plan is made"
         )
-        assert figures(planned_at)["fetched_files"] == before
+        assert counters(planned_at)["fetched_files"] == before
 
 
 def test_push_after_the_first_makes_no_files(cluster: Cluster) -> None:
@@ -91,9 +86,9 @@ def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(cluster
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
         # Its plan is read, too.
         assert worker.train.newest_plan().version == 1
-        before = figures(worker_at)["fetched_files"]
+        before = counters(worker_at)["fetched_files"]
         pulled = worker.pull(timeout_s=30)
-        assert figures(worker_at)["fetched_files"] == before
+        assert counters(worker_at)["fetched_files"] == before
         assert same_bits(pulled, parameters(run))
 
 
