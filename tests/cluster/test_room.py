@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.clusters import MIB, Cluster, Plan
 from harness.errors import fails_with
-from harness.mountpoint import eventually
+from harness.mountpoint import eventually, fsync
 from harness.programs import hasty_node
 
 from irdmafs.backend.cluster.membership import Members
@@ -50,9 +50,7 @@ def test_what_was_removed_again_is_not_counted(here: Path) -> None:
         (here / "file").write_bytes(bytes(range(256)) * (8 * MIB // 256))
         (here / "file").unlink()
         # A node that tells its room meanwhile has to know.
-        directory = os.open(here, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        fsync(here)
     assert free_bytes(here) > before - 8 * MIB
 
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import make_mount
 from harness.claims import often
 from harness.cluster_mount import CLUSTER
-from harness.mountpoint import Mount, eventually
+from harness.mountpoint import Mount, eventually, fsync
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -39,21 +39,13 @@ def spent(mount: Mount, before: dict[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in counted(mount).items()}
 
 
-def read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(fd, 1 << 20)
-    finally:
-        os.close(fd)
-
-
 def test_a_warm_open_deep_in_the_tree_costs_one_round_trip(mount: Mount) -> None:
     folder = mount.path / "a" / "b" / "c"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"warm")
-    read(folder / "file")
+    (folder / "file").read_bytes()
     before = counted(mount)
-    assert read(folder / "file") == b"warm"
+    assert (folder / "file").read_bytes() == b"warm"
     cost = spent(mount, before)
     assert cost["barriers"] <= 1
     assert cost["transactions"] == cost["round_trips"] == 0
@@ -90,9 +82,7 @@ def test_a_large_file_is_published_in_one_transfer_and_one_transaction(mount: Mo
 
 
 def test_what_a_directory_lease_costs_is_not_counted_to_what_caused_it(mount: Mount) -> None:
-    fd = os.open(mount.path, os.O_RDONLY)
-    os.fsync(fd)  # of what was done before nothing is stored later
-    os.close(fd)
+    fsync(mount.path)  # of what was done before nothing is stored later
     before = counted(mount)
 
     def is_free() -> bool:
