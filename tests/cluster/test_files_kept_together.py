@@ -76,6 +76,17 @@ def test_nearest_directory_with_a_placement_decides_which_files_are_together(
     assert outer_groups != plain_groups
 
 
+def test_file_that_was_made_without_a_name_is_kept_as_its_first_one_says(together: Path) -> None:
+    os.setxattr(together, "user.irdmafs.replicas", b"3")
+    fd = os.open(together, os.O_TMPFILE | os.O_WRONLY)
+    os.write(fd, b"content")
+    os.link(f"/proc/self/fd/{fd}", together / "0", src_dir_fd=fd)
+    os.close(fd)
+    (group,) = groups_of(together / "0")
+    assert len(group["nodes"]) == 3
+    assert [group] == groups_of(made(together / "below" / "0", b"content"))
+
+
 def test_renamed_file_stays_where_it_was_created(together: Path) -> None:
     file = made(together / "0", b"content")
     before = groups_of(file)

@@ -53,7 +53,7 @@ class Layouts:
         return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
 
     def of(self, inode: Inode) -> Layout:
-        """Return the layout of a file, also of one that was made without a name."""
+        """Return the layout of a file, also of one that has no name yet."""
         if inode.layout.seed:
             return inode.layout
         settings = self._cluster.settings

@@ -70,7 +70,10 @@ class Publisher:
         if size > SIZE_MAX:
             raise fail(errno.EFBIG)
         before = self._namespace.inode(ino)
-        layout = self._layouts.of(before)
+        if version.name is not None and not before.layout.seed:
+            layout = self._layouts.of_name(*version.name)
+        else:
+            layout = self._layouts.of(before)
         if version.base is not None and before.version and self._cluster.verify:
             layout = self._layouts.of_change(before, size)
         extent = version.extent if size else NO_CONTENT
