@@ -65,7 +65,7 @@ def test_another_one_does_not_take_its_name(
     with pytest.raises(OSError) as refused:
         rename(other, moved)
     # The first look at the name is that of the rename.
-    assert refused.value.errno == (errno.ENOTEMPTY if rename is move else errno.ESTALE)
+    assert refused.value.errno == (errno.EEXIST if rename is move else errno.ESTALE)
     assert other.exists()
     assert (moved / "file").read_text() == "content"
     with pytest.raises(OSError, match="not empty"):
