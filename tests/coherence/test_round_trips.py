@@ -120,7 +120,7 @@ def is_believed(mount: Mount, folder: Path) -> bool:
 
 
 def test_a_directory_that_is_looked_at_often_is_known_without_asking(mount: Mount) -> None:
-    """What leads to a directory that nobody opens anything in costs no request for each name."""
+    """Names on the way to a directory in which nobody opens anything cost no request each."""
     folder = mount.path / "looked" / "at" / "often"
     folder.mkdir(parents=True)
     before = counted(mount)
