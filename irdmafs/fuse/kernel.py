@@ -76,7 +76,6 @@ class KernelSession:
         self._tasks = tasks
         self._wakeups = wakeups
         self.deferred = deferred = Deferred(filesystem, tasks)
-        self._released, self._forgotten = deferred.released, deferred.forgotten
         self.waiting = waiting = WaitingRequests(filesystem.processes, tasks)
         self._rows = Requests(connection, filesystem, notices, deferred, waiting).rows
         self._counts = counts
@@ -166,11 +165,12 @@ class KernelSession:
             log.debug(
                 "%s node %d pid %d, %d bytes", _name(opcode), request.nodeid, request.pid, received
             )
-        released, forgotten = self._released, self._forgotten
-        if (released or forgotten) and (
-            opcode not in _GO_AHEAD or len(released) + len(forgotten) > _PUT_OFF_MAX
+        deferred = self.deferred
+        if (deferred.released or deferred.forgotten) and (
+            opcode not in _GO_AHEAD
+            or len(deferred.released) + len(deferred.forgotten) > _PUT_OFF_MAX
         ):
-            self.deferred.settle()
+            deferred.settle()
         row = self._rows.get(opcode)
         if row is None:
             self._connection.refuse(request.unique, errno.ENOSYS)
