@@ -1,7 +1,7 @@
 """One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -29,11 +29,13 @@ class Commit:
     durable = True
     urgent = False
     charge: Charge | None = None  # the charge of `inode`, if that grows in a quota
-    # Decided when it is about to be stored: the files whose names only this mount knew before, the
-    # directories that get names, change or go, and those in which names and files change.
+    # Decided when it is about to be stored: the revision of each of `names`, 0: there is no such name; the
+    # files whose names only this mount knew before, the directories that get names, change or go, and those
+    # in which names and files change.
+    revisions: Sequence[int] = ()
     kept: Sequence[int] = ()
-    made_in: Collection[int] = ()
-    changed_in: Collection[int] = ()
+    made_in: Set[int] = frozenset()
+    changed_in: Set[int] = frozenset()
 
 
 def operations(commit: Commit) -> list[Put | Delete]:
@@ -55,14 +57,11 @@ def operations(commit: Commit) -> list[Put | Delete]:
     return found
 
 
-def compares(
-    commit: Commit, revisions: Sequence[int], is_ours: Callable[[int], bool]
-) -> list[Compare]:
-    """Return the conditions of the transaction. `revisions` are those of the names as the decision found
-    them, 0: there was no such name. `is_ours`: nobody else makes names in a directory, which the caller
-    compares. Raises OSError ENAMETOOLONG."""
+def compares(commit: Commit, is_ours: Callable[[int], bool]) -> list[Compare]:
+    """Return the conditions of the transaction. `is_ours`: nobody else makes names in a directory, which
+    the caller compares. Raises OSError ENAMETOOLONG."""
     known: dict[bytes, int] = {}
-    for (parent, name, _), revision in zip(commit.names, revisions, strict=True):
+    for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
         known[name_key(parent, name)] = revision
     for inode in (*commit.inodes, *commit.gone, *commit.fixed):
         known[inode_key(inode.ino)] = inode.revision

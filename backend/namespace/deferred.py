@@ -129,8 +129,8 @@ class Deferred:
         now_s = trio.current_time()
         if self.is_empty:
             self._stored_s = now_s
-        for parent, name, _ in commit.names:
-            self._before.setdefault(name_key(parent, name), self._tree.name_revision(parent, name))
+        for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
+            self._before.setdefault(name_key(parent, name), revision)
         for inode in (*commit.inodes, *commit.gone):
             self._before.setdefault(inode_key(inode.ino), inode.revision)
         self._tree.keep(commit)
@@ -334,8 +334,9 @@ class Deferred:
 
     async def _settle(self, lost: Sequence[_Change]) -> None:
         """Store the first of these changes, whose claims are lost, or give them up."""
-        for directory in self._claims.of_others({one for change in lost for one in change.claims}):
-            await self._claims.recall(directory)
+        for directory in {one for change in lost for one in change.claims}:
+            if self._claims.is_of_another(directory):
+                await self._claims.recall(directory)
         some, conditions = self._first_of_lost(lost)
         try:
             revision = await self._send(some, conditions, ())

@@ -1,10 +1,10 @@
 """Protocols of the parts that deal with other mounts, as the committer of a shared engine uses them."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..kv import Compare, Delete, Put
+from .commit import Commit
 
 
 class Hub(Protocol):
@@ -35,8 +35,8 @@ class Claims(Protocol):
         """Return the revision of this mount's claim of the directory, 0: it has none."""
         ...
 
-    def of_others(self, directories: Iterable[int]) -> list[int]:
-        """Return those of the directories of which other mounts have the claim."""
+    def is_of_another(self, directory: int) -> bool:
+        """Return whether another mount has the claim of the directory."""
         ...
 
     async def recall(self, directory: int) -> None:
@@ -47,12 +47,8 @@ class Claims(Protocol):
         """Return whether this mount may defer changes in the directory: no other looks there."""
         ...
 
-    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        """Return those of the directories in which other mounts may have deferred changes."""
-        ...
-
-    def known_revision(self, directory: int) -> int:
-        """Return the revision of any mount's claim of the directory, 0: nobody has it."""
+    def is_exclusive_elsewhere(self, directory: int) -> bool:
+        """Return whether another mount may have deferred changes in the directory."""
         ...
 
     async def look(self, directory: int) -> None:
@@ -68,9 +64,10 @@ class Claims(Protocol):
         ...
 
     def taking(
-        self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
+        self, commit: Commit
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
-        """Give what a transaction compares and changes besides, so that this mount has the claims of
-        directories that it changes often, or makes, and of none that it removes. The block carries the
-        transaction out. Raises Conflict if the claims are refused."""
+        """Give what the transaction of a commit compares, so that claims are as they are known here, and
+        what it changes besides, so that this mount has the claims of directories that it changes often, or
+        makes, and of none that it removes. The block carries the transaction out. Raises Conflict if the
+        claims are refused."""
         ...

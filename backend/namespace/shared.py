@@ -14,16 +14,16 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter, itemgetter
+from itertools import starmap
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ...inline import detach
 from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
-from ..model.records import claim_key
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import Inode, fail
@@ -48,8 +48,6 @@ _DEFERRED_BYTES_MAX = 8192
 # The directory and the name, of an entry of Commit.names; the directory, of one of Commit.times.
 _NAME_OF: Final = itemgetter(0, 1)
 _NUMBER_IN: Final = itemgetter(0)
-_NUMBER_OF: Final = attrgetter("ino")
-_IS_DIRECTORY: Final = attrgetter("is_dir")
 
 
 class SharedCommitter:
@@ -151,21 +149,12 @@ class SharedCommitter:
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:
         """Commit to the shared engine, wait until the replica has it, and return True. Return False if a
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
-        directories = self._directories(commit)
-        tree = self._tree
-        revisions = []
-        for parent, name, _ in commit.names:
-            revisions.append(tree.name_revision(parent, name))
-        conditions = compares(commit, revisions, self._is_claimed)
-        if self._claims is not None:
-            for one in commit.made_in:
-                conditions.append((claim_key(one), self._claims.revision(one)))
-            for one in commit.changed_in:
-                if one not in commit.made_in:
-                    conditions.append((claim_key(one), self._claims.known_revision(one)))
+        tree, claims = self._tree, self._claims
+        directories, conditions = self._directories(commit), compares(commit, self._is_claimed)
         with tree.keeping(commit):
             try:
-                with self._taking_claims(commit) as (claimed, changes):
+                with nullcontext(([], [])) if claims is None else claims.taking(commit) as taken:
+                    claimed, changes = taken
                     conditions += [*claimed, *guards]
                     revision = await self._transact(conditions, changes, commit)
             except Conflict as conflict:
@@ -185,16 +174,6 @@ class SharedCommitter:
 
     def _is_claimed(self, directory: int) -> bool:
         return self._claims is not None and self._claims.revision(directory) > 0
-
-    def _taking_claims(
-        self, commit: Commit
-    ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
-        if self._claims is None:
-            return nullcontext(([], []))
-        changed = commit.changed_in if commit.names or commit.may_wait else ()
-        made = [commit.new.ino] if commit.new is not None and commit.new.is_dir else []
-        removed = map(_NUMBER_OF, filter(_IS_DIRECTORY, commit.gone))
-        return self._claims.taking(changed, made, removed)
 
     async def _transact(
         self, conditions: Sequence[Compare], changes: Sequence[Put | Delete], commit: Commit
@@ -248,10 +227,10 @@ class SharedCommitter:
         claims = self._claims
         if claims is None:
             return False
-        others = claims.of_others(commit.made_in)
+        others = [*filter(claims.is_of_another, commit.made_in)]
         for directory in others:
             await claims.recall(directory)
-        exclusive = claims.exclusive_of_others(commit.changed_in)
+        exclusive = [*filter(claims.is_exclusive_elsewhere, commit.changed_in)]
         for directory in exclusive:
             await claims.look(directory)
         return bool(others or exclusive)
@@ -320,8 +299,10 @@ class SharedCommitter:
         return bool(commit.inodes or commit.gone)
 
     def _add_names(self, commit: Commit) -> None:
-        """Add to a commit the names of its inodes that only this mount knows."""
+        """Add to a commit the names of its inodes that only this mount knows, and the revisions of all
+        names."""
         tree, kept = self._tree, list[int]()
+        revisions = [*starmap(tree.name_revision, map(_NAME_OF, commit.names))]
         for inode in commit.inodes:
             if inode.revision or inode is commit.new:
                 continue
@@ -334,10 +315,11 @@ class SharedCommitter:
                     continue
                 parent = name[0]
                 commit.names = [*commit.names, (*name, inode.ino)]
+                revisions.append(0)
                 commit.within = {*commit.within, parent}
                 if parent not in map(_NUMBER_IN, commit.times):
                     commit.times = [*commit.times, (parent, tree.inodes[parent].mtime_ns)]
-        commit.kept = kept
+        commit.kept, commit.revisions = kept, revisions
 
     def _forget_former_names(self, commit: Commit) -> None:
         """Remove the names that a commit removed and that were never stored: the watch tells of none."""

@@ -1,6 +1,6 @@
 """Names of files that their makers have not published yet, on several namespaces of one etcd."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import pytest
@@ -20,6 +20,7 @@ from irdmafs.backend.namespace import (
     NewVersion,
     shared,
 )
+from irdmafs.backend.namespace.commit import Commit
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.aside import make_aside
 from irdmafs.inline import Detached, Rest, run
@@ -125,12 +126,10 @@ class AllClaimed:
     def revision(self, directory: int) -> int:
         return 0
 
-    known_revision = revision
+    def is_of_another(self, directory: int) -> bool:
+        return False
 
-    def of_others(self, directories: Iterable[int]) -> list[int]:
-        return []
-
-    exclusive_of_others = of_others
+    is_exclusive_elsewhere = is_of_another
 
     async def recall(self, directory: int) -> None:
         """Return at once: there is no other."""
@@ -144,7 +143,7 @@ class AllClaimed:
         return []
 
     def taking(
-        self, *directories: Iterable[int]
+        self, commit: Commit
     ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
         return nullcontext(([], []))
 

@@ -23,7 +23,7 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Exists, Put
 from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace import SharedCommitter
+from ...namespace.commit import Commit
 from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
 from ...pauses import Rests
@@ -174,30 +175,29 @@ class Claims(RecordKeeper):
         )
 
     @contextmanager
-    def taking(
-        self, changed: Iterable[int], made: Iterable[int], removed: Iterable[int]
-    ) -> Iterator[tuple[list[Compare], list[Put | Delete]]]:
-        """Give what a transaction compares and changes besides, so that this mount has the claims of
-        directories that it changes often, or makes, and of none that it removes. The block carries the
-        transaction out. Raises Conflict if the claims are refused."""
-        directories, now = {*changed}, time.monotonic()
-        lease, taken, ours = self._session.lease, list[int](), list[int]()
-        conditions: list[Compare] = []
+    def taking(self, commit: Commit) -> Iterator[tuple[list[Compare], list[Put | Delete]]]:
+        """Do as namespace/others says."""
+        lease, taken, ours, now = self._session.lease, list[int](), list[int](), time.monotonic()
         changes: list[Put | Delete] = []
-        for one in removed:
-            if self.revision(one):
-                ours.append(one)
-                changes.append(Delete(claim_key(one)))
+        conditions: list[Compare] = [(claim_key(one), self.revision(one)) for one in commit.made_in]
+        for one in commit.changed_in - commit.made_in:
+            claim = self.claims.get(one)
+            conditions.append((claim_key(one), claim.revision if claim is not None else 0))
+        for inode in commit.gone:
+            if inode.is_dir and self.revision(inode.ino):
+                ours.append(inode.ino)
+                changes.append(Delete(claim_key(inode.ino)))
+        directories = commit.changed_in if commit.names or commit.may_wait else ()
         for one in directories:
             is_changed_often = now - self._changed.get(one, -_WITHIN_S) < _WITHIN_S
             if is_changed_often and self._is_worth_taking(one):
                 taken.append(one)
-                conditions += [(claim_key(one), self.revision(one)), Exists(inode_key(one))]
+                conditions.append(Exists(inode_key(one)))
                 changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
-        for one in made:
-            if self._may_take() and all(map(self._leases.may_follow, directories)):
-                taken.append(one)
-                changes.append(_claim(one, lease, exclusive=False))
+        made = commit.new if commit.new is not None and commit.new.is_dir else None
+        if made and self._may_take() and all(map(self._leases.may_follow, directories)):
+            taken.append(made.ino)
+            changes.append(_claim(made.ino, lease, exclusive=False))
         if taken:
             conditions.append(self._session.compare())
         self._taking.update(taken, ours)
@@ -250,7 +250,7 @@ class Claims(RecordKeeper):
             may_take = self._may_take() and self._leases.may_follow(directory)
             return may_take and directory not in self._rests
         is_shared = directory not in self.exclusive and directory not in self._sharing
-        return is_shared and self.is_ours(directory) and self._may_be_exclusive(directory)
+        return is_shared and self._may_be_exclusive(directory) and self.is_ours(directory)
 
     def _may_be_exclusive(self, directory: int) -> bool:
         if not self._defers or directory in self._looks:
@@ -264,26 +264,18 @@ class Claims(RecordKeeper):
 
     # -- claims of others --------------------------------------------------------------------------
 
-    def of_others(self, directories: Iterable[int]) -> list[int]:
-        claims, lease = self.claims, self._session.lease
-        return [one for one in directories if one in claims and claims[one].lease != lease]
-
-    def exclusive_of_others(self, directories: Iterable[int]) -> list[int]:
-        exclusive, lease = self.exclusive, self._session.lease
-        return [one for one in directories if exclusive.get(one, lease) != lease]
+    def is_of_another(self, directory: int) -> bool:
+        claim = self.claims.get(directory)
+        return claim is not None and claim.lease != self._session.lease
 
     def is_exclusive_elsewhere(self, directory: int) -> bool:
         """Return whether another mount has an exclusive claim of the directory."""
         lease = self._session.lease
         return self.exclusive.get(directory, lease) != lease
 
-    def known_revision(self, directory: int) -> int:
-        claim = self.claims.get(directory)
-        return claim.revision if claim is not None else 0
-
     async def recall(self, directory: int) -> None:
         """Return when no other mount has the claim of the directory. Raises OSError."""
-        await self._wait_for_holder(directory, self.of_others, self._wish)
+        await self._wait_for_holder(directory, self.is_of_another, self._wish)
         lease = self._session.lease
         if lease in self._wishes.get(directory, ()):
             await self._change([], wish_key(directory, lease))
@@ -291,17 +283,14 @@ class Claims(RecordKeeper):
     async def look(self, directory: int) -> None:
         """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
         with self._leases.keeping(directory):
-            await self._wait_for_holder(directory, self.exclusive_of_others, self._follow)
+            await self._wait_for_holder(directory, self.is_exclusive_elsewhere, self._follow)
 
     async def _wait_for_holder(
-        self,
-        directory: int,
-        among: Callable[[list[int]], list[int]],
-        ask: Callable[[int], Awaitable[None]],
+        self, directory: int, is_held: Callable[[int], bool], ask: Callable[[int], Awaitable[None]]
     ) -> None:
         """Have the holder of a claim asked, by a key that ends with this session, until the directory is
-        not `among` those any more."""
-        while among([directory]):
+        not held any more."""
+        while is_held(directory):
             claim = self.claims[directory]
             lease = claim.lease
             await self._session.wait_valid(self._member.timeout_s)

@@ -76,7 +76,7 @@ class Freshness:
             await self._cluster.replica.barrier()
         await self._cluster.deferred.settle()
         directories = self._directories_of(inode)
-        for directory in self._claims.exclusive_of_others(directories):
+        for directory in [*filter(self.is_deferred_elsewhere, directories)]:
             await self._claims.look(directory)
         for directory in directories:
             self._leases.asked(directory)

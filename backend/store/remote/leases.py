@@ -391,9 +391,10 @@ class Leases:
         members, moved, ours = self._members, self._moved.copy(), self._session.lease
 
         def awaited() -> dict[int, int]:
-            still = moved.keys() & members.followers() if moved else ()
-            found = {lease: moved[lease] for lease in still}
-            found |= dict.fromkeys(members.followers_of(path) - {ours}, revision)
+            found = dict.fromkeys(members.followers_of(path) - {ours}, revision)
+            if moved:
+                still = moved.keys() & members.followers()
+                found = {lease: moved[lease] for lease in still} | found
             for lease, missed in self._late.items() if found else ():
                 if members.acked(lease) < missed:
                     found.pop(lease, None)
@@ -413,7 +414,9 @@ class Leases:
                         "%s follows a directory and has acknowledged nothing for %g s: not waited for",
                         self._describe(lease), patience_s,
                     )  # fmt: skip
-        self._moved = {lease: at for lease, at in self._moved.items() if moved.get(lease, 0) < at}
+        if moved:
+            left = self._moved
+            self._moved = {lease: at for lease, at in left.items() if moved.get(lease, 0) < at}
 
     def _describe(self, lease: int) -> str:
         record = self._members.sessions.get(self._members.session_of(lease) or 0)
