@@ -144,11 +144,13 @@ class Inodes(dict[int, Inode]):
         self._changed[ino] = before, record if record is not None else former
         self[ino] = inode
 
-    def replace(self, inode: Inode, *, gone: bool = False) -> None:
-        """Have an inode whose derived fields are right, instead of the one that was just read. `gone`:
-        its record is removed."""
+    def replace(self, inode: Inode, revision: int) -> None:
+        """Have an inode whose derived fields are right, with a record at this revision, instead of the one
+        that was just read. 0: it has no record any more, or not yet."""
         ino = inode.ino
-        self._changed[ino] = super().get(ino), None if gone else inode.encode()
+        before = self.get(ino) if inode.revision else super().get(ino)
+        inode.revision = revision
+        self._changed[ino] = before, inode.encode() if revision else None
         self[ino] = inode
 
     def touch(self, ino: int, time_ns: int | None) -> None:

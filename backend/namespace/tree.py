@@ -279,13 +279,11 @@ class Tree(Names):
             for ino, time_ns in commit.times:
                 self._set_time(ino, time_ns)
             for inode in commit.inodes:
-                inode.revision = revision
-                inodes.replace(inode)
+                inodes.replace(inode, revision)
                 if (inode.xattrs or self.quotas.in_use) and inode.is_dir:
                     self._take_limits(inode)
             for inode in commit.gone:
-                inode.revision = 0
-                inodes.replace(inode, gone=True)
+                inodes.replace(inode, 0)
                 if inode.is_dir:
                     records.delete(time_key(inode.ino))
                     records.delete(_quota_key(inode.ino))
