@@ -53,17 +53,19 @@ class Totals(msgspec.Struct):
 
 class Inodes(dict[int, Inode]):
     """Inodes by number, as a mapping. An inode without a revision is not in the map: it stays here until it
-    is deleted. `totals` counts those in the map. `compared`: somebody compares inodes before and after a
-    change, so none is changed in place."""
+    is deleted. `totals` counts those in the map. `are_compared`: somebody compares inodes before and after
+    a change, so none is changed in place."""
 
-    def __init__(self, records: Map, *, compared: bool) -> None:
+    def __init__(self, records: Map) -> None:
         super().__init__()
         self._records = records
-        self._compared = compared
+        self.are_compared = False
         self.totals = Totals()
         self._kept_max = _KEPT_MAX
         # By number: the inode before the change under way, and its new record; None: it stays the same.
         self._changed: dict[int, tuple[Inode | None, bytes | None]] = {}
+        # Directories before the change under way, of which the map has another time since.
+        self._touched: dict[int, Inode] = {}
 
     def __missing__(self, ino: int) -> Inode:
         if ino in self._changed:
@@ -154,16 +156,17 @@ class Inodes(dict[int, Inode]):
         self[ino] = inode
 
     def touch(self, ino: int, time_ns: int | None) -> None:
-        """Have the time when the names of a directory changed, which the map has. It is set in place where
-        nobody compares inodes with what they were."""
-        known = super().get(ino)
+        """Have the time when the names of a directory changed, which the map is about to have. It is set in
+        place where nobody compares inodes with what they were."""
+        known = self.get(ino) if self.are_compared else super().get(ino)
         if known is None or not known.revision:
             return
+        self._touched.setdefault(ino, known)
         if time_ns is None or time_ns < known.mtime_ns:
             del self[ino]
         elif known.is_dir:
             inode = known
-            if self._compared:
+            if self.are_compared:
                 inode = self[ino] = known.copy()
             inode.mtime_ns, inode.ctime_ns = time_ns, max(known.ctime_ns, time_ns)
 
@@ -195,10 +198,11 @@ class Inodes(dict[int, Inode]):
             )
             records.put(key, b"%b%b%b" % (header, inode.name, record))
 
-    def settle(self) -> None:
-        """End a change that was written."""
-        totals = self.totals
+    def settle(self) -> dict[int, Inode | None]:
+        """End a change that was written. Return what it has changed, by number, as it was before."""
+        totals, changed = self.totals, dict[int, Inode | None](self._touched)
         for ino, (before, _) in self._changed.items():
+            changed.setdefault(ino, before)
             after = super().get(ino)
             if before is not None and before.revision:
                 if after is not None and after.revision:
@@ -208,8 +212,10 @@ class Inodes(dict[int, Inode]):
             elif after is not None and after.revision:
                 totals.count(after, 1)
         self._changed.clear()
+        self._touched.clear()
         if super().__len__() > self._kept_max:
             self.forget()
+        return changed
 
     def restore(self) -> None:
         """Take a change back that failed."""
@@ -218,6 +224,7 @@ class Inodes(dict[int, Inode]):
             if before is not None:
                 self[ino] = before
         self._changed.clear()
+        self._touched.clear()
         self.forget()
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from .inodes import Inodes, link_key
 class Names:
     """The names and inodes of a tree, which Tree changes, in an ordered map. `inodes` is for reading only.
 
-    A `damaged` inode can be listed and removed, and everything else is EIO. `compared` as for Inodes.
+    A `damaged` inode can be listed and removed, and everything else is EIO.
 
     Only the mount that makes a new file sees its names until it has a version; the inode names that mount
     (Inode.maker). Every mount's tree has the names, so that nobody else makes them, and all but the maker
@@ -21,11 +21,9 @@ class Names:
     are not seen here; `maker` is the number of this mount; is_mounted(number) returns whether a mount has
     a session now."""
 
-    def __init__(
-        self, records: Map, maker: int, is_mounted: Callable[[int], bool], *, compared: bool
-    ) -> None:
+    def __init__(self, records: Map, maker: int, is_mounted: Callable[[int], bool]) -> None:
         self.records = records
-        self.inodes = Inodes(records, compared=compared)
+        self.inodes = Inodes(records)
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
         self.unseen: set[int] = set()

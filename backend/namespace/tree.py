@@ -60,7 +60,7 @@ class Tree(Names):
         maker: int = 0,
         is_mounted: Callable[[int], bool] = lambda maker: True,
     ) -> None:
-        super().__init__(records or Map(), maker, is_mounted, compared=listener is not None)
+        super().__init__(records or Map(), maker, is_mounted)
         self._faults = faults or Faults()
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
@@ -75,6 +75,8 @@ class Tree(Names):
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
+        # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
+        self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -103,6 +105,7 @@ class Tree(Names):
         if not self._is_loaded:
             self._is_loaded = True
             self._fill(list(records))
+            self.inodes.are_compared = self._listener is not None
             return
         self.apply(revision, differences(self, records, revision))
 
@@ -114,35 +117,22 @@ class Tree(Names):
             self.take(Event(record.mod_revision, record.key, record.value) for record in some)
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        events = self.news(events)
-        if self._listener is None:
-            self.take(events)
-            return
-        inodes: dict[int, Inode | None] = {}
-        names = []
-        for _, key, _ in events:
-            ino = int.from_bytes(key[1:9], "big")
-            if ino not in inodes:
-                inodes[ino] = self.inodes.get(ino)
-            if key.startswith(b"d"):
-                name = key[9:]
-                names.append((ino, name, self.ino_behind(ino, name)))
-        self.take(events)
-        self._tell(inodes, names)
+        before = self.take(self.news(events))
+        if self._listener is not None:
+            self._tell(self._listener, before)
 
-    def _tell(self, inodes: dict[int, Inode | None], names: list[tuple[int, bytes, int]]) -> None:
-        """Tell the listener what became of inodes, and of names, which led to inodes before."""
-        listener = self._listener
-        assert listener is not None
-        for ino, old in inodes.items():
+    def _tell(self, listener: Listener, before: dict[int, Inode | None]) -> None:
+        """Tell of the newest change, by the inodes `before` it."""
+        for ino, old in before.items():
             if (new := self.inodes.get(ino)) is not old:
                 listener.inode_changed(old, new)
-        for parent, name, old_ino in names:
-            if (new_ino := self.ino_behind(parent, name)) != old_ino:
-                listener.name_changed(parent, name, old_ino, new_ino)
+        for led in self._led:
+            listener.name_changed(*led)
 
-    def take(self, events: Iterable[Event]) -> None:
-        """Apply the events of one transaction, or of several at once."""
+    def take(self, events: Iterable[Event]) -> dict[int, Inode | None]:
+        """Apply the events of one transaction, or of several at once. Return the inodes that they changed,
+        as they were before."""
+        self._led.clear()
         times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
         changed, size = [], 1024 * (len(names) + len(inodes))
         for inode, record in inodes:
@@ -180,11 +170,12 @@ class Tree(Names):
             self._refuse_misplaced()
         self.inodes.write()
         self.records.commit()
-        self.inodes.settle()
+        before = self.inodes.settle()
         if self.quotas.in_use:
             self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
         if touched:
             self.watches.changed(touched)
+        return before
 
     def _refuse_misplaced(self) -> None:
         linked, self._linked_directories = self._linked_directories, []
@@ -257,18 +248,17 @@ class Tree(Names):
         until a later commit stores them. Raises as `enact`."""
         for inode in commit.gone:
             inode.maker = 0  # no other host has taken its name
-        if commit.new is not None or self._listener is None:
-            self.enact(commit, revision=0)  # whoever is told here knows nothing of a new one yet
-            return
-        inodes = {one.ino: self.inodes.get(one.ino) for one in (*commit.inodes, *commit.gone)}
-        names = [(*name[:2], self.ino_behind(*name[:2])) for name in commit.names]
-        self.enact(commit, revision=0)
-        self._tell(inodes, names)
-        self._listener.kept()
+        before = self.enact(commit, revision=0)
+        # Whoever is told here knows nothing of a new one yet.
+        if commit.new is None and self._listener is not None:
+            self._tell(self._listener, before)
+            self._listener.kept()
 
-    def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> None:
-        """Store a commit and apply it. Raises NoSpace, OSError; then nothing has changed."""
+    def enact(self, commit: Commit, *, revision: int = _OWN_REVISION) -> dict[int, Inode | None]:
+        """Store a commit and apply it. Return the inodes that it changed, as they were before. Raises
+        NoSpace, OSError; then nothing has changed."""
         records, inodes = self.records, self.inodes
+        self._led.clear()
         size = 0
         for inode in commit.inodes:
             if inode.xattrs:
@@ -297,7 +287,7 @@ class Tree(Names):
             inodes.restore()
             records.undo()
             raise
-        inodes.settle()
+        before = inodes.settle()
         self._linked_directories.clear()  # a planner gives a directory one name, and not below itself
         for inode in commit.gone:
             self._let_go(inode)
@@ -305,6 +295,7 @@ class Tree(Names):
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         if touched:
             self.watches.changed(touched)
+        return before
 
     def enact_locally(self, commit: Commit) -> None:
         """Apply changes of local orphans, which are not stored."""
@@ -345,12 +336,12 @@ class Tree(Names):
     def _set_time(self, ino: int, time_ns: int | None) -> None:
         """Set the time when the names of a directory changed; None: its inode record has the times from
         now on."""
+        self.inodes.touch(ino, time_ns)
         key = b"t" + ino.to_bytes(8, "big")
         if time_ns is None:
             self.records.delete(key)
         else:
             self.records.put(key, time_ns.to_bytes(8, "big"))
-        self.inodes.touch(ino, time_ns)
 
     def _put(self, inode: Inode, record: bytes | None, known: Inode | None) -> None:
         """Have an inode instead of the one that was known, with another record, or (None) the same."""
@@ -402,6 +393,8 @@ class Tree(Names):
         value = records.get(key)
         known = int.from_bytes(value[:8], "big") if value is not None else 0
         subdirectories = 0
+        if ino != known:
+            self._led.append((parent, name, known, ino))
         if known and ino != known:
             subdirectories -= self._unlinked(known, parent, name)
         if ino:
