@@ -178,6 +178,5 @@ class LockHolder(ABC):
         """Note that every lock is lost with the session."""
 
     @abstractmethod
-    def check_publishing(self, ino: int) -> None:
-        """Check a content that was begun in a lost session and is about to be published in a new one. Raise
-        OSError if it must not be."""
+    def check(self, pid: int) -> None:
+        """Raise OSError EIO if a process that is about to publish has lost locks, and may not know it."""

@@ -14,7 +14,8 @@ class NewVersion(NamedTuple):
     that must still be the newest one. `mapped`: programs may have its file mapped, and change it without a
     trace. `layout`: where its bytes are, None: where the file's are; `digests`: of its bytes. `in_quotas`:
     it is refused if a quota has no room for it, and not only charged. `name`: a directory, and what the
-    file is called there from then on, too.
+    file is called there from then on, too. `pid`: the process (or thread) that publishes it, 0: the mount
+    by itself.
     """
 
     ino: int
@@ -29,6 +30,7 @@ class NewVersion(NamedTuple):
     digests: bytes = b""
     in_quotas: bool = True
     name: tuple[int, bytes] | None = None
+    pid: int = 0
 
     @classmethod
     def of_file(

@@ -89,7 +89,7 @@ class Publisher(OnHost):
             return
         try:
             stays = await self._stays(handle, content, pid)
-            await self._publish_locked(content, stays=stays, changed=changed)
+            await self._publish_locked(content, stays=stays, changed=changed, pid=pid)
         except OSError as error:
             # The closing program gets the error, and may write the file anew: this must not overwrite that.
             # Later writes through a mapping were not refused.
@@ -167,7 +167,7 @@ class Publisher(OnHost):
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._changes.may_hide_writes(content))
         if changed or self._changes.is_to_be_compared(content):
-            await self._publish_locked(content, stays=True, changed=changed)
+            await self._publish_locked(content, stays=True, changed=changed, pid=handle.pid)
         else:
             await self.show_name(content.ino)
 
@@ -183,9 +183,10 @@ class Publisher(OnHost):
         content = self._table.current.get(ino)
         return content is not None and content.is_changing and self._changes.is_written(content)
 
-    async def publish_in_place(self, ino: int, *, begun: bool) -> None:
+    async def publish_in_place(self, ino: int, *, begun: bool, pid: int = 0) -> None:
         """Publish everything written in place so far, before another host may lock the file. `begun`: also
-        a new file whose writers all began with an empty one, which is else left to their closes."""
+        a new file whose writers all began with an empty one, which is else left to their closes. `pid`: the
+        process that unlocks it."""
         content = self._table.current.get(ino)
         if (
             content is not None
@@ -194,7 +195,9 @@ class Publisher(OnHost):
             and self._inodes[ino].nlink
         ):
             with self._host.held(content):
-                await self._publish_so_far(content)
+                changed = self._changes.is_written(content)
+                if content.extent and (changed or self._changes.is_to_be_compared(content)):
+                    await self._publish_locked(content, stays=True, changed=changed, pid=pid)
 
     async def set_aside(self, ino: int) -> None:
         """Keep what was written in place and not published in a file beside it, and show the newest
@@ -250,14 +253,6 @@ class Publisher(OnHost):
                 is_named |= done and name is not None
         return is_named
 
-    async def _publish_so_far(self, content: Content) -> None:
-        """Publish everything written in place so far, by any process; nothing if there is nothing."""
-        if not content.extent:
-            return
-        changed = self._changes.is_written(content)
-        if changed or self._changes.is_to_be_compared(content):
-            await self._publish_locked(content, stays=True, changed=changed)
-
     async def publish_truncated(self, content: Content) -> None:
         """Publish a truncation by name: no close will publish it."""
         await self._publish_locked(content, stays=bool(content.writers))
@@ -290,11 +285,12 @@ class Publisher(OnHost):
         changed: bool = True,
         naming: bool = False,
         name: Name | None = None,
+        pid: int = 0,
     ) -> bool:
         """Do as `_publish`; if the content is not `changed`, only if a comparison finds it changed."""
         waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
-            return await self._publish(content, stays=stays, naming=naming, name=name)
+            return await self._publish(content, stays=stays, naming=naming, name=name, pid=pid)
         await detach()
         seen = content.seen
         lock = content.locked()
@@ -316,7 +312,7 @@ class Publisher(OnHost):
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
-            return await self._publish(content, stays=stays, naming=naming, name=name)
+            return await self._publish(content, stays=stays, naming=naming, name=name, pid=pid)
         finally:
             content.leaves = False
             lock.release()
@@ -327,10 +323,10 @@ class Publisher(OnHost):
         return content.state is State.REPLACING or self._store.sends
 
     async def _publish(
-        self, content: Content, *, stays: bool, naming: bool, name: Name | None
+        self, content: Content, *, stays: bool, naming: bool, name: Name | None, pid: int
     ) -> bool:
         """Publish a content, and return whether there was one. `naming`: the kernel keeps directories
-        locked until this returns. `name`: what the file is called from then on, too."""
+        locked until this returns. `name` and `pid` as for NewVersion."""
         if not content.extent:
             return False
         stays = stays or content.writers > 1  # others may have opened it meanwhile
@@ -348,7 +344,7 @@ class Publisher(OnHost):
                 extent, shape = await self._copy(content)
             version = NewVersion(
                 content.ino, extent, shape.st_size, shape.st_blocks, status.st_mtime_ns, ctime_ns,
-                base, content.mapped and not copies, name=name,
+                base, content.mapped and not copies, name=name, pid=pid,
             )  # fmt: skip
             try:
                 inode = await self._store_version(content, version)

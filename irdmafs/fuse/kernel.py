@@ -14,7 +14,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from types import CoroutineType
 from typing import Any, Final
 
@@ -186,6 +186,8 @@ class KernelSession:
             result = carry_out(request, *fields)
             if result.__class__ is CoroutineType:
                 result = inline.run(result)
+            elif result.__class__ is inline.Rest:
+                raise inline.Detached
             if result.__class__ is NoPayload:
                 if result.code:
                     self._connection.refuse(request.unique, result.code)
@@ -205,12 +207,12 @@ class KernelSession:
             self._connection.not_answered(error)
 
     async def _finish(
-        self, request: Request, row: Row, waiting: Waiting, coro: Coroutine[Any, Any, Any]
+        self, request: Request, row: Row, waiting: Waiting, waits: Awaitable[Any]
     ) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
         with waiting.scope as scope:
             try:
-                result = await inline.Rest(coro)
+                result = await inline.Rest(waits)
                 payload = (result or b"") if row.pack is None else row.pack(result)
                 self._connection.answer(request.unique, payload)
             except Exception as error:

@@ -196,7 +196,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
 
     async def flush(fh: int) -> None:
         try:
-            await files.flush(fh)
+            await files.close(fh)
         finally:
             leaving.flushed(fh)
 

@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import trio
@@ -12,7 +12,7 @@ import trio
 from ..backend.namespace import fail
 from ..coherence.content import Content
 from ..coherence.nodes import Handle
-from ..inline import detach
+from ..inline import Rest, detach
 from .calls import OFFSET_MAX
 from .lock_tables import Lock
 from .locking import Locking
@@ -65,30 +65,13 @@ class OpenFiles(Part):
         handle = self._handle(fh, writing=True)
         return await self._cache.carried.write(handle, off, buf)
 
-    async def flush(self, fh: int) -> None:
-        """Carry out close(2) of one descriptor, whose closer is not known, in the pyfuse3 session."""
-        handle = self._handle(fh)
-        await self._flush(handle, handle.pid)
-
-    async def _flush(self, handle: Handle, pid: int) -> None:
-        """Publish what was written through a handle, when the thread closes a descriptor of it."""
-        if not handle.writing:
-            return
-        found = self._inodes[handle.node.ino]
-        if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~handle.node.told:
-            await self._metadata.lose_privileges(found.ino, Closer(pid))
-        with self._publishing(handle, pid) if self._locking.may_lose else nullcontext():
-            await self._cache.publisher.flush(handle, pid)
-
-    def _publishing(self, handle: Handle, pid: int) -> AbstractContextManager[None]:
-        """Return what encloses code that may publish for a process. Raises OSError EIO if the process has
-        lost a lock."""
+    def _check_locks(self, handle: Handle, pid: int) -> None:
+        """Raise OSError EIO if a process that is about to publish has lost a lock."""
         try:
             self._locking.check(pid)
         except OSError:
             if self._cache.publisher.give_up(handle):
                 raise
-        return self._locking.publishing(handle.node.ino, pid)
 
     async def release(self, fh: int) -> None:
         """Release a handle in the pyfuse3 session."""
@@ -113,8 +96,9 @@ class OpenFiles(Part):
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handle(fh)
-        with self._publishing(handle, handle.pid) if self._locking.may_lose else nullcontext():
-            await self._cache.publisher.fsync(handle)
+        if self._locking.lost_by:
+            self._check_locks(handle, handle.pid)
+        await self._cache.publisher.fsync(handle)
         if self._store.sends:
             await detach()
             await self._namespace.flush()
@@ -196,21 +180,34 @@ class OpenFiles(Part):
         ino = self._handle(fh).node.ino
         await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
 
-    async def close(self, fh: int, pid: int, owner: int) -> None:
-        """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
-        next owner of such a lock sees what was written under it, also if the process is being killed."""
-        handle, locking = self._nodes.handles[fh], self._locking
-        if handle.is_directory:
-            raise fail(errno.EBADF)
-        posix, ino = locking.posix, handle.node.ino
+    def close(
+        self, fh: int, pid: int = 0, owner: int = 0
+    ) -> Coroutine[Any, Any, None] | Rest[None]:
+        """Return what carries out close(2) of one descriptor. The kernel session tells who closes it, and
+        whose locks on the file end with it. The next owner of such a lock sees what was written under it,
+        also if the process is being killed."""
+        handle = self._handle(fh)
+        closing = self._close(handle, pid or handle.pid, owner)
+        # A file that was written anew is published, which waits.
+        return Rest(closing) if self._store.waits and self._content(handle).whole else closing
+
+    async def _close(self, handle: Handle, pid: int, owner: int) -> None:
+        locking, node = self._locking, handle.node
+        posix, ino = locking.posix, node.ino
         shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)
         if shielded:
             await detach()
         published = False
         with trio.CancelScope(shield=True) if shielded else nullcontext():
             try:
-                await self._flush(handle, pid)
+                if handle.writing:
+                    found = self._inodes[ino]
+                    if (found.xattrs or found.mode & SET_IDS) and privileges_of(found) & ~node.told:
+                        await self._metadata.lose_privileges(ino, Closer(pid))
+                    if locking.lost_by:
+                        self._check_locks(handle, pid)
+                    await self._cache.publisher.flush(handle, pid)
                 published = True
             finally:
                 if locking.closes_matter:
-                    await locking.closed(fh, ino, owner, pid, published=published)
+                    await locking.closed(handle.fh, ino, owner, pid, published=published)

@@ -10,8 +10,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from fcntl import F_RDLCK, F_UNLCK
 from typing import TYPE_CHECKING
 
@@ -56,8 +56,7 @@ class Locking(LockHolder):
         # Handles that are being released, whose flock(2) locks end with them, and what tells of the end.
         self._leaving: dict[int, trio.Event] = {}
         # Processes that do not know yet that they lost locks: on which inodes, and whether for writing.
-        self._lost: dict[int, dict[int, bool]] = {}
-        self._publishing: dict[int, list[int]] = {}  # inode -> processes
+        self.lost_by: dict[int, dict[int, bool]] = {}
         if self._shared is not None:
             self._shared.holders.append(self)
 
@@ -116,7 +115,7 @@ class Locking(LockHolder):
             if lock.type == F_RDLCK:
                 await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
         while True:
-            if self._lost:
+            if self.lost_by:
                 await self._tell_lost(lock.pid, ino)  # maybe while it waited
             if shared is None or shared.grants(ino, claim, turn):
                 try:
@@ -190,8 +189,7 @@ class Locking(LockHolder):
             return
         if self._contents.is_changed_in_place(ino) or not shared.is_alone(ino):
             await detach(any_signal=any_signal)
-            with self.publishing(ino, lock.pid):
-                await self._contents.publish_in_place(ino, begun=not closing)
+            await self._contents.publish_in_place(ino, begun=not closing, pid=lock.pid)
         await shared.store_names()
 
     def _refuse(self) -> None:
@@ -207,7 +205,7 @@ class Locking(LockHolder):
     @property
     def closes_matter(self) -> bool:
         """Return whether a close may have to give a lock back, or to tell of a lost one."""
-        return bool(self._lost or self.lockers or self.posix.inodes)
+        return bool(self.lost_by or self.lockers or self.posix.inodes)
 
     async def closed(self, fh: int, ino: int, owner: int, pid: int, *, published: bool) -> None:
         """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Raises
@@ -290,14 +288,14 @@ class Locking(LockHolder):
                     "published until it has closed, unlocked or locked the file",
                     self._describe(ino), pid,
                 )  # fmt: skip
-                inodes = self._lost.setdefault(pid, {})
+                inodes = self.lost_by.setdefault(pid, {})
                 inodes[ino] = writes or inodes.get(ino, False)
-        for pid in [pid for pid in self._lost if not os.path.exists(f"/proc/{pid}")]:
-            del self._lost[pid]
+        for pid in [pid for pid in self.lost_by if not os.path.exists(f"/proc/{pid}")]:
+            del self.lost_by[pid]
 
     async def _tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
-        if self._lost and await self._told(pid, ino):
+        if self.lost_by and await self._told(pid, ino):
             raise OSError(
                 errno.EIO, "the lock was lost when the mount was cut off from its cluster"
             )
@@ -307,12 +305,12 @@ class Locking(LockHolder):
         lost a lock of the file and was not told before. Then what it may have written since is set aside,
         and others on this host get locks again."""
         pid = _process_of(pid)
-        inodes = self._lost.get(pid, {})
+        inodes = self.lost_by.get(pid, {})
         if ino not in inodes:
             return False
         writes = inodes.pop(ino)
         if not inodes:
-            del self._lost[pid]
+            del self.lost_by[pid]
         try:
             if writes:
                 await self._contents.set_aside(ino)
@@ -324,29 +322,11 @@ class Locking(LockHolder):
         return True
 
     def check(self, pid: int) -> None:
-        """Raise OSError EIO if a process that is about to publish has lost locks, and may not know it."""
-        if self._lost and _process_of(pid) in self._lost:
+        if self.lost_by and _process_of(pid) in self.lost_by:
             raise OSError(
                 errno.EIO,
                 "the process lost a lock when the mount was cut off; close, unlock or lock that file first",
             )
-
-    @contextmanager
-    def publishing(self, ino: int, pid: int) -> Iterator[None]:
-        """Mark a file as being published by a process; the session may end meanwhile."""
-        pids = self._publishing.setdefault(ino, [])
-        pids.append(pid)
-        try:
-            yield
-        finally:
-            pids.remove(pid)
-            if not pids:
-                del self._publishing[ino]
-
-    def check_publishing(self, ino: int) -> None:
-        """Raise OSError EIO if a process that is publishing the file now has lost locks."""
-        for pid in self._publishing.get(ino, ()):
-            self.check(pid)
 
 
 def _claim(table: LockTable, lock: Lock) -> Claim:

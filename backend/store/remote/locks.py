@@ -379,11 +379,10 @@ class SharedLocks(LockEntries):
         for holder in self.holders:
             holder.lost()
 
-    def check_publishing(self, ino: int) -> None:
-        """Check a content that was begun in a lost session and is about to be published in a new one.
-        Raises OSError if it must not be."""
+    def check(self, pid: int) -> None:
+        """Raise OSError EIO if a process may not publish in a new session what it began in a lost one."""
         for holder in self.holders:
-            holder.check_publishing(ino)
+            holder.check(pid)
 
     async def run(self) -> None:
         """Publish reductions of claims, and give idle ones up."""

@@ -85,7 +85,7 @@ class Publisher:
             while True:
                 session = await self._session.wait_valid(self._cluster.timeout_s)
                 if session != begun_in:
-                    self._cluster.locks.check_publishing(ino)
+                    self._cluster.locks.check(version.pid)
                 if size and (transfer is None or session_of(version.extent) != session):
                     version = self._numbered(version, session, begun_as, ending)
                     is_adoptable = self._contents.hands_over(version.extent)
