@@ -15,10 +15,9 @@ from contextlib import closing
 
 import trio
 
-from ..files.digest import digest_of_bytes
+from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
-from ..transport import Extent, FileRange
-from ..transport.device import read_hashed
+from ..transport import Extent, FileRange, landed_from
 from .catalog import Catalog
 from .checks import Checks, Verdict
 from .damage import WrongExtents
@@ -189,20 +188,20 @@ class Copier:
 
     async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
         """Read a whole extent, whose blocks are hashed as they come."""
+        device, into, found = self.checks.device(node), FileRange(fd, 0, size), Stripe(fd, 0, size)
         allocated = self._catalog.allocated(extent, size)
         if allocated < size:
             await self._throttle.take(allocated)
-        found = await read_hashed(
-            self.checks.device(node),
-            extent,
-            FileRange(fd, 0, size),
-            is_sparse=allocated < size,
-            take=self._throttle.take,
-            piece_bytes=THROTTLED_READ_BYTES if self._throttle.bytes_per_s else 0,
-            came=self._count,
-        )
-        if allocated < size:
+            await device.read_sparse(extent, into, found.landed)
             self._count(allocated)
+        else:
+            piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size
+            for start in range(0, size, piece):
+                length = min(piece, size - start)
+                await self._throttle.take(length)
+                landed = landed_from(found.landed, start)
+                await device.read(extent, start, into.part(start, length), landed)
+                self._count(length)
         return await self.checks.verdict(extent, await found.finish())
 
     async def _bring_small(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Final, Literal
 
 from ..model.values import ConfigError
 
@@ -51,9 +51,8 @@ def identify(component: str, member: str = "") -> None:
     _Identity.member = member
 
 
-def current_request() -> str:
-    """Return the id of the current request; "" outside of one."""
-    return _request.get()
+# Returns the id of the current request; "" outside of one.
+current_request: Final = _request.get
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from typing import Any
 
 import trio
 
-from ..files.digest import Stripe
 from ..files.sparse import empty, is_sparse
 from . import CHAIN_MAX, Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .link import Link
@@ -189,35 +188,6 @@ class Device:
                 self.link.operations.release()
         why = why or f"no mover takes a {transfer.operation} of {transfer.memory.name} memory"
         raise OSError(errno.EOPNOTSUPP, f"store node {self.link.node:x}: {why}")
-
-
-async def read_hashed(
-    device: Device,
-    extent: Extent,
-    into: FileRange,
-    *,
-    is_sparse: bool,
-    take: Callable[[int], Awaitable[None]] | None = None,
-    piece_bytes: int = 0,
-    came: Callable[[int], None] | None = None,
-) -> Stripe:
-    """Read a whole extent, and hash it as it comes. The returned Stripe has its digest. With `is_sparse`
-    its holes stay holes. Otherwise it is read in pieces of `piece_bytes` (0: in one): `take` is called with
-    the length before each piece and may wait, and `came` after it. Raises OSError."""
-    found = Stripe(into.fd, into.offset, into.length)
-    if is_sparse:
-        await device.read_sparse(extent, into, found.landed)
-        return found
-    piece = piece_bytes or into.length
-    for start in range(0, into.length, piece):
-        length = min(piece, into.length - start)
-        if take is not None:
-            await take(length)
-        landed = landed_from(found.landed, start)
-        await device.read(extent, start, into.part(start, length), landed)
-        if came is not None:
-            came(length)
-    return found
 
 
 def _lengthen(into: FileRange) -> None:

@@ -96,9 +96,11 @@ class Sending(NamedTuple):
 
 class Way(Protocol):
     """The caller's end of a mover, to one store node. Moving raises OSError as Device's methods do, and
-    NotThisWay. `name` is the mover's."""
+    NotThisWay. `name` is the mover's. `shows_bytes`: bytes that are written pass through memory of this
+    process."""
 
     name: str
+    shows_bytes: bool
 
     def suits(self, transfer: Transfer) -> bool:
         """Return whether such a transfer should take this way. Makes no request to find out."""
@@ -108,11 +110,6 @@ class Way(Protocol):
         """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in this
         way now. Connections that are missing are set up first. Called if several ways suit a transfer.
         Raises Unreachable."""
-        ...
-
-    @property
-    def shows_bytes(self) -> bool:
-        """Tell whether bytes that are written pass through memory of this process."""
         ...
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:

@@ -77,20 +77,22 @@ class Beliefs:
 
     # -- what the kernel is told in answers --------------------------------------------------------
 
-    def name(self, name: Name, ino: int, seconds: float, *, attributes: bool = False) -> None:
-        """Note an answer: a name leads to an inode for so many seconds; with `attributes`, it has its own
-        for as long, too."""
-        said, now = self._now_saying()
-        if len(said.names) >= _NAMES_MAX:
-            self._forget(names=True, inodes=())
-        said.names[name] = ino, now + seconds
+    def say(
+        self, ino: int, seconds: float, name: Name | None = None, *, attributes: bool = True
+    ) -> None:
+        """Note an answer: for so many seconds an inode has its attributes (unless not `attributes`), and a
+        name leads to it, if there is one."""
+        now = time.monotonic()
+        if now > self._turns_at:
+            self._said_before, self._said = self._said, _Said()
+            self._turns_at = now + _REMEMBERED_S
+        said = self._said
+        if name is not None:
+            if len(said.names) >= _NAMES_MAX:
+                self._forget(names=True, inodes=())
+            said.names[name] = ino, now + seconds
         if attributes:
             said.attributes[ino] = now + seconds
-
-    def attributes(self, ino: int, seconds: float) -> None:
-        """Note an answer: an inode has its attributes for so many seconds."""
-        said, now = self._now_saying()
-        said.attributes[ino] = now + seconds
 
     def holds(self, name: Name, ino: int, until: float) -> bool:
         """Return whether the kernel, if it still remembers them, believes a name and the attributes of its
@@ -102,13 +104,6 @@ class Beliefs:
                     found[0] == ino and found[1] > until and said.attributes.get(ino, 0.0) > until
                 )
         return False
-
-    def _now_saying(self) -> tuple[_Said, float]:
-        now = time.monotonic()
-        if now > self._turns_at:
-            self._said_before, self._said = self._said, _Said()
-            self._turns_at = now + _REMEMBERED_S
-        return self._said, now
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ class Beliefs:
             for parent, name in names if left_s > -_REMEMBERED_S else ():
                 with contextlib.suppress(OSError):  # the directory is gone
                     if (inode := self._namespace.lookup(parent, name)) is not None:
-                        self.name((parent, name), inode.ino, left_s)
+                        self.say(inode.ino, left_s, (parent, name), attributes=False)
         finally:
             for key in names:
                 self._own.pop(key, None)

@@ -56,12 +56,12 @@ class Shared(Coherence):
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
-        if self._cache.looks.changes_unnoticed(node):
-            return
         if inode.is_dir:
             if self._freshness.is_deferred_elsewhere(inode.ino):
                 return
             valid_s = self._freshness.believable_s(inode.ino, used=False)
+        elif self._cache.looks.changes_unnoticed(node):
+            return
         else:
             # A file with names in several directories is believed if all of them are.
             valid_s = min(
@@ -72,7 +72,7 @@ class Shared(Coherence):
         # A damaged inode has none: an error answers the request for them.
         if valid_s and self._kernel.can_forget and inode.ino not in self.namespace.damaged:
             answer.attr_timeout = valid_s
-            self._beliefs.attributes(inode.ino, valid_s)
+            self._beliefs.say(inode.ino, valid_s)
 
     def changed(self, answer: Answer, node: Node) -> None:
         """Let the kernel believe nothing: others may have changed the attributes since."""
@@ -101,14 +101,14 @@ class Shared(Coherence):
         self._kernel_names.found(name, inode)
         answer.entry_timeout = valid_s
         if inode.more or inode.parent != name[0]:
-            self._beliefs.name(name, inode.ino, valid_s)
+            self._beliefs.say(inode.ino, valid_s, name, attributes=False)
             self.attributes(answer, node, inode)
             return
         whole = inode.ino not in self.namespace.damaged
         whole = whole and not self._cache.looks.changes_unnoticed(node)
         if whole:
             answer.attr_timeout = valid_s
-        self._beliefs.name(name, inode.ino, valid_s, attributes=whole)
+        self._beliefs.say(inode.ino, valid_s, name, attributes=whole)
 
     def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         if not self._cache.routes.names_are_stable(inode.ino):
@@ -121,7 +121,7 @@ class Shared(Coherence):
         # Others may have changed it again while they were waited for.
         if self.namespace.leads_to(parent, name, inode.ino):
             answer.entry_timeout = valid_s
-            self._beliefs.name(node.name, inode.ino, valid_s)
+            self._beliefs.say(inode.ino, valid_s, node.name, attributes=False)
 
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
         if (

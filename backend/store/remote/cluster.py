@@ -77,7 +77,7 @@ class Cluster(Member):
             rdma, streams=mount.streams, encrypt_data=mount.encrypt_data, stages=True
         )
         return open_peers(
-            self.members.nodes.get, movers,
+            self.members.nodes.get, [mover for mover in movers if mover.is_usable],
             credentials=self.credentials,
             name=f"{self.host}:{os.getpid()}", role=self.role,
             session=lambda: self.session.number, session_key=session_key,

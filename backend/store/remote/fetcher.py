@@ -28,7 +28,6 @@ from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
-from ...transport.device import read_hashed
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 from .figures import FetchFigures
@@ -93,11 +92,13 @@ class Fetcher:
         self._asking: dict[int, trio.Lock] = {}
         self.figures = FetchFigures()
 
-    async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
+    async def fetch(
+        self, inode: Inode, ahead: Callable[[Inode], Iterable[Inode]] | None = None
+    ) -> None:
         """Bring the inode's current content to this host, once for all who ask for it at the same time.
 
-        `ahead` gives inodes that will be wanted soon. If there is no room to keep the content here, returns
-        without it. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
+        `ahead` gives inodes that will be wanted soon after one. If there is no room to keep the content
+        here, returns without it. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
         """
         content = inode.extent
         room = allocated_bytes(inode.size, inode.blocks)
@@ -196,12 +197,12 @@ class Fetcher:
         inode: Inode,
         stripe: int,
         wrong: set[int],
-        take: Callable[[int], Awaitable[T]],
+        begin: Callable[[int], tuple[T, Awaitable[None]]],
         content: ContentId = NO_CONTENT,
     ) -> tuple[int, T]:
-        """Call `take` with one member after another of a stripe's group until it succeeds. Return that
-        member, and what it gave. Members whose bytes were `wrong` are skipped. `content`: if it is not the
-        inode's present one."""
+        """Read from one member after another of a stripe's group until it succeeds. `begin` returns what
+        the read will give, and what reads. Return the member, and what that gave. Members whose bytes were
+        `wrong` are skipped. `content`: if it is not the inode's present one."""
         content = content or inode.extent
         group = group_of(inode.layout, stripe, self._cluster.buckets)
         deadline = time.monotonic() + self._cluster.timeout_s
@@ -212,7 +213,9 @@ class Fetcher:
             sources = [*filterfalse(wrong.__contains__, self._sources(group, content))]
             for node in sources:
                 try:
-                    return node, await take(node)
+                    given, reading = begin(node)
+                    await reading
+                    return node, given
                 except FileNotFoundError:
                     absent += 1
                 except OSError as error:
@@ -297,10 +300,7 @@ class Fetcher:
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
-            if is_sparse(inode.size, inode.blocks):
-                await self._from_any(inode, stripe, set(), self._hashing(inode, stripe, there))
-            else:
-                await self._read(inode, inode.extent, stripe, 0, there)
+            await self._from_any(inode, stripe, set(), self._hashing(inode, stripe, there))
 
         parts, read = stripes, read_one
         if self._cluster.verify and digests.are_there:
@@ -329,8 +329,8 @@ class Fetcher:
             nodes, found, size = [], [], 0
             for stripe, passed_over in zip(stripes, wrong, strict=True):
                 there = into.part(*inode.layout.span(inode.size, stripe))
-                take = self._hashing(inode, stripe, there)
-                node, read = await self._from_any(inode, stripe, passed_over, take)
+                begin = self._hashing(inode, stripe, there)
+                node, read = await self._from_any(inode, stripe, passed_over, begin)
                 nodes.append(node)
                 found.append(await read.finish())
                 size += there.length
@@ -346,27 +346,35 @@ class Fetcher:
 
     def _hashing(
         self, inode: Inode, stripe: int, into: FileRange
-    ) -> Callable[[int], Awaitable[Stripe]]:
-        """Return what reads a whole stripe from a node, and returns the stripe, which has its digest."""
+    ) -> Callable[[int], tuple[Stripe, Awaitable[None]]]:
+        """Return what begins to read a whole stripe from a node, to hash it as it comes. Its holes stay
+        holes."""
         has_holes, extent = is_sparse(inode.size, inode.blocks), Extent(inode.extent, stripe)
 
-        def take(node: int) -> Awaitable[Stripe]:
-            device = self._cluster.peers.device(node)
-            return read_hashed(device, extent, into, is_sparse=has_holes)
+        def begin(node: int) -> tuple[Stripe, Awaitable[None]]:
+            device, found = (
+                self._cluster.peers.device(node),
+                Stripe(into.fd, into.offset, into.length),
+            )
+            if has_holes:
+                return found, device.read_sparse(extent, into, found.landed)
+            return found, device.read(extent, 0, into, found.landed)
 
-        return take
+        return begin
 
     async def _read(
         self, inode: Inode, content: ContentId, stripe: int, start: int, into: FileRange
     ) -> None:
-        def take(node: int) -> Awaitable[None]:
-            return self._cluster.peers.device(node).read(Extent(content, stripe), start, into)
+        def begin(node: int) -> tuple[None, Awaitable[None]]:
+            return None, self._cluster.peers.device(node).read(Extent(content, stripe), start, into)
 
-        await self._from_any(inode, stripe, set(), take, content)
+        await self._from_any(inode, stripe, set(), begin, content)
 
     # -- small -----------------------------------------------------------------------------------
 
-    async def _fetch_small(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None) -> None:
+    async def _fetch_small(
+        self, inode: Inode, ahead: Callable[[Inode], Iterable[Inode]] | None
+    ) -> None:
         extent = Extent(inode.extent, 0)
         wrong: set[int] = set()
 
@@ -376,7 +384,7 @@ class Fetcher:
                 batch = self._next_batch[node] = _Batch()
             batch.add(inode)
             if ahead is not None:
-                for other in self._small_ones(ahead(), node):
+                for other in self._small_ones(ahead(inode), node):
                     if batch.is_full:
                         break
                     batch.add(other)
@@ -391,7 +399,7 @@ class Fetcher:
             if batch.data.get(extent) is None:
                 raise fail(errno.ENOENT)
 
-        await self._from_any(inode, 0, wrong, take)
+        await self._from_any(inode, 0, wrong, lambda node: (None, take(node)))
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
         """Return those inodes whose small contents this node can send in the same answer."""

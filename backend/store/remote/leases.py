@@ -119,8 +119,10 @@ class Leases:
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """Return for how many seconds the kernel may believe answers about the directory, below which every
         change is known here, by promise; 0.0: not at all."""
-        left_s = self._left_s() if self._held else 0.0
-        if not left_s:
+        if not self._held:
+            return 0.0
+        left_s = min(self._session.valid_until, self._sure_until_s) - now_s()
+        if left_s <= 0.0:
             return 0.0
         # The nearest followed directory among it and those above it.
         held, lease, inodes = self._held, self._session.lease, self._tree.inodes
@@ -154,11 +156,8 @@ class Leases:
                     self._ways.update(self._path(held))
         if directory not in self._ways:
             return 0.0
-        return min(self._left_s(), _BELIEVED_S)
-
-    def _left_s(self) -> float:
-        """Return for how many seconds this mount's knowledge may be believed."""
-        return max(0.0, min(self._session.valid_until, self._sure_until_s) - now_s())
+        left_s = min(self._session.valid_until, self._sure_until_s) - now_s()
+        return min(max(0.0, left_s), _BELIEVED_S)
 
     def _path(self, directory: int) -> set[int]:
         """Return the directory and all directories above it, up to one that ends what is followed above."""

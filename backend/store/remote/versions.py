@@ -42,19 +42,19 @@ class Versions:
     def bring(self, ino: int, *, ahead: bool = False) -> Coroutine[Any, Any, Inode]:
         """Bring the file's current version to this host, and return the inode as it is then. `ahead`:
         before anybody has asked for it. Raises OSError."""
+        fetch = partial(self._fetcher.fetch, ahead=self._ahead.after)
+        return self._with_current(ino, fetch, partial(self._fetched, ahead=ahead))
 
-        async def fetch(inode: Inode) -> Inode | None:
-            await self._fetcher.fetch(inode, partial(self._ahead.after, inode))
-            if not ahead:
-                self._contents.uncounted.add(inode.extent)
-            if not self._contents.has(inode.extent):
-                return inode if await self._contents.pin_on_nodes(inode) else None
-            self._contents.unpin_on_nodes(inode.extent)
-            current = self._namespace.inode(ino)  # ESTALE: it was removed, and nobody had it open
-            is_here = current.extent == inode.extent or self._contents.has(current.extent)
-            return current if is_here else None
-
-        return self._with_current(ino, fetch)
+    async def _fetched(self, inode: Inode, *, ahead: bool) -> Inode | None:
+        """Return the inode as it is when its content was fetched; None if another one is to be fetched."""
+        if not ahead:
+            self._contents.uncounted.add(inode.extent)
+        if not self._contents.has(inode.extent):
+            return inode if await self._contents.pin_on_nodes(inode) else None
+        self._contents.unpin_on_nodes(inode.extent)
+        current = self._namespace.inode(inode.ino)  # ESTALE: it was removed, and nobody had it open
+        is_here = current.extent == inode.extent or self._contents.has(current.extent)
+        return current if is_here else None
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
@@ -69,24 +69,27 @@ class Versions:
         OSError."""
         was_read = False
 
-        async def read(inode: Inode) -> Inode:
+        async def note(inode: Inode) -> Inode:
             nonlocal was_read
-            await self._fetcher.read_into(inode, lent)
             was_read = True
             self._contents.let_go_on_nodes(inode.extent)
             return inode
 
         async with self._lender.using(memory, lifeline) as lent:
-            inode = await self._with_current(ino, read)
+            inode = await self._with_current(ino, partial(self._fetcher.read_into, lent=lent), note)
         if not was_read:
             raise Declined("it is on this host")
         return inode
 
     async def _with_current(
-        self, ino: int, get: Callable[[Inode], Awaitable[Inode | None]]
+        self,
+        ino: int,
+        get: Callable[[Inode], Awaitable[None]],
+        then: Callable[[Inode], Awaitable[Inode | None]],
     ) -> Inode:
-        """Have `get` fetch the file's current version unless it is on this host. Try again if it is
-        replaced meanwhile or `get` returns None. Raises OSError: ESTALE if the file is gone."""
+        """Have `get` fetch the file's current version unless it is on this host, and return what `then`
+        does. Try again if it is replaced meanwhile or that is None. Raises OSError: ESTALE if the file is
+        gone."""
         deadline = time.monotonic() + self._timeout_s
         attempt = 0
         while time.monotonic() < deadline:
@@ -100,7 +103,8 @@ class Versions:
             try:
                 if attempt >= _GONE_BEFORE_PIN and not await self._contents.pin_on_nodes(inode):
                     continue
-                got = await get(inode)
+                await get(inode)
+                got = await then(inode)
             except Gone:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)

@@ -18,7 +18,7 @@ from ..frames import BadMessage
 from ..link import USER_TIMEOUTS
 from ..messages import RECEIVER_PATIENCE, TEXT_MAX
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
-from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind, pack_preamble
+from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind
 
 # A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
@@ -127,12 +127,6 @@ class Channel:
 
     # -- messages to the node --------------------------------------------------------------------
 
-    def send_preamble(self, number: bytes) -> None:
-        self._send_messages(pack_preamble(number))
-
-    def send_header(self, header: Header) -> None:
-        self._send_messages(*header.messages)
-
     def header_if_there(self) -> Header | None:
         """Return the header of a request, if all of it was received already. Raises BadMessage."""
         try:
@@ -158,7 +152,7 @@ class Channel:
             self._header, self._table_bytes = self._header.with_table(self.checked(table)), 0
         return self._header
 
-    def _send_messages(self, *messages: bytes) -> None:
+    def send_messages(self, *messages: bytes) -> None:
         sign = self.authentication.sign
         signed = b""
         for message in messages:
@@ -273,7 +267,7 @@ class Channel:
     def reply(self, reply: Reply) -> None:
         text = reply.text[:TEXT_MAX].encode()
         fixed = REPLY.pack(reply.kind, reply.closing, len(text), reply.code, reply.node)
-        self._send_messages(fixed + text)
+        self.send_messages(fixed + text)
         self._said = time.monotonic()
 
     def say_working(self) -> None:

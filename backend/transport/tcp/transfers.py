@@ -68,7 +68,7 @@ class Onward:
 
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False
-        channel.send_header(self._header)
+        channel.send_messages(*self._header.messages)
         for start, length in self._header.ranges:
             end = start + length
             while start < end:

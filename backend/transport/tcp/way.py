@@ -32,7 +32,7 @@ from .channel import (
 from .messages import TICKETS_MAX, Granted, Tickets
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, Ranges, Reply, ReplyKind
+from .wire import Header, Op, Ranges, Reply, ReplyKind, pack_preamble
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class TcpWay(Way):
         self._streams = streams
         self._encrypt = encrypt
         self._places = places
+        # Where there are certificates, bytes have a code or are encrypted.
+        self.shows_bytes = link.caller.credentials is not None
         # The connections were opened with tickets of this one.
         self._control: ControlClient | None = None
         self._idle: list[Channel] = []
@@ -70,11 +72,6 @@ class TcpWay(Way):
 
     async def reach(self) -> int | None:
         return 0
-
-    @property
-    def shows_bytes(self) -> bool:
-        # Where there are certificates, bytes have a code or are encrypted.
-        return self._link.caller.credentials is not None
 
     def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed
@@ -259,7 +256,7 @@ class TcpWay(Way):
                 check_node(channel.sock, caller.is_revoked)
             channel.authenticate(ticket.key)
             # Fits into the empty buffer of the new connection.
-            channel.send_preamble(ticket.number)
+            channel.send_messages(pack_preamble(ticket.number))
         except BaseException:
             channel.close()
             raise
@@ -294,7 +291,7 @@ def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> lis
 def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) -> None:
     """Send one stream of an extent that begins at `base` of a file. Raises the node's error."""
     channel.clean = False
-    channel.send_header(header)
+    channel.send_messages(*header.messages)
     reply: Reply | None = None
     for start, length in header.ranges:
         reply = send_range(channel, fd, base + start, length, passed)
@@ -306,7 +303,7 @@ def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) 
 def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Landed) -> None:
     """Receive one stream of an extent. Raises the node's error."""
     channel.clean = False
-    channel.send_header(header)
+    channel.send_messages(*header.messages)
     reply = wait_for_reply(channel)
     if reply.kind is ReplyKind.OK:
         ranges = header.ranges

@@ -95,7 +95,7 @@ class Header(NamedTuple):
             self.total,
             self.comes,
             ranges[0][0],
-            self.length,
+            sum(map(_LENGTH, ranges)),
             *chain,
             *([0] * (CHAIN_MAX - len(chain))),
             self.trace.encode("ascii", "replace")[:32],

@@ -28,7 +28,7 @@ class VerbsWay(Way):
     def __init__(self, link: Link, rdma: Rdma, stages: bool) -> None:
         self._link = link
         self._rdma = rdma
-        self._stages = stages
+        self.shows_bytes = stages
         self.lanes: Lanes | None = None
         # The last state logged for each pair of rails, by name.
         self._told: dict[str, str] = {}
@@ -45,10 +45,6 @@ class VerbsWay(Way):
     async def reach(self) -> int | None:
         lanes = await self._connected()
         return lanes.mbit_s if lanes.is_usable else None
-
-    @property
-    def shows_bytes(self) -> bool:
-        return self._stages
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         async def read_part(at: int, count: int) -> None:
@@ -76,7 +72,7 @@ class VerbsWay(Way):
         control = await self._link.connected()
         lanes = self.lanes
         if lanes is None or lanes.control is not control:
-            lanes = self.lanes = Lanes(control, self._rdma, self._told, self._stages)
+            lanes = self.lanes = Lanes(control, self._rdma, self._told, self.shows_bytes)
             control.caller.nursery.start_soon(lanes.run)
         await lanes.ready()
         return lanes
