@@ -7,7 +7,7 @@ for others, perhaps for ever, says so: `await detach(any_signal=True)`. Under an
 test) detach() does nothing. What waits in any case is handed to the session as `Rest`, to begin in a task.
 """
 
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from types import coroutine
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -57,7 +57,7 @@ class Rest(NamedTuple, Generic[T]):
     """The rest of a detached coroutine, or all of one: await it in a task, once, to run that to its end. A
     coroutine that waits already cannot be awaited itself."""
 
-    coro: Awaitable[T]
+    coro: Coroutine[Any, Any, T]
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self.coro.__await__()

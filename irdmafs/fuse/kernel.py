@@ -14,7 +14,6 @@ import logging
 import os
 import select
 import time
-from collections.abc import Awaitable
 from types import CoroutineType
 from typing import Any, Final
 
@@ -195,7 +194,8 @@ class KernelSession:
             payload = (result or b"") if pack is None else pack(result)
         except inline.Detached as detached:
             waiting = self.waiting.add(request, any_signal=detached.any_signal)
-            self._tasks.start_soon(self._finish, request, row, waiting, result)
+            rest = inline.Rest(result) if result.__class__ is CoroutineType else result
+            self._tasks.start_soon(self._finish, request, row, waiting, rest)
             return
         except Exception as error:
             self.fail(request, error)
@@ -207,12 +207,12 @@ class KernelSession:
             self._connection.not_answered(error)
 
     async def _finish(
-        self, request: Request, row: Row, waiting: Waiting, waits: Awaitable[Any]
+        self, request: Request, row: Row, waiting: Waiting, rest: inline.Rest[Any]
     ) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
         with waiting.scope as scope:
             try:
-                result = await inline.Rest(waits)
+                result = await rest
                 payload = (result or b"") if row.pack is None else row.pack(result)
                 self._connection.answer(request.unique, payload)
             except Exception as error:

@@ -186,10 +186,12 @@ class OpenFiles(Part):
         """Return what carries out close(2) of one descriptor. The kernel session tells who closes it, and
         whose locks on the file end with it. The next owner of such a lock sees what was written under it,
         also if the process is being killed."""
-        handle = self._handle(fh)
+        handle = self._nodes.handles[fh]
+        if handle.content is None:
+            raise fail(errno.EBADF)  # a directory
         closing = self._close(handle, pid or handle.pid, owner)
         # A file that was written anew is published, which waits.
-        return Rest(closing) if self._store.waits and self._content(handle).whole else closing
+        return Rest(closing) if self._store.waits and handle.content.whole else closing
 
     async def _close(self, handle: Handle, pid: int, owner: int) -> None:
         locking, node = self._locking, handle.node
