@@ -308,13 +308,6 @@ def test_files_without_a_record_let_others_stay_decoded(namespace: Namespace) ->
     assert namespace.inodes[file.ino] is known
 
 
-def test_a_directory_counts_once_however_often_its_time_is_set(namespace: Namespace) -> None:
-    place = make(namespace, ROOT_INO, b"place", DIRECTORY)
-    for _ in range(2):
-        run(namespace.set_attributes(place.ino, mtime_ns=1))
-    assert namespace.inodes.totals.directories == 2
-
-
 # -- what a crash or damage leaves -------------------------------------------------------------------
 
 

@@ -123,13 +123,10 @@ class AllClaimed:
     def is_exclusive(self, directory: int) -> bool:
         return False
 
+    is_of_another = is_exclusive_elsewhere = is_exclusive
+
     def revision(self, directory: int) -> int:
         return 0
-
-    def is_of_another(self, directory: int) -> bool:
-        return False
-
-    is_exclusive_elsewhere = is_of_another
 
     async def recall(self, directory: int) -> None:
         """Return at once: there is no other."""

@@ -46,6 +46,8 @@ def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
         assert inode.more == max(0, len(found) - 1)
         assert sorted(parent for parent, _ in namespace.names_of(ino)) == sorted(found)
         assert sorted(namespace.parents_of(ino)) == sorted(set(found))
+    recorded = sum(namespace.inodes[ino].revision > 0 for ino in subdirectories)
+    assert namespace.inodes.totals.directories == recorded
     for ino in namespace.quotas.directories():
         usage = namespace.quotas.usage(ino)
         assert usage is not None and (usage.inodes, usage.bytes) == recount(namespace, ino)
