@@ -20,7 +20,7 @@ import msgspec
 
 from ..client import _files
 from ..client._safetensors import encode
-from .directory import COMPLAINT, NORM, PLAN, TrainDirectory, params_of, read_small
+from .directory import COMPLAINT, NORM, PLAN, TrainDirectory, make_new, params_of, read_small
 from .errors import TrainError
 from .folders import Directory
 from .layout import ModelLayout, Shard
@@ -30,6 +30,8 @@ from .shard_files import ShardFile, gather
 # has a name for each.
 _KEPT_MAX_BYTES = 64 << 20
 _KEPT_MAX = 64
+# A file that gets its name with its content costs a transaction less, and a copy.
+_COPIED_MAX_BYTES = 4 << 20
 _WEIGHT_MAP = "weight_map"
 
 
@@ -61,6 +63,10 @@ def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:
+    if sum(map(len, contents)) <= _COPIED_MAX_BYTES:
+        with contextlib.suppress(FileExistsError):
+            make_new(path, contents)
+            return
     _files.replace_file(os.fspath(path), contents, versioned=True)
 
 
@@ -106,6 +112,6 @@ def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
 def add_kept_files(train: TrainDirectory, names: Iterable[str], version: Path) -> None:
     """Give a version that is begun the files that were kept. Raises OSError."""
     for name in names:
-        # Somebody may have removed it.
-        with contextlib.suppress(FileNotFoundError):
+        # Somebody may have removed it, or have begun the version already.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             os.link(train.kept_files / name, version / name)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -27,6 +26,7 @@ from .directory import (
     PLAN,
     TrainDirectory,
     discard,
+    make_new,
     move,
     owner_of,
     put_aside,
@@ -135,15 +135,12 @@ class Coordinator:
                 replace(self._train.status, text.encode())
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
-        made = self._train.path / f".plan.{secrets.token_hex(8)}"
-        made.mkdir()
-        add_kept_files(self._train, self._kept, made)
-        (made / PLAN).write_bytes(msgspec.json.encode(plan))
-        try:
-            move(made, target)
-        except FileExistsError:
-            # Another coordinator has planned, while this one's host was stopped.
-            remove(made)
+        # Another coordinator may have planned it, while this one's host was stopped.
+        with contextlib.suppress(FileExistsError):
+            target.mkdir()
+        add_kept_files(self._train, self._kept, target)
+        with contextlib.suppress(FileExistsError):
+            make_new(target / PLAN, [memoryview(msgspec.json.encode(plan))])
         self._lacking_s = time.monotonic()
 
     def _try_again(self, target: Path, plan: Plan) -> bool:

@@ -295,10 +295,35 @@ def _look_and_rename(path: Path, target: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a small file, whole. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    """Replace a small file, whole, or make it. Raises OSError."""
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = _files.look_up(os.open, path, flags)
+    except FileNotFoundError:
+        make_new(path, [memoryview(data)])
+        return
+    with open(fd, "wb") as file:
+        file.write(data)
+
+
+def make_new(path: Path, contents: Iterable[memoryview]) -> None:
+    """Make a file, which is whole when it gets its name. Raises FileExistsError if something has that, and
+    OSError."""
+    try:
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+        temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+        temporary.write_bytes(b"".join(contents))
+        rename_new(temporary, path)
+        return
+    try:
+        _files.write_all(fd, contents)
+        # With a descriptor of a directory it is linkat(2), which follows the link.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)
+    finally:
+        os.close(fd)
 
 
 def remove(path: Path) -> None:

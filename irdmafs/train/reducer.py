@@ -19,7 +19,7 @@ import msgspec
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
-from .directory import COORDINATOR, LOOK_S, TrainDirectory, params_of
+from .directory import COORDINATOR, LOOK_S, PLAN, TrainDirectory, params_of
 from .errors import TrainError
 from .liveness import Lock
 from .part import Part
@@ -69,7 +69,7 @@ class Reducer:
         # The newest version when this reducer last looked for parts that nobody has.
         self._newest = -1
         self._begun_s = time.monotonic()
-        # The names of next/ when it was read last, and what was found then.
+        # The names in next/ of what was planned when it was read last, and what was found then.
         self._found: tuple[Collection[str], _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()
@@ -158,8 +158,8 @@ class Reducer:
         return did or took
 
     def _look(self, below: Folder) -> _Found:
-        """Return what there is, as long as next/ has the same names."""
-        names = below.folders.keys()
+        """Return what there is, as long as next/ has the same plans."""
+        names = {name for name, folder in below.folders.items() if PLAN in folder.files}
         if self._found is None or self._found[0] != names:
             config = self.train.config()
             newest = self.train.newest_plan()
