@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.claims import claim_exclusively
+from harness.claims import claim_exclusively, often
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
@@ -136,6 +136,34 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
         os.stat(there / "removed")
     (there / "removed").mkdir()
     os.close(inside)
+
+
+def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
+    holder: ClusterMount, here: Path, there: Path
+) -> None:
+    """Another host has it open, and changes something where nobody follows."""
+    os.setxattr(there, "user.irdmafs.follow", b"off")
+    for name in ("outside", "inside", "inside/removed"):
+        (there / name).mkdir()
+    os.setxattr(there / "inside", "user.irdmafs.follow", b"on")
+    fd = os.open(there / "inside/removed", os.O_PATH)
+    claim_exclusively(holder, here / "inside")
+    claim_exclusively(holder, here / "inside/removed")
+
+    def is_followed() -> bool:
+        often(lambda: os.listdir(here / "inside/removed"))
+        return bool(counters(holder)["followed_directories"])
+
+    eventually(is_followed, "it is followed")
+    count = deferred(holder)
+    (here / "inside/removed").rmdir()
+    assert deferred(holder) == count + 1
+    fsync(here / "inside")
+    begun_s = time.monotonic()
+    (there / "outside/file").touch()
+    # A directory that is not asked about is followed for 10 s.
+    assert time.monotonic() < begun_s + 5
+    os.close(fd)
 
 
 def test_a_deferred_change_is_counted_once(holder: ClusterMount, here: Path, there: Path) -> None:

@@ -281,7 +281,8 @@ class Leases:
                 self._touched.add(known.ino)
         if new is not None and old is not None and new.is_dir and new.revision != old.revision:
             self._ways.clear()
-            self._moving.append((new.ino, old.parent, new.parent))
+            if new.nlink:  # there is nothing below one that was removed
+                self._moving.append((new.ino, old.parent, new.parent))
 
     def name_changed(self, directory: int) -> None:
         """Note that a change of a name in the directory is being applied."""
