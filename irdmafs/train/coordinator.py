@@ -333,17 +333,14 @@ class Coordinator:
     def tidy_up(self) -> bool:
         """Remove for a little while what was put aside. Return whether there was something to do. Raises
         OSError."""
-        aside = self._train.aside
-        did = False
         if self._litter is None:
-            self._litter = os.listdir(aside)
+            self._litter = [*look(self._train.aside).names]
         until_s = time.monotonic() + _TIDY_S
         removed = 0
         while self._litter and (time.monotonic() < until_s or removed < _TIDY_LEAST):
-            remove_aside(aside / self._litter.pop())
+            remove_aside(self._train.aside / self._litter.pop())
             removed += 1
-            did = True
-        return did
+        return removed > 0
 
     def _sweep(self) -> None:
         """Put aside the files that killed processes were writing, and the directories of parts whose
@@ -352,10 +349,10 @@ class Coordinator:
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
                 put_aside(self._train, self._train.ahead / name)
-        for folder in (self._train.path, self._train.workers):
-            for name in os.listdir(folder):
-                path = folder / name
-                if name.startswith(".") and _is_old(path) and not is_locked(path):
+        for path in (*self._train.path.glob(".*"), *self._train.workers.glob(".*")):
+            with contextlib.suppress(FileNotFoundError):
+                is_old = time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
+                if is_old and not is_locked(path):
                     put_aside(self._train, path)
 
 
@@ -368,10 +365,3 @@ def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
 def _is_past(push: Push, newest: Plan) -> bool:
     """Return whether a push of this worker and step has counted."""
     return 0 < push.step <= newest.clocks.get(push.worker, 0)
-
-
-def _is_old(path: Path) -> bool:
-    try:
-        return time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
-    except FileNotFoundError:
-        return False

@@ -23,7 +23,7 @@ from .errors import TrainError
 from .folders import Directory, Seen, seen
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .trees import count_changes
+from .trees import count_changes, look
 
 T = TypeVar("T")
 
@@ -342,11 +342,10 @@ def put_aside(train: TrainDirectory, path: Path) -> Path | None:
     """Take a file or directory away, at once and whole, to be removed later, and return where it is; None
     if it was gone. Raises OSError."""
     gone = train.aside / secrets.token_hex(8)
-    try:
+    with contextlib.suppress(FileNotFoundError):
         move(path, gone)
-    except FileNotFoundError:
-        return None
-    return gone
+        return gone
+    return None
 
 
 def remove_aside(path: Path) -> None:
@@ -358,11 +357,13 @@ def remove_aside(path: Path) -> None:
     while the files of the inner directory are being removed, it would publish the rest of them. So each
     inner directory gets another name first: the other process renames it whole, or does not find it.
     """
-    for inner in _directories_in(path):
-        gone = path.with_name(f"@{secrets.token_hex(8)}")
-        with contextlib.suppress(FileNotFoundError):
-            move(inner, gone)
-            remove(gone)
+    # A file has no tree.
+    with contextlib.suppress(FileNotFoundError, TrainError):
+        for name in look(path).folders:
+            gone = path.with_name(f"@{secrets.token_hex(8)}")
+            with contextlib.suppress(FileNotFoundError):
+                move(path / name, gone)
+                remove(gone)
     remove(path)
 
 
@@ -372,15 +373,6 @@ def discard(train: TrainDirectory, path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         move(path, gone)
         remove_aside(gone)
-
-
-def _directories_in(path: Path) -> list[Path]:
-    """Return the directories in a directory; none if it is a file, or gone."""
-    try:
-        with _files.look_up(os.scandir, path) as entries:
-            return [path / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def owner_of(name: str) -> str:

@@ -13,6 +13,7 @@ from ..client import _files
 
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
+_WHOLE = _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)
 
 
 class Lock:
@@ -27,10 +28,10 @@ class Lock:
         """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
         Raises OSError."""
         # Who only asks costs hosts no transactions, as who asks for the lock does.
-        if _is_locked(self._fd):
+        if _FLOCK.unpack(fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE))[0] != fcntl.F_UNLCK:
             return False
         try:
-            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            fcntl.fcntl(self._fd, _F_OFD_SETLK, _WHOLE)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -47,7 +48,7 @@ class Lock:
         if self._fd < 0:
             return False
         try:
-            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            fcntl.fcntl(self._fd, _F_OFD_SETLK, _WHOLE)
             return os.fstat(self._fd).st_nlink > 0
         except OSError:
             return False
@@ -79,13 +80,8 @@ class WatchedLock:
 
     def is_held(self) -> bool:
         """Raises OSError."""
-        return _is_locked(self._fd)
-
-
-def _is_locked(fd: int) -> bool:
-    """Return whether somebody else has an open file locked. Raises OSError."""
-    answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        answer = fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def is_locked(path: Path) -> bool:

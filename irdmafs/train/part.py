@@ -90,7 +90,9 @@ class Part:
         try:
             if not self._finish(config, target, plan):
                 return False
-            self._publish(plan.version, target)
+            # If it fails it may have been done all the same: write nothing into them any more.
+            self._folders = None
+            move(self._home / str(plan.version), target / self._name)
         except (FileExistsError, FileNotFoundError, FormatError) as error:
             # Made by somebody else meanwhile, and maybe tidied. Or a push is gone: the coordinator will
             # make another plan. Or another reducer has the part.
@@ -100,16 +102,8 @@ class Part:
         except BadPush as bad:
             self._begun = None
             return self._complain(target, bad)
-        self._version = self._folders = self._begun = None
+        self._version = self._begun = None
         return True
-
-    def _publish(self, version: int, target: Path) -> None:
-        try:
-            move(self._home / str(version), target / self._name)
-        except OSError:
-            # The part may have been published in spite of the error: write nothing into it any more.
-            self._folders = None
-            raise
 
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         """Make the shards that are not made yet; return False if norms of other parts are awaited. Raises
@@ -220,17 +214,13 @@ class Part:
             self._made.clear()
             make_part(path)
             there = look(path)
-        self._drop_shared_files(path, there)
-        self._folders = self._open(path, there)
-        return self._folders
-
-    def _drop_shared_files(self, path: Path, there: Folder) -> None:
-        """Remove the files that have another name, too, such as model.safetensors or a user's hard link:
-        these names keep their content."""
         for folder in (PARAMS, STATE):
+            # Their other names, such as model.safetensors or a user's hard link, keep their content.
             for name in there.folder(folder).linked:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path / folder / name)
+        self._folders = self._open(path, there)
+        return self._folders
 
     def _complain(self, target: Path, bad: BadPush) -> bool:
         """Tell the coordinator of a bad push; return False if it was told before."""

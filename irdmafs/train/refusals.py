@@ -13,6 +13,7 @@ import msgspec
 
 from .directory import COMPLAINT, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
+from .folders import Directory
 
 _KEPT = 32
 _SHOWN = 8
@@ -44,31 +45,19 @@ def note(
     refusal = Refusal(one_line(path), one_line(reason), time.time(), code, counts)
     name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(train.path / "refused", flags)
-        try:
-            _keep(folder, name, msgspec.json.encode(refusal))
-        finally:
-            os.close(folder)
+        folder = Directory(train.path / "refused")
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(folder.file(name), new, 0o644), "wb") as file:
+            file.write(msgspec.json.encode(refusal))
+        for old in sorted(os.listdir(folder.path))[:-_KEPT]:
+            with contextlib.suppress(OSError):
+                folder.file(old).unlink()
     return name
 
 
 def one_line(text: str) -> str:
     """Return a text that others chose as one short line."""
     return repr(text[:_TEXT_MAX])[1:-1]
-
-
-def _keep(folder: int, name: str, data: bytes) -> None:
-    """Add a file, and remove the oldest ones. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o644, dir_fd=folder)
-    try:
-        os.write(fd, data)
-    finally:
-        os.close(fd)
-    for old in sorted(os.listdir(folder))[:-_KEPT]:
-        with contextlib.suppress(OSError):
-            os.unlink(old, dir_fd=folder)
 
 
 def names(train: TrainDirectory) -> list[str]:

@@ -143,10 +143,9 @@ def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
 ) -> None:
     """Another host has it open, and changes something where nobody follows."""
     os.setxattr(there, "user.irdmafs.follow", b"off")
-    for name in ("outside", "inside", "inside/removed"):
-        (there / name).mkdir()
+    (there / "inside/removed").mkdir(parents=True)
     os.setxattr(there / "inside", "user.irdmafs.follow", b"on")
-    fd = os.open(there / "inside/removed", os.O_PATH)
+    opened = os.open(there / "inside/removed", os.O_PATH)
     claim_exclusively(holder, here / "inside")
     claim_exclusively(holder, here / "inside/removed")
 
@@ -155,15 +154,13 @@ def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
         return bool(counters(holder)["followed_directories"])
 
     eventually(is_followed, "it is followed")
-    count = deferred(holder)
     (here / "inside/removed").rmdir()
-    assert deferred(holder) == count + 1
     fsync(here / "inside")
     begun_s = time.monotonic()
-    (there / "outside/file").touch()
+    (there / "file").touch()
     # A directory that is not asked about is followed for 10 s.
     assert time.monotonic() < begun_s + 5
-    os.close(fd)
+    os.close(opened)
 
 
 def test_a_deferred_change_is_counted_once(holder: ClusterMount, here: Path, there: Path) -> None:
@@ -182,14 +179,10 @@ def scan(path: Path) -> os.stat_result:
     return found[path.name].stat()
 
 
-def open_and_close(path: Path) -> None:
-    os.close(os.open(path, os.O_RDONLY))
-
-
 LOOKS: dict[str, Callable[[Path], object]] = {
     "stat": os.stat,
     "list": scan,
-    "open": open_and_close,
+    "open": lambda path: os.close(os.open(path, os.O_RDONLY)),
     "append": lambda path: os.close(os.open(path, os.O_WRONLY | os.O_APPEND)),
     "chmod": lambda path: os.chmod(path, 0o600),
     "unlink": os.unlink,

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
@@ -38,11 +39,13 @@ def test_planning_fetches_no_push(cluster: Cluster) -> None:
         # It reads the files of the run itself.
         assert not coordinator.step(train.config(), train.newest_plan(), None)
         worker.push(ones())
-        before = counters(planned_at)["fetched_files"]
+        before = counters(planned_at)
         eventually(
             lambda: coordinator.step(train.config(), train.newest_plan(), None), "a plan is made"
         )
-        assert counters(planned_at)["fetched_files"] == before
+        after = counters(planned_at)
+        assert after["fetched_files"] == before["fetched_files"]
+        assert after["transactions"] < before["transactions"] + 4
 
 
 def test_push_after_the_first_makes_no_files(cluster: Cluster) -> None:
@@ -98,20 +101,14 @@ def test_parts_of_others_are_asked_for_only_while_no_version_comes(
     """Each question about a lock is one to etcd."""
     here, there = (mount.path / "asked" for mount in cluster.mounts)
     start(here, model(), shards=3)
-    asked: list[Lock] = []
-
-    def hold(lock: Lock, text: bytes) -> bool:
-        asked.append(lock)
-        return hold_lock(lock, text)
-
-    hold_lock = Lock.hold
-    monkeypatch.setattr(Lock, "hold", hold)
+    asked = Mock(side_effect=Lock.hold)
+    monkeypatch.setattr(Lock, "hold", lambda *of: asked(*of))
 
     def asks(reducer: Reducer) -> int:
-        asked.clear()
+        asked.reset_mock()
         reducer._looked_s = 0.0
         reducer.step()
-        return len(asked)
+        return int(asked.call_count)
 
     def sees(reducer: Reducer, version: int) -> bool:
         reducer._found, reducer._looked_s = None, math.inf
@@ -124,7 +121,9 @@ def test_parts_of_others_are_asked_for_only_while_no_version_comes(
         works._begun_s = waits._begun_s = 0.0
         # For the coordinator's work and the only part.
         assert asks(works) == asks(waits) == 2
+        before = [counters(mount)["lock_transactions"] for mount in cluster.mounts]
         assert asks(waits) == 2
+        assert before == [counters(mount)["lock_transactions"] for mount in cluster.mounts]
         worker.push(ones())
         reduce_until(works, lambda: newest(here) == 1, "a version")
         eventually(lambda: sees(waits, 1), "it is seen")

@@ -118,14 +118,10 @@ def test_parameters_and_state_are_those_of_an_undisturbed_run() -> None:
     _disturb("bsp", config, seed, _check_lockstep)
 
 
-def _pushes(train: TrainDirectory) -> list[str]:
-    return [name for name in os.listdir(train.push) if not name.startswith(".")]
-
-
 def _check_counts(train: TrainDirectory, records: Records) -> None:
     """Compare what was acknowledged with what was applied."""
     acks = records.acks()
-    eventually(lambda: not _pushes(train), "all pushes count", RECOVERY_S)
+    eventually(lambda: not [*train.push.glob("[!.]*")], "all pushes count", RECOVERY_S)
     plan = train.newest_plan()
     found = load_file(train.version(plan.version) / "model.safetensors")
     counters = found["ledger"].astype(np.int64)[:, None] >> (2 * np.arange(COUNTERS)) & 3

@@ -11,6 +11,7 @@ from harness.training_runs import newest, ones, parameters, reduce, reduce_until
 
 from irdmafs.train import Reducer, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
+from irdmafs.train.folders import Directory
 
 
 @contextmanager
@@ -27,16 +28,6 @@ def removed_slowly(inode: int, act: Callable[[], None]) -> Iterator[list[Path]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(directory, "remove", remove_slowly)
         yield removed
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, as a request has it that has been on its way for long."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def tidy_up(reducer: Reducer) -> None:
@@ -56,17 +47,18 @@ def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) ->
         (home / "2").mkdir()
         (home / "2" / "file").write_text("")
         inode = (home / "2").stat().st_ino
-        with opened(home) as fd:
-            stopped._leave_parts()
+        # As a request has it that has been on its way for long.
+        opened = Directory(home)
+        stopped._leave_parts()
 
-            def publish() -> None:
-                with pytest.raises(FileNotFoundError):
-                    os.rename("2", train.next / "half", src_dir_fd=fd)
+        def publish() -> None:
+            with pytest.raises(FileNotFoundError):
+                os.rename(opened.path / "2", train.next / "half")
 
-            with removed_slowly(inode, publish) as removed, Reducer(run) as other:
-                reduce(other)
-                tidy_up(other)
-            assert removed
+        with removed_slowly(inode, publish) as removed, Reducer(run) as other:
+            reduce(other)
+            tidy_up(other)
+        assert removed
     assert not os.listdir(train.aside)
 
 
@@ -117,13 +109,8 @@ def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
         (published,) = lost
         part = reducer._parts[published.name]
         made = part._open_folders(1)
-        assert not _inodes(published) & {
-            os.stat(one.path).st_ino for one in (made.params, made.state)
-        }
+        written = {os.stat(one.path).st_ino for one in (made.params, made.state)}
+        assert written.isdisjoint(path.stat().st_ino for path in published.rglob("*"))
         reduce(reducer)
         assert newest(run) == 1
     assert all(bool((array == 1).all()) for array in parameters(run).values())
-
-
-def _inodes(directory: Path) -> set[int]:
-    return {path.stat().st_ino for path in directory.rglob("*")}

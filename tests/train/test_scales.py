@@ -22,10 +22,6 @@ SHAPES = {"w": (300, 200), "bias": (517,), "experts": (3, 130, 70)}
 Array = NDArray[Any]
 
 
-def counts_of(length: int) -> list[int]:
-    return sorted({length, -(-length // BLOCK), 1})
-
-
 def widened(shape: tuple[int, ...], scales: Array) -> Array:
     """Return a scale for each element, by its index."""
     at = [
@@ -70,7 +66,8 @@ def test_factors_are_those_of_the_elements_index(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3)))
     if np.prod(shape) > 1_000_000:
         shape = shape[:2]
-    counts = tuple(data.draw(st.sampled_from(counts_of(length))) for length in shape)
+    choices = (sorted({length, -(-length // BLOCK), 1}) for length in shape)
+    counts = tuple(data.draw(st.sampled_from(lengths)) for lengths in choices)
     scales = np.random.default_rng(0).standard_normal(counts).astype(np.float32)
     size = int(np.prod(shape))
     first = data.draw(st.integers(0, size - 1))
