@@ -277,7 +277,7 @@ class Leases:
         assert known is not None
         if self._held or self._interest:
             self._touched.update(self._tree.parents_of(known.ino))
-            if new is None and known.is_dir:
+            if known.is_dir and (new is None or not new.nlink):
                 self._touched.add(known.ino)
         if new is not None and old is not None and new.is_dir and new.revision != old.revision:
             self._ways.clear()
