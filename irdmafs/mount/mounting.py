@@ -394,9 +394,9 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
             unmount(real, lazy=True)
             mount = find_mount(real)
         elif state == "hung":
+            detach = "irdmafs umount --lazy" if mount.fstype == FSTYPE else "umount -l"
             raise MountError(
-                f"{path} is a {mount.fstype} mount that does not answer; "
-                f"detach it with: irdmafs umount --lazy {path}"
+                f"{path} is a {mount.fstype} mount that does not answer; detach it with: {detach} {path}"
             )
         else:
             by = "another user" if mount.user is None else user_name(mount.user)
