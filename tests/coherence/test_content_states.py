@@ -272,7 +272,7 @@ class Contents(RuleBasedStateMachine):
             self.written[content] = read(self.store, content.extent)
 
     def _is_newest(self, content: Content) -> bool:
-        """Return whether the newest version holds what was written; any descriptor may have published it."""
+        """Return whether the newest version holds what was written: any descriptor publishes it."""
         newest = read(self.store, self.namespace.inodes[content.ino].extent)
         return newest == self.written[content]
 
