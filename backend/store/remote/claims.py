@@ -377,11 +377,7 @@ class Claims(RecordKeeper):
                 if directory in self._wishes:
                     self._rests.begin(directory)
                     self._start_giving_up([directory])
-                elif (
-                    now - used > _IDLE_S
-                    or self._is_doubted()
-                    or not self._leases.may_follow(directory)
-                ):
+                elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
                 elif (
                     directory in self.exclusive
