@@ -31,6 +31,7 @@ from .restore import accept_restore, repair_etcd
 from .serve import serve
 from .train import train
 from .transfer import prefetch, rebalance
+from .watch import watch
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
@@ -397,5 +398,5 @@ def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flag
 
 for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
     cluster.add_command(_command)
-for _command in (cluster, install, prefetch, rebalance, serve, train, uninstall):
+for _command in (cluster, install, prefetch, rebalance, serve, train, uninstall, watch):
     main.add_command(_command)

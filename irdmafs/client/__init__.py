@@ -33,6 +33,11 @@ The mount of a cluster reads into it straight from the store nodes, past the hos
 is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
 of a file on its host; files that several processes read are better read from the cache.
 
+**Waiting.** wait() returns when a path leads to something new, whichever host published it:
+
+>>> seen = client.wait("/mnt/params/model.safetensors")             # waits until there is one
+>>> seen = client.wait("/mnt/params/model.safetensors", seen)       # waits for the next
+
 **bfloat16 and 8-bit floats** are arrays of the package ml_dtypes. torch tensors of these types are
 published as what they are.
 """
@@ -44,8 +49,9 @@ import os
 from ._buffer import Buffer
 from ._errors import FormatError
 from ._store import Store
+from ._waiting import Seen, wait, watch
 
-__all__ = ["Buffer", "FormatError", "Store", "open"]
+__all__ = ["Buffer", "FormatError", "Seen", "Store", "open", "wait", "watch"]
 
 
 def open(path: str | os.PathLike[str]) -> Store:

@@ -28,7 +28,7 @@ _LOOKUPS_MAX = 4
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
 _KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
-_NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
+NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 # Small buffers are gathered up to this size before they are written.
 _GATHER_BYTES = 1 << 20
 
@@ -161,7 +161,7 @@ def read_version(file: StrPath | int) -> int | None:
     try:
         return int(os.getxattr(file, _VERSION_XATTR))
     except OSError as error:
-        if error.errno in _NO_XATTR:
+        if error.errno in NO_XATTR:
             return None
         raise
 

@@ -1,0 +1,102 @@
+"""Waiting until a path leads to something new, whichever host makes it, without polling."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ._files import NO_XATTR, StrPath, look_up, naming, read_version
+
+_CHANGES_XATTR = "user.irdmafs.changes"
+
+
+class Seen(NamedTuple):
+    """What a path led to: an inode and, of a file, its version; of a directory, the counter of the changes
+    below it. Values of one mount can be compared."""
+
+    ino: int
+    version: int
+
+
+def look(path: StrPath) -> Seen | None:
+    """Return what a path leads to; None if that is nothing, or a file that has no version yet. Its content
+    is not fetched. Raises OSError."""
+    try:
+        fd = look_up(os.open, path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with naming(os.fspath(path)):
+        try:
+            status, link = os.fstat(fd), f"/proc/self/fd/{fd}"
+            if stat.S_ISDIR(status.st_mode):
+                return Seen(status.st_ino, _changes(link))
+            version = read_version(link) if stat.S_ISREG(status.st_mode) else None
+            return None if version == 0 else Seen(status.st_ino, version or 0)
+        finally:
+            os.close(fd)
+
+
+def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None = None) -> Seen:
+    """Return what a path leads to, as soon as that is not ``newer_than``.
+
+    A file is something else when a version of it is published, or when its name, or a link on the
+    way, leads to another file; a directory when anything below it changes. A path that leads nowhere
+    is waited for. Changes that follow each other may be seen as one; none is missed.
+
+    Raises TimeoutError after ``timeout`` seconds, and OSError: ENOTSUP for a path that is not on a
+    mount of irdmafs.
+    """
+    until_s = None if timeout is None else time.monotonic() + timeout
+    while True:
+        top = _top_of(path)
+        try:
+            before = _changes(top)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                continue  # it has just been removed: wait in the directory above
+            raise
+        seen = look(path)
+        if seen not in (None, newer_than):
+            return seen
+        left_s = None if until_s is None else until_s - time.monotonic()
+        if left_s is not None and left_s <= 0.0:
+            raise TimeoutError(errno.ETIMEDOUT, f"Nothing new in {timeout:g} s", os.fspath(path))
+        with contextlib.suppress(InterruptedError, FileNotFoundError):
+            _changes(top, f".{before}" if left_s is None else f".{before}.{left_s:.3f}")
+
+
+def watch(
+    path: StrPath, newer_than: Seen | None = None, *, timeout: float | None = None
+) -> Iterator[Seen]:
+    """Yield what a path leads to whenever that is something new, as ``wait`` returns it."""
+    while True:
+        newer_than = wait(path, newer_than, timeout=timeout)
+        yield newer_than
+
+
+def _changes(directory: str, since: str = "") -> int:
+    """Return the counter of the changes below a directory; ``since``: of which value it is to be another,
+    and for how many seconds that is waited for. Raises OSError."""
+    try:
+        return int(os.getxattr(directory, _CHANGES_XATTR + since))
+    except OSError as error:
+        if error.errno not in NO_XATTR:
+            raise
+        text = "Not on a mount of irdmafs, or a link leads out of it"
+        raise OSError(errno.ENOTSUP, text, directory) from None
+
+
+def _top_of(path: StrPath) -> str:
+    """Return the directory below which everything lies that decides what a path leads to."""
+    named, real = os.path.abspath(path), os.path.realpath(path)
+    if os.path.ismount(real):
+        return real
+    top = os.path.commonpath([os.path.dirname(named), os.path.dirname(real)])
+    while not os.path.isdir(top):
+        top = os.path.dirname(top)
+    return top

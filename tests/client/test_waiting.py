@@ -1,0 +1,135 @@
+"""Programs wait for what comes, by `client.wait` and `irdmafs watch`, and miss nothing."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.mountpoint import irdmafs
+
+from irdmafs import client
+
+pytestmark = pytest.mark.beyond_posix
+
+STEPS = 20
+# Much longer than anything takes here.
+LONG_S = 60.0
+
+
+def told(path: Path, seen: client.Seen | None, change: Callable[[], object]) -> client.Seen:
+    """Return what `client.wait` returns when something is changed while it waits, or just before."""
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        return client.wait(path, seen, timeout=LONG_S)
+    finally:
+        changing.join()
+
+
+def test_whatever_leads_to_other_contents_ends_a_wait(folder: Path) -> None:
+    path = folder / "model"
+    seen = told(path, None, lambda: path.write_bytes(b"one"))
+    assert client.wait(path) == seen == (path.stat().st_ino, 1)
+    newer = told(path, seen, lambda: path.write_bytes(b"two"))
+    assert newer == (seen.ino, 2)
+    (folder / "next").write_bytes(b"three")
+    seen = told(path, newer, lambda: os.replace(folder / "next", path))
+    assert seen.ino != newer.ino
+    path.unlink()
+    assert told(path, seen, lambda: path.write_bytes(b"four")) != seen
+
+
+def test_links_and_directories_on_the_way_are_waited_for(folder: Path) -> None:
+    path = folder / "run" / "latest" / "model"
+    for version in ("1", "2"):
+        (folder / "versions" / version).mkdir(parents=True)
+        (folder / "versions" / version / "model").write_text(version)
+
+    def make() -> None:
+        (folder / "run").mkdir()
+        (folder / "run" / "latest").symlink_to(folder / "versions" / "1")
+
+    seen = told(path, None, make)
+    assert path.read_text() == "1"
+
+    def flip() -> None:
+        (folder / "run" / "new").symlink_to(folder / "versions" / "2")
+        os.replace(folder / "run" / "new", folder / "run" / "latest")
+
+    newer = told(path, seen, flip)
+    assert newer.ino != seen.ino
+    assert path.read_text() == "2"
+    told(path, newer, lambda: (folder / "versions" / "2" / "model").write_text("3"))
+    assert path.read_text() == "3"
+
+
+def test_a_directory_is_something_new_when_anything_below_it_changes(folder: Path) -> None:
+    (folder / "top" / "below").mkdir(parents=True)
+    seen = client.wait(folder / "top")
+    newer = told(folder / "top", seen, lambda: (folder / "top" / "below" / "file").touch())
+    assert newer.ino == seen.ino and newer != seen
+    with pytest.raises(TimeoutError, match="Nothing new"):
+        client.wait(folder / "top", client.wait(folder / "top"), timeout=0.01)
+
+
+def test_a_file_that_nobody_has_published_is_waited_for(folder: Path) -> None:
+    with (folder / "model").open("wb") as writer:
+        writer.write(b"one")
+        with pytest.raises(TimeoutError):
+            client.wait(folder / "model", timeout=0.01)
+        told(folder / "model", None, writer.close)
+
+
+def test_every_host_is_told_of_the_last_version(here: Path, there: Path) -> None:
+    def publish() -> None:
+        for step in range(1, STEPS + 1):
+            (here / "model").write_text(f"{step}")
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    try:
+        for seen in client.watch(there / "model", timeout=LONG_S):
+            assert int((there / "model").read_text()) >= seen.version
+            if seen.version == STEPS:
+                break
+    finally:
+        publishing.join()
+
+
+def test_other_filesystems_are_told_apart(tmp_path: Path, folder: Path) -> None:
+    for path in (tmp_path, tmp_path / "file", tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(folder)
+        with pytest.raises(OSError, match="Not on a mount of irdmafs") as caught:
+            client.wait(path, timeout=LONG_S)
+        assert caught.value.errno == errno.ENOTSUP
+
+
+def test_a_command_is_run_at_a_change(folder: Path) -> None:
+    path = folder / "model"
+    path.write_bytes(b"one")
+    found = irdmafs("watch", path, "--timeout", "0.01", "--once")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "Nothing new in 0.01 s" in found.stderr
+    assert irdmafs("watch", "/", "--timeout", f"{LONG_S}").returncode == 1
+
+    # What is published while the command begins may be what it takes for the present.
+    stop = threading.Event()
+
+    def publish() -> None:
+        while not stop.is_set():
+            path.write_bytes(b"two")
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    try:
+        run = 'test "$IRDMAFS_VERSION" -gt 1 && cat "$IRDMAFS_PATH"; exit 7'
+        found = irdmafs("watch", path, "--exec", run, "--once", "--timeout", f"{LONG_S}")
+    finally:
+        stop.set()
+        publishing.join()
+    assert found.returncode == 7, found
+    version, line = found.stdout.split(" ", 1)
+    assert int(version) > 1 and line == f"{path}\ntwo"
