@@ -19,8 +19,7 @@ import trio
 from ..kv import KeyValue, NoSpace, WentBack
 from . import etcd_pb2 as pb
 from .client import Client, Unsent
-from .errors import RpcError, Status
-from .methods import RANGE, TXN, Message, Method
+from .rpc import RANGE, TXN, Message, Method, RpcError, Status
 
 log = logging.getLogger(__name__)
 

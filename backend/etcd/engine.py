@@ -15,9 +15,8 @@ from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
 from .calls import LAST_KEY, Calls
 from .client import TRY_S, Client, DirectClient
-from .errors import RpcError, Status
 from .leases import EtcdLeases
-from .methods import RANGE
+from .rpc import RANGE, RpcError, Status
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
 from .watch import Watch
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import hpack
 import trio
 
-from .errors import ConnectionLost, ProtocolError, RpcError, Status
+from .rpc import ConnectionLost, ProtocolError, RpcError, Status
 
 # Kinds of frames, and their flags.
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4

@@ -6,8 +6,7 @@ import secrets
 from . import etcd_pb2 as pb
 from .calls import Calls
 from .client import Uncertain, Unsent
-from .errors import RpcError, Status
-from .methods import GRANT, KEEP_ALIVE, RANGE, REVOKE
+from .rpc import GRANT, KEEP_ALIVE, RANGE, REVOKE, RpcError, Status
 
 # A lease, 63 bits, begins with its owner: the number of a certificate.
 OWNER_BYTES = 3

@@ -24,9 +24,8 @@ from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
 from .client import PAUSES_S, Uncertain, Unsent, longer
-from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
-from .methods import DELETE, RANGE, REVOKE, TXN
+from .rpc import DELETE, RANGE, REVOKE, TXN, RpcError, Status
 from .watch import Watch
 
 FENCE_KIND = b"x"

@@ -12,8 +12,7 @@ from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls
 from .client import PAUSES_S, Answers, Unsent
-from .errors import RpcError
-from .methods import WATCH
+from .rpc import WATCH, RpcError
 
 log = logging.getLogger(__name__)
 

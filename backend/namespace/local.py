@@ -12,7 +12,7 @@ import msgspec
 from ..kv import Compare
 from .commit import Commit
 from .inode import ROOT_INO, Inode
-from .inodes import Totals
+from .lookup import Totals
 from .planner import root_of
 from .subvolumes import ALL_INOS
 from .tree import Tree

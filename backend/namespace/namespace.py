@@ -18,13 +18,13 @@ from ..kv import Compare
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
 from .local import LocalCommitter
-from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     RENAME_WHITEOUT,
     Known,
+    NewVersion,
     Planner,
     attributes_set,
     root_of,

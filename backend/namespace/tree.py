@@ -6,10 +6,9 @@ records the map then repeats. Both end in the same few steps, in this order: tim
 removed inodes, so that each step finds the data from which it derives parents and link counts.
 
     key                                            value
-    "d" + parent ino (8 bytes BE) + name           ino and revision (8 bytes BE each)
     "t" + directory ino (8 bytes BE)               when its names last changed, ns (8 bytes BE)
     "q" + directory ino (8 bytes BE)               b"": the directory has a quota
-    "i…", "l…"                                     see inodes
+    "d…", "i…", "l…"                               see lookup
 """
 
 import contextlib
@@ -23,12 +22,9 @@ from ..kv.map import Map
 from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .commit import Commit
-from .differences import differences
-from .events import Listener, changes_of, removals_first, time_of
+from .events import Listener, changes_of, differences, misplaced, removals_first, time_of
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
-from .inodes import link_key
-from .lookup import Names
-from .misplaced import misplaced
+from .lookup import Names, link_key
 from .quotas import QUOTA_NAMES, Quotas
 from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches

@@ -12,15 +12,12 @@ from contextlib import asynccontextmanager, closing
 
 import trio
 
-from ..files.extents import ExtentStore
-from ..files.storedir import in_memory, lock_directory
+from ..files.extents import ExtentStore, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
-from .api import Store
-from .aside import make_aside
-from .pins import Pinned
+from .api import Pinned, Store, make_aside
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ...files.extents import OPEN_FLAGS, ExtentStore
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
-from ..pins import Pinned
+from ..api import Pinned
 from .figures import CacheFigures
 from .member import Member
 from .places import Holds, Place

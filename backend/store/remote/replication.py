@@ -19,11 +19,10 @@ from ...kv import Compare, Conflict
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
-from ..aside import make_aside
+from ..api import make_aside
 from .cluster import Cluster
 from .figures import PublishFigures
-from .layouts import Layouts
-from .space import Space
+from .layouts import Layouts, Space
 from .writer import Transfer
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
-from ...files.extents import ExtentStore, copy_contents
-from ...files.storedir import lock_directory
+from ...files.extents import ExtentStore, copy_contents, lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode, fail
 from ...observe.figures import values_of
@@ -23,13 +22,11 @@ from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
 from .freshness import Freshness
-from .layouts import Layouts
+from .layouts import Layouts, Space
 from .lent import Lender
 from .locks import SharedLocks
-from .prefetch import Prefetcher
 from .replication import Publisher
-from .space import Space
-from .versions import Versions
+from .versions import Prefetcher, Versions
 from .writer import digests_of
 
 _RELEASE_S = 3.0
