@@ -1,4 +1,5 @@
-"""A store directory: its lock, and the extents in it, each one file, named by its number in hexadecimal.
+"""A store directory: its lock, the extents in it, each one file, named by its number in hexadecimal, and
+their pins.
 
 Bytes enter and leave extents inside the kernel (passthrough, copy_file_range); this module only makes,
 opens, copies and removes the files. An extent that was published is never written again.
@@ -8,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -146,6 +148,48 @@ class ExtentStore:
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._dir_fd)
+
+
+class Pinned(ABC):
+    """Contents that are freed, by `free`, once no version names them and nothing pins them.
+
+    Contents are numbers; 0 stands for an empty one, which needs no pin. `counts` tells how often each is
+    pinned; it is read-only.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[ContentId, int] = {}
+        self._retired: set[ContentId] = set()
+
+    @abstractmethod
+    def free(self, extent: ContentId) -> None:
+        """Remove a content."""
+
+    def pin(self, extent: ContentId) -> None:
+        """Keep a content although its file moves on to another version."""
+        if extent:
+            self.counts[extent] = self.counts.get(extent, 0) + 1
+
+    def unpin(self, extent: ContentId) -> None:
+        if not extent:
+            return
+        left = self.counts[extent] - 1
+        if left:
+            self.counts[extent] = left
+            return
+        del self.counts[extent]
+        if extent in self._retired:
+            self._retired.remove(extent)
+            self.free(extent)
+
+    def retire(self, extent: ContentId) -> None:
+        """Note that no version names this content any more: it is freed as soon as nothing pins it."""
+        if not extent:
+            return
+        if extent in self.counts:
+            self._retired.add(extent)
+        else:
+            self.free(extent)
 
 
 def copy_contents(source_fd: int, target_fd: int) -> None:

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager, closing
 
 import trio
 
-from ..files.extents import ExtentStore, in_memory, lock_directory
+from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
-from .api import Pinned, Store, make_aside
+from .api import Store, make_aside
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class EmbeddedStore(Pinned, Store):
             await trio.to_thread.run_sync(self.extents.sync, version.extent)
         before = self.namespace.inodes[version.ino].extent
         inode = await self.namespace.publish(version)
-        self.named(version.extent)
+        self._retired.discard(version.extent)
         self._working.discard(version.extent)
         if before not in (NO_CONTENT, version.extent):
             self.retire(before)
