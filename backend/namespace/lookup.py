@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Final, TypeVar, cast, overload
+from typing import Final
 
 import msgspec
 
@@ -37,8 +37,6 @@ _HEADER: Final = struct.Struct(">QQIIB")
 _INODES: Final = (b"i", b"j")
 # Inodes of the map that stay here, decoded. About 5 MiB.
 _KEPT_MAX: Final = 8192
-
-_Default = TypeVar("_Default")
 
 
 class Names:
@@ -271,24 +269,16 @@ class Inodes(dict[int, Inode]):
         inode = self[ino] = self._decode(ino, value)
         return inode
 
-    @overload
-    def get(self, ino: int, default: None = None, /) -> Inode | None: ...
-    @overload
-    def get(self, ino: int, default: Inode, /) -> Inode: ...
-    @overload
-    def get(self, ino: int, default: _Default, /) -> Inode | _Default: ...
-    def get(self, ino: int, default: object = None, /) -> object:
+    def get(self, ino: int) -> Inode | None:  # type: ignore[override]
         try:
             return self[ino]
         except KeyError:
-            return default
+            return None
 
     def __contains__(self, ino: object) -> bool:
-        try:
-            self[cast(int, ino)]
-        except KeyError:
-            return False
-        return True
+        if super().__contains__(ino):
+            return True
+        return ino not in self._changed and self._records.get(inode_key(ino)) is not None
 
     def __iter__(self) -> Iterator[int]:
         yield from [ino for ino, inode in super().items() if not inode.revision]
