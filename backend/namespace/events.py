@@ -23,7 +23,7 @@ from .inode import (
     time_key,
 )
 from .lookup import Names
-from .subvolumes import SUBVOLUMES, belongs
+from .numbers import SUBVOLUMES, belongs
 
 # Called with a key, what is wrong with its record, and the value.
 Complain = Callable[[bytes, str, bytes], None]

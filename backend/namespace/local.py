@@ -13,8 +13,8 @@ from ..kv import Compare
 from .commit import Commit
 from .inode import ROOT_INO, Inode
 from .lookup import Totals
+from .numbers import ALL_INOS
 from .planner import root_of
-from .subvolumes import ALL_INOS
 from .tree import Tree
 
 log = logging.getLogger(__name__)

@@ -56,6 +56,8 @@ class Names:
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
         self.unseen: set[int] = set()
+        # By subvolume, the next inode number that is not reserved, and the revision of that record.
+        self._blocks: dict[int, tuple[int, int]] = {}
         self.maker = maker
         self._is_mounted = is_mounted
 
@@ -196,6 +198,11 @@ class Names:
         """Return the revision that last put a name, 0: there is none."""
         value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
         return int.from_bytes(value[8:], "big") if value is not None else 0
+
+    def next_block(self, subvolume: int) -> tuple[int, int]:
+        """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and
+        the revision of that record."""
+        return self._blocks.get(subvolume, (subvolume + 1, 0))
 
     # -- names that are not seen -------------------------------------------------------------------
 

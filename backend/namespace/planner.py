@@ -22,7 +22,7 @@ from ..model.records import ContentId, Layout
 from . import acl
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
-from .subvolumes import belongs
+from .numbers import belongs
 from .tree import Tree
 
 XATTR_SIZE_MAX = 64 * 1024

@@ -27,9 +27,8 @@ from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import Inode, fail
-from .numbers import InodeNumbers, Spent
+from .numbers import ALL_INOS, InodeNumbers, Spent
 from .others import Claims, Hub
-from .subvolumes import ALL_INOS
 from .tree import Tree
 
 if TYPE_CHECKING:

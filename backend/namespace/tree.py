@@ -25,8 +25,8 @@ from .commit import Commit
 from .events import Listener, changes_of, differences, misplaced, removals_first, time_of
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
+from .numbers import next_ino_key, numbers_of
 from .quotas import QUOTA_NAMES, Quotas
-from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches
 
 # So many records are taken at once when a tree is loaded.
@@ -60,8 +60,6 @@ class Tree(Names):
         self._faults = faults or Faults()
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
-        # By subvolume, the next inode number that is not reserved, and the revision of that record.
-        self._blocks: dict[int, tuple[int, int]] = {}
         # Returns those of some events that show no earlier state than the tree has (see deferred).
         self.news: Callable[[Sequence[Event]], Sequence[Event]] = lambda events: events
         self._listener = listener
@@ -88,11 +86,6 @@ class Tree(Names):
         numbers = numbers_of(subvolume)
         key = self.records.last(inode_key(numbers.start), inode_key(numbers.stop))
         return int.from_bytes(key[1:], "big") if key is not None else subvolume
-
-    def next_block(self, subvolume: int) -> tuple[int, int]:
-        """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and
-        the revision of that record."""
-        return self._blocks.get(subvolume, (subvolume + 1, 0))
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 

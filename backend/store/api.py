@@ -11,8 +11,8 @@ from ..model.records import ContentId, Layout
 from ..namespace import NAME_MAX, Inode, Namespace, NewVersion, fail
 
 if TYPE_CHECKING:
-    from .remote.freshness import Freshness
     from .remote.locks import SharedLocks
+    from .remote.versions import Freshness
 
 _HERE = Layout()
 _TRIES_MAX = 100

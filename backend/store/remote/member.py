@@ -17,7 +17,7 @@ from ...kv.faults import Faults
 from ...model.records import ContentId, MountRecord, Settings
 from ...namespace import Inode, Tree
 from ...namespace.deferred import Deferred
-from ...namespace.subvolumes import ALL_INOS, numbers_of
+from ...namespace.numbers import ALL_INOS, numbers_of
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
 

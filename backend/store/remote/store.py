@@ -21,12 +21,11 @@ from ...unwrap import only_error
 from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
-from .freshness import Freshness
 from .layouts import Layouts, Space
 from .lent import Lender
 from .locks import SharedLocks
 from .replication import Publisher
-from .versions import Prefetcher, Versions
+from .versions import Freshness, Prefetcher, Versions
 from .writer import digests_of
 
 _RELEASE_S = 3.0
