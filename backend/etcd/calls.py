@@ -114,8 +114,10 @@ class Calls:
             raise trio.ClosedResourceError("the engine is closed")
 
     def check_trusted(self) -> None:
-        """Raise WentBack after `doubt`."""
-        if self._went_back is not None:
+        """Raise trio.ClosedResourceError after the end, and WentBack after `doubt`."""
+        if self.closed or self._went_back is not None:
+            self.check_open()
+            assert self._went_back is not None
             raise WentBack(self._went_back.what)
 
     def doubt(self, error: WentBack) -> None:

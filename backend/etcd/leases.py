@@ -43,7 +43,6 @@ class EtcdLeases:
         """Renew a lease, and return for how many seconds from the request it is sure to live; 0: it has
         ended. Raises OSError: NoAnswer if etcd did not answer in time, and may have renewed it."""
         calls = self._calls
-        calls.check_open()
         calls.check_trusted()
         request = pb.LeaseKeepAliveRequest(ID=lease)
         try:

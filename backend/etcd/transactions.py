@@ -83,11 +83,10 @@ class EtcdTransactions:
         try_s = calls.client.try_s
         was_cut_off = False
         while True:
-            calls.check_open()
+            calls.check_trusted()
             if was_cut_off:
                 await calls.check_continued(_left_s(deadline))
                 was_cut_off = False
-            calls.check_trusted()
             fence = self._fence or await self._put_fence(None, deadline)
             request.compare[-1].mod_revision = fence.revision
             if self.mark != LAST_KEY:

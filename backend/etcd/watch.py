@@ -25,7 +25,6 @@ class Watch:
     """
 
     def __init__(self, calls: Calls, start: bytes, end: bytes, from_revision: int) -> None:
-        calls.check_open()
         calls.check_trusted()
         calls.watches.add(self)
         self._calls = calls
