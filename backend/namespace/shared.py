@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
+from ..kv import Compare, Conflict, Delete, Put
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import Inode, fail
@@ -163,7 +163,7 @@ class SharedCommitter:
                     revision = await part.transact(conditions, [*changes, *more])
                     await self._hub.wait_applied(revision)
             except Conflict as conflict:
-                if any(conflict.key == _key_of(guard) for guard in guards):
+                if any(conflict.key == guard[0] for guard in guards):
                     raise
                 return False
             except BaseException:
@@ -387,9 +387,3 @@ def _has_files_in(commit: Commit) -> set[int]:
 def _is_large(change: Put | Delete) -> bool:
     """Return whether etcd might not take a transaction of such records."""
     return isinstance(change, Put) and len(change.value) > _DEFERRED_BYTES_MAX
-
-
-def _key_of(compare: Compare) -> bytes:
-    if isinstance(compare, Exists):
-        return compare.key
-    return compare.start if isinstance(compare, Empty) else compare[0]

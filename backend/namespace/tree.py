@@ -72,7 +72,7 @@ class Tree(Names):
         # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
         self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
-        self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
+        self.watches = Watches(self.inodes, self.parents_of)
 
     def load_quotas(self) -> None:
         """Note the quotas of a map that was filled before."""
@@ -123,12 +123,10 @@ class Tree(Names):
         as they were before."""
         self._led.clear()
         times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
-        changed, size = [], 1024 * (len(names) + len(inodes))
-        for inode, record in inodes:
-            changed.append(inode)
+        size = 1024 * (len(names) + len(inodes))
+        for _, record in inodes:
             size += len(record)
         self.records.begin(size, urgent=True)
-        touched = self.watches.touched(names, changed) if self.watches.in_use else ()
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
         for inode, record in inodes:
@@ -161,9 +159,9 @@ class Tree(Names):
         self.records.commit()
         before = self.inodes.settle()
         if self.quotas.in_use:
-            self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
-        if touched:
-            self.watches.changed(touched)
+            self.quotas.update(before)
+        if self.watches.in_use:
+            self.watches.changed(self.watches.touched(self._led, before))
         return before
 
     def _refuse_misplaced(self) -> None:
@@ -253,7 +251,6 @@ class Tree(Names):
             if inode.xattrs:
                 size += sum(map(len, inode.xattrs.values()))
         records.begin(size, urgent=commit.urgent)
-        touched = self.watches.touched(commit.names, commit.inodes) if self.watches.in_use else ()
         try:
             for ino, time_ns in commit.times:
                 self._set_time(ino, time_ns)
@@ -281,9 +278,9 @@ class Tree(Names):
         for inode in commit.gone:
             self._let_go(inode)
         if self.quotas.in_use:
-            self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
-        if touched:
-            self.watches.changed(touched)
+            self.quotas.update(before)
+        if self.watches.in_use:
+            self.watches.changed(self.watches.touched(self._led, before))
         return before
 
     def enact_locally(self, commit: Commit) -> None:

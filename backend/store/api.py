@@ -179,3 +179,13 @@ async def make_aside(
             continue
         return made, namespace.describe(made.ino)
     raise OSError(errno.EEXIST, f"{_TRIES_MAX} files keep what could not be published already")
+
+
+async def save_aside(store: Store, version: NewVersion, host: str) -> str:
+    """Do as `Store.save_aside`; `host` wrote the version."""
+    made, name = await make_aside(store.namespace, version.ino, host, store.layout)
+    aside = version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
+    published = await store.publish(aside)
+    if published.extent != version.extent:
+        store.retire(version.extent)
+    return name

@@ -17,7 +17,7 @@ from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
-from .api import Store, make_aside
+from .api import Store, save_aside
 
 log = logging.getLogger(__name__)
 
@@ -138,11 +138,7 @@ class EmbeddedStore(Pinned, Store):
         return inode
 
     async def save_aside(self, version: NewVersion) -> str:
-        made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
-        published = await self.publish(version._replace(ino=made.ino, base=None))
-        if published.extent != version.extent:
-            self.retire(version.extent)
-        return name
+        return await save_aside(self, version, "this-host")
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""

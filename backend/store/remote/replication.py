@@ -19,7 +19,6 @@ from ...kv import Compare, Conflict
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
-from ..api import make_aside
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts, Space
@@ -200,19 +199,6 @@ class Publisher:
                 self._unsure[version.extent] = None
                 if len(self._unsure) > _UNSURE_MAX:
                     del self._unsure[next(iter(self._unsure))]
-
-    async def save_aside(self, version: NewVersion) -> str:
-        """Publish a version as a new file beside the one that it was made for, and return that one's name.
-        Raises OSError."""
-        made, name = await make_aside(
-            self._namespace, version.ino, self._cluster.host, self._layouts.of_name
-        )
-        published = await self.publish(
-            version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
-        )
-        if published.extent != version.extent:
-            self._contents.retire(version.extent)
-        return name
 
     # -- giving up -------------------------------------------------------------------------------
 
