@@ -22,11 +22,10 @@ import trio
 from ..kv import Compacted, Compare, Conflict, Delete, Empty, Exists, NoSpace, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
-from .calls import LAST_KEY, Calls
+from .calls import LAST_KEY, Calls, Watch
 from .client import PAUSES_S, Uncertain, Unsent, longer
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .rpc import DELETE, RANGE, REVOKE, TXN, RpcError, Status
-from .watch import Watch
 
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
