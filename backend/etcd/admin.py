@@ -16,26 +16,12 @@ import trio
 
 from ..kv import end_of
 from . import etcd_pb2 as pb
+from . import rpc
 from .calls import REPAIR, Calls
 from .client import Client
-from .rpc import (
-    ALARM,
-    AUTHENTICATE,
-    COMPACT,
-    DEFRAGMENT,
-    DELETE,
-    HASH_KV,
-    MEMBERS,
-    RANGE,
-    STATUS,
-    TXN,
-    Message,
-    Method,
-    Response,
-    RpcError,
-    Status,
-    method,
-)
+from .rpc import Message, Method, Response, RpcError, Status, method
+
+log = logging.getLogger(__name__)
 
 _USER_LIST = method("Auth/UserList", pb.AuthUserListResponse)
 _ROLE_GET = method("Auth/RoleGet", pb.AuthRoleGetResponse)
@@ -43,8 +29,8 @@ _ROLE_GET = method("Auth/RoleGet", pb.AuthRoleGetResponse)
 # etcd's own role that may do everything; a user must have it before authentication is enabled.
 ROOT = "root"
 _NOBODY = "irdmafs nobody"
-
-KeyRange = tuple[bytes, bytes]
+# The first etcd whose roles hold against holders of its certificates (docs/security.md).
+_SOUND_VERSION = (3, 6, 11)
 # The quota of an etcd that was given none.
 _QUOTA_USUAL_BYTES = 2 << 30
 _NEARLY_FULL_SHARE = 0.8
@@ -52,29 +38,25 @@ _FRAGMENTED_SHARE = 0.5
 _ASK_S = 3.0
 # A member answers nothing else while it defragments.
 _DEFRAGMENT_S = 120.0
-
-log = logging.getLogger(__name__)
-
 # A key after all keys that are watched.
 _SPENT_KEY = b"\xff"
 _SPENDING_AT_ONCE = 32
-# The first etcd whose roles hold against holders of its certificates (docs/security.md).
-_SOUND_VERSION = (3, 6, 11)
+
+KeyRange = tuple[bytes, bytes]
 
 
 class Auth:
     """Users, roles and authentication. Methods can be repeated: users and roles that exist stay. They raise
     RpcError and OSError."""
 
-    def __init__(self, client: Client, timeout_s: float) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     async def is_enabled(self) -> bool:
         """Return whether authentication is enabled. Needs no rights."""
         request = pb.AuthenticateRequest(name=_NOBODY, password="-")
         try:
-            await self._call(AUTHENTICATE, request)
+            await self._call(rpc.AUTHENTICATE, request)
         except RpcError as error:
             return "not enabled" not in error.text
         return True
@@ -122,7 +104,7 @@ class Auth:
         await self._change("RoleDelete", pb.AuthRoleDeleteRequest(role=role))
 
     async def _call(self, asked: Method[Response], request: Message) -> Response:
-        return await self._client.call(asked, request, timeout_s=self._timeout_s)
+        return await self._calls.client.call(asked, request, timeout_s=self._calls.timeout_s)
 
     async def _tell(self, name: str, request: Message) -> None:
         await self._call(method(f"Auth/{name}", pb.AuthResponse), request)
@@ -164,7 +146,7 @@ class EtcdRoom:
 
     async def here(self) -> Room:
         """Return the room of the member that is in use."""
-        return _room_of(await self._calls.call(STATUS, pb.StatusRequest(), _ASK_S))
+        return _room_of(await self._calls.call(rpc.STATUS, pb.StatusRequest(), _ASK_S))
 
     async def everywhere(self) -> dict[str, Room | OSError]:
         """Return the room of each member that is configured, or why it is not known, by address."""
@@ -173,7 +155,7 @@ class EtcdRoom:
         async def ask(client: Client) -> None:
             try:
                 found[client.address] = _room_of(
-                    await self._ask(client, STATUS, pb.StatusRequest())
+                    await self._ask(client, rpc.STATUS, pb.StatusRequest())
                 )
             except OSError as error:
                 found[client.address] = error
@@ -190,20 +172,20 @@ class EtcdRoom:
 
         `tell` is given a line for each step. Needs an admin's rights.
         """
-        alarms = list((await self._calls.call(ALARM, pb.AlarmRequest())).alarms)
+        alarms = list((await self._calls.call(rpc.ALARM, pb.AlarmRequest())).alarms)
         if any(alarm.alarm == pb.CORRUPT for alarm in alarms):
             await self._check_that_members_agree()
             tell("all members of etcd have the same data")
         if any(alarm.alarm == pb.NOSPACE for alarm in alarms):
             # Otherwise the store nodes compact, and leave the history that watches still need.
-            status = await self._calls.call(STATUS, pb.StatusRequest())
+            status = await self._calls.call(rpc.STATUS, pb.StatusRequest())
             await self.compact(status.header.revision, at_once=True)
             tell("etcd's history is compacted")
         for client in self._members():
             try:
-                before = _room_of(await self._ask(client, STATUS, pb.StatusRequest()))
-                await self._ask(client, DEFRAGMENT, pb.DefragmentRequest(), _DEFRAGMENT_S)
-                after = _room_of(await self._ask(client, STATUS, pb.StatusRequest()))
+                before = _room_of(await self._ask(client, rpc.STATUS, pb.StatusRequest()))
+                await self._ask(client, rpc.DEFRAGMENT, pb.DefragmentRequest(), _DEFRAGMENT_S)
+                after = _room_of(await self._ask(client, rpc.STATUS, pb.StatusRequest()))
             except OSError as error:
                 # The others need not wait for it. It raises its alarm again if it is full when it is back.
                 tell(f"{client.address} is left out: {error.strerror or error}")
@@ -218,7 +200,7 @@ class EtcdRoom:
             request = pb.AlarmRequest(
                 action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID, alarm=alarm.alarm
             )
-            await self._calls.call(ALARM, request)
+            await self._calls.call(rpc.ALARM, request)
             tell(f"the alarm {pb.AlarmType.Name(alarm.alarm)} is taken back")
 
     async def compact(self, revision: int, *, at_once: bool = False) -> None:
@@ -226,19 +208,19 @@ class EtcdRoom:
         room is free."""
         request = pb.CompactionRequest(revision=revision, physical=at_once)
         try:
-            await self._calls.ask(COMPACT, request)
+            await self._calls.ask(rpc.COMPACT, request)
         except RpcError as error:
             if error.code != Status.OUT_OF_RANGE:  # it is compacted already
                 raise self._calls.failure(error) from None
 
     async def _check_that_members_agree(self) -> None:
         """Raise OSError unless all members of etcd have the same data."""
-        members = (await self._calls.call(MEMBERS, pb.MemberListRequest())).members
+        members = (await self._calls.call(rpc.MEMBERS, pb.MemberListRequest())).members
         hashes: dict[int, tuple[int, int]] = {}
-        revision = (await self._calls.call(STATUS, pb.StatusRequest())).header.revision
+        revision = (await self._calls.call(rpc.STATUS, pb.StatusRequest())).header.revision
         for client in self._members():
             try:
-                answer = await self._ask(client, HASH_KV, pb.HashKVRequest(revision=revision))
+                answer = await self._ask(client, rpc.HASH_KV, pb.HashKVRequest(revision=revision))
                 hashes[answer.header.member_id] = answer.hash, answer.compact_revision
             finally:
                 client.close()
@@ -317,12 +299,7 @@ class EtcdAdmin:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self.room = EtcdRoom(calls)
-
-    @property
-    def auth(self) -> Auth:
-        """Return the users and roles."""
-        return Auth(self._calls.client, self._calls.timeout_s)
+        self.auth, self.room = Auth(calls), EtcdRoom(calls)
 
     @property
     def secure(self) -> bool:
@@ -334,7 +311,7 @@ class EtcdAdmin:
         prefix = self._calls.prefix
         for start, end in ((b"\0", prefix), (end_of(prefix), b"\0")):
             request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
-            if (await self._calls.call(RANGE, request)).kvs:
+            if (await self._calls.call(rpc.RANGE, request)).kvs:
                 return True
         return False
 
@@ -367,7 +344,7 @@ class EtcdAdmin:
     async def _is_restricted(self) -> bool:
         """Return whether etcd denies this process the keys of others; it does not to admins."""
         try:
-            await self._calls.ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
+            await self._calls.ask(rpc.RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
         except RpcError as error:
             return error.code == Status.PERMISSION_DENIED
         return False
@@ -385,7 +362,7 @@ class EtcdAdmin:
         which would put a key of its own. Nobody has to wait for it, as for keys whose lease ends."""
         prefix = self._calls.prefix
         request = pb.DeleteRangeRequest(key=prefix + start, range_end=prefix + end)
-        await self._calls.call(DELETE, request)
+        await self._calls.call(rpc.DELETE, request)
 
     async def spend(self, count: int) -> None:
         """Raise etcd's revision by `count`, without changing anything else."""
@@ -396,7 +373,7 @@ class EtcdAdmin:
 
         async def put() -> None:
             for _ in left:
-                await self._calls.call(TXN, request)
+                await self._calls.call(rpc.TXN, request)
 
         async with trio.open_nursery() as nursery:
             for _ in range(_SPENDING_AT_ONCE):

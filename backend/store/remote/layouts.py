@@ -19,13 +19,12 @@ from ...namespace import ROOT_INO, Inode, attributes
 from .cluster import Cluster
 from .contents import Contents
 
+log = logging.getLogger(__name__)
+
 # Groups that are told of one file: answers to getxattr(2) are to be small.
 _TOLD_GROUPS_MAX = 16
-
 # A file that is changed in place is cut into stripes with a digest of their own, of this size at least.
 _CUT_BYTES_MIN = 16 << 20
-
-log = logging.getLogger(__name__)
 _BLOCK_BYTES = 4096
 # A node that has less room than it last told says so within this time, if the difference is worth it.
 _TOLD_WITHIN_S: Final = 10.0
