@@ -21,8 +21,8 @@ from .places import Holds, Place
 log = logging.getLogger(__name__)
 
 _NUMBERS = 1 << CONTENT_NUMBER_BITS
-# The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
-# without asking us.
+# The share of the filesystem for published contents, if the configuration has no limit. The rest is for
+# working copies, which the kernel fills without asking us.
 _KEPT_SHARE = 0.75
 
 
@@ -51,6 +51,10 @@ class Contents(ExtentStore, Pinned):
         self._on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
+        below = self.statvfs()
+        share = int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+        cache_size = member.config.mount.cache_size
+        self._limit_bytes = share if cache_size is None else cache_size
         member.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:
@@ -63,18 +67,8 @@ class Contents(ExtentStore, Pinned):
         for name in os.listdir(self._dir_fd):
             os.unlink(name, dir_fd=self._dir_fd)
 
-    @property
-    def limit_bytes(self) -> int:
-        """Return the limit of published contents that are kept here: that of the configuration, or three
-        quarters of the filesystem's size."""
-        limit_bytes = self._member.config.mount.cache_size
-        if limit_bytes is not None:
-            return limit_bytes
-        below = self.statvfs()
-        return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
-
     def figures(self) -> CacheFigures:
-        return CacheFigures(self.kept_bytes, self.limit_bytes, self.evictions)
+        return CacheFigures(self.kept_bytes, self._limit_bytes, self.evictions)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -309,7 +303,7 @@ class Contents(ExtentStore, Pinned):
         copies. Return whether they have."""
         below = self.statvfs()
         # Evicting moves bytes from "kept" to "free", so this sum does not change.
-        limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
+        limit = min(self._limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
         while self.kept_bytes + size > limit:
             extent = next((kept for kept in self._kept if kept not in self.counts), None)
             if extent is None:

@@ -118,18 +118,15 @@ class Versions:
                     continue
                 await get(inode)
                 got = await then(inode)
-            except Gone:
+            except (Gone, Wrong) as error:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)
-                if current is not None and current.extent == inode.extent:
+                is_current = current is not None and current.extent == inode.extent
+                if isinstance(error, Wrong) and (current is None or is_current):
+                    raise
+                if is_current:
                     # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
-                continue
-            except Wrong:
-                await self._replica.barrier()
-                current = self._namespace.inodes.get(ino)
-                if current is None or current.extent == inode.extent:
-                    raise
                 continue
             finally:
                 if got is None:
