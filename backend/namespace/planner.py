@@ -475,6 +475,6 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
     def change(inode: Inode) -> None:
         if name not in inode.xattrs and name not in acl.NAMES:
             raise fail(errno.ENODATA)
-        inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
+        acl.remove(inode, name)
 
     return change
