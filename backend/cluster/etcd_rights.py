@@ -12,7 +12,7 @@ from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..model.policy import POLICIES_MAX
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from ..namespace.inode import FIRST_VIRTUAL_INO
-from ..namespace.subvolumes import SUBVOLUMES, next_ino_key, numbers_of
+from ..namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 from ..trust.security import Role
 
 # Keys that begin with the number of an inode, of a rule or of a pool (see records and namespace), and what

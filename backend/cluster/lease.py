@@ -20,8 +20,8 @@ import msgspec
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..etcd.errors import NoAnswer
 from ..etcd.leases import LeaseEnded
+from ..etcd.rpc import NoAnswer
 from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
 from ..pauses import Pauses

@@ -10,8 +10,8 @@ import msgspec
 from ..etcd.engine import EtcdEngine
 from ..kv import Compare, Conflict, KeyValue, Put
 from ..kv.faults import Faults
-from ..model.placement import Candidate, Placement, Targets, policy_of
-from ..model.policy import POLICIES_MAX, is_understood, policy_of_rule
+from ..model.placement import Placement, Targets, policy_of
+from ..model.policy import POLICIES_MAX, Candidate, is_understood, policy_of_rule
 from ..model.records import (
     FOLLOWED,
     GROUP_BUCKET_BITS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..etcd.room import Room
+from ..etcd.admin import Room
 from ..kv.faults import Fault, FaultReport, Faults
 from ..model.groups import degraded, leader
 from ..model.placement import Placement, Targets, plan, policy_of, replicas_of, retargeted

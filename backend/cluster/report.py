@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..etcd.admin import Room, remedy
 from ..etcd.leases import LEASE_BITS
-from ..etcd.room import Room, remedy
 from ..kv import WentBack
 from ..kv.faults import Fault, summary
 from ..model.placement import policy_of, replicas_of

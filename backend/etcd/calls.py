@@ -1,5 +1,5 @@
-"""Calls to etcd about the keys below one prefix: each is repeated until etcd answers, and etcd's errors are
-put into words.
+"""Calls to etcd about the keys below one prefix: those that are repeated until etcd answers, and watches,
+which yield every change of a range once and in order, over lost connections. Errors are put into words.
 
 An etcd that was restored from a backup must not be taken for the one that was known before. It shows in an
 answer whose revision is lower than one that was received before the request was sent (answers are
@@ -10,17 +10,18 @@ the known value. If it has not, only harmless calls are made from then on (`doub
 import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 from weakref import WeakSet
 
 import trio
 
-from ..kv import KeyValue, NoSpace, WentBack
+from ..kv import Change, Compacted, Event, KeyValue, NoSpace, WentBack
+from ..pauses import Pauses
 from . import etcd_pb2 as pb
-from .client import Client, Unsent
-from .errors import RpcError, Status
-from .methods import RANGE, TXN, Message, Method
+from .client import PAUSES_S, Answers, Client, Unsent
+from .rpc import RANGE, TXN, WATCH, Message, Method, RpcError, Status
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,6 @@ class Answered(Protocol):
     def header(self) -> pb.ResponseHeader: ...
 
 
-class Ending(Protocol):
-    """A watch, for whoever ends it."""
-
-    def fail(self, error: OSError) -> None:
-        """End the iteration with an error, after what is here already."""
-
-    def close(self) -> None:
-        """End the iteration, after what is here already."""
-
-
 class Calls:
     """Calls of one process. `revision` is the newest one in any answer, `known` the newest transaction that
     came by a snapshot or a watch: the key "s" as it was then.
@@ -66,7 +57,7 @@ class Calls:
         self.revision = 0
         self.known: KeyValue | None = None
         # They end together, and with an error when etcd is doubted.
-        self.watches: WeakSet[Ending] = WeakSet()
+        self.watches: WeakSet[Watch] = WeakSet()
         # Called by `trust`.
         self.trust_listeners: list[Callable[[], None]] = []
         self._went_back: WentBack | None = None
@@ -115,8 +106,10 @@ class Calls:
             raise trio.ClosedResourceError("the engine is closed")
 
     def check_trusted(self) -> None:
-        """Raise WentBack after `doubt`."""
-        if self._went_back is not None:
+        """Raise trio.ClosedResourceError after the end, and WentBack after `doubt`."""
+        if self.closed or self._went_back is not None:
+            self.check_open()
+            assert self._went_back is not None
             raise WentBack(self._went_back.what)
 
     def doubt(self, error: WentBack) -> None:
@@ -205,3 +198,134 @@ class Calls:
         if now >= self._alarm_told + _ALARM_TOLD_S:
             self._alarm_told = now
             log.error("%s", text)
+
+
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """The changes of keys with prefix + start <= key < prefix + end after a revision.
+
+    Etcd's past is checked before the watch goes on after an interruption, which may end the iteration.
+    Iterating may be cancelled and gone on with. Raises WentBack where etcd is doubted.
+    """
+
+    def __init__(self, calls: Calls, start: bytes, end: bytes, from_revision: int) -> None:
+        calls.check_trusted()
+        calls.watches.add(self)
+        self._calls = calls
+        self._client = calls.client
+        self._skip = len(calls.prefix)
+        self._key, self._range_end = calls.prefix + start, calls.prefix + end
+        self._revision = from_revision
+        self._error: OSError | None = None
+        self._began = False
+        self._changes: deque[Change] = deque()
+        self._stream: Answers | None = None
+        self._pauses = Pauses(*PAUSES_S)
+        self._failing = False
+        self._closed = trio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        while not self._changes:
+            if self._closed.is_set():
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            try:
+                if self._stream is None:
+                    await self._begin()
+                else:
+                    self._take(await self._stream.receive())
+            except trio.ClosedResourceError:
+                raise StopAsyncIteration from None
+            except WentBack:
+                raise
+            except (Unsent, OSError) as error:
+                await self._interrupted(str(error))
+            except RpcError as error:
+                self._stream = None
+                if not self._client.stream_failed(error):
+                    raise OSError(errno.EIO, f"etcd refuses to be watched: {error.text}") from error
+                await self._interrupted(error.text)
+        return self._changes.popleft()
+
+    def close(self) -> None:
+        """End the iteration, after what is here already."""
+        self._closed.set()
+        self._close_stream()
+
+    def fail(self, error: OSError) -> None:
+        """End the iteration with an error, after what is here already."""
+        self._error = error
+        self._close_stream()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    async def _begin(self) -> None:
+        if self._began:
+            await self._calls.check_continued()
+        # The last revision is asked for again, and dropped. From revision C, to which etcd was compacted,
+        # deletions are missing although it does not refuse to begin there.
+        create = pb.WatchCreateRequest(
+            key=self._key, range_end=self._range_end, start_revision=max(self._revision, 1)
+        )
+        stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
+        if self._closed.is_set():
+            stream.close()
+            return
+        self._stream = stream
+        self._began = True
+
+    def _take(self, message: bytes | None) -> None:
+        """Split an answer into transactions; etcd never cuts one in two. Raises Unsent, RpcError, and
+        Compacted."""
+        if message is None:
+            self._stream = None
+            raise Unsent("etcd ended the watch")
+        response = WATCH.parse(message)
+        if self._failing:
+            log.info("etcd: the watch goes on after revision %d", self._revision)
+            self._failing = False
+            self._pauses.begin_anew()
+        if response.canceled:
+            self._calls.heard(response.header.revision)
+            self._close_stream()
+            if response.compact_revision:
+                raise Compacted(response.compact_revision)
+            raise RpcError(0, response.cancel_reason or "it gave no reason")
+        skip, revision, last = self._skip, self._revision, None
+        events: list[Event] = []
+        for event in response.events:
+            found = event.kv
+            if found.mod_revision <= self._revision:
+                continue
+            if found.mod_revision != revision and events:
+                self._changes.append(Change(revision, tuple(events)))
+                events = []
+            revision = found.mod_revision
+            value = found.value if event.type == pb.Event.PUT else None
+            key = found.key[skip:]
+            events.append(Event(revision, key, value))
+            if key == LAST_KEY and value is not None:
+                last = KeyValue(key, value, revision)
+        if events:
+            self._changes.append(Change(revision, tuple(events)))
+        self._calls.heard(response.header.revision, last=last)
+        self._revision = revision
+
+    async def _interrupted(self, reason: str) -> None:
+        self._stream = None
+        if self._closed.is_set():
+            return
+        if not self._failing:
+            log.warning("etcd: the watch was interrupted (%s); trying again", reason)
+            self._failing = True
+        with trio.move_on_after(self._pauses.take_s()):
+            await self._closed.wait()

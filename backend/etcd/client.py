@@ -22,11 +22,9 @@ import trio
 from ..model.values import split_host_port
 from ..pauses import Pauses
 from ..trust.renewal import Renewable
-from .connection import Connection
-from .endpoint import DEFAULT_PORT, Endpoint, connect, tls_context
-from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError, Status
+from .connection import DEFAULT_PORT, Connection, Endpoint, connect, tls_context
 from .http2 import Stream
-from .methods import Message, Method, Response
+from .rpc import ConnectionLost, Message, Method, NoAnswer, NotAccepted, Response, RpcError, Status
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,11 @@ from typing import Any, Final, Self
 from ..kv import Compare, Delete, KeyValue, Put
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
-from .calls import LAST_KEY, Calls
+from .calls import LAST_KEY, Calls, Watch
 from .client import TRY_S, Client, DirectClient
-from .errors import RpcError, Status
 from .leases import EtcdLeases
-from .methods import RANGE
+from .rpc import RANGE, RpcError, Status
 from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
-from .watch import Watch
 
 PAGE_KEYS = 1000
 _PAGE_RETRIES = 5

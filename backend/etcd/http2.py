@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import hpack
 import trio
 
-from .errors import ConnectionLost, ProtocolError, RpcError, Status
+from .rpc import ConnectionLost, ProtocolError, RpcError, Status
 
 # Kinds of frames, and their flags.
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
@@ -166,7 +166,13 @@ class Http2:
                     if flags & END_STREAM:
                         raise ProtocolError("a gRPC answer has no status")
             elif kind == HEADERS:
-                self._on_headers(flags, number, payload)
+                if flags & PRIORITY or not flags & END_HEADERS:
+                    raise ProtocolError("a call has a priority, or headers of more than a frame")
+                headers = self._decoded.get(payload) or self._decode(payload)
+                if stream := self.streams.get(number):
+                    status = stream.on_headers(headers, last=bool(flags & END_STREAM))
+                    if flags & END_STREAM:
+                        self._end(stream, status)
             elif kind == WINDOW_UPDATE and size == 4:
                 window = int.from_bytes(payload, "big")
                 if not number:
@@ -194,15 +200,6 @@ class Http2:
             last = int.from_bytes(payload[:4], "big") & 0x7FFFFFFF
             for stream in [stream for of, stream in self.streams.items() if of > last]:
                 self._end(stream, ConnectionLost("the server is shutting down", sent=False))
-
-    def _on_headers(self, flags: int, number: int, block: bytes) -> None:
-        if flags & PRIORITY or not flags & END_HEADERS:
-            raise ProtocolError("a call has a priority, or headers of more than a frame")
-        headers = self._decoded.get(block) or self._decode(block)
-        if stream := self.streams.get(number):
-            status = stream.on_headers(headers, last=bool(flags & END_STREAM))
-            if flags & END_STREAM:
-                self._end(stream, status)
 
     def _decode(self, block: bytes) -> dict[str, str]:
         try:

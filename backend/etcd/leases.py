@@ -6,8 +6,7 @@ import secrets
 from . import etcd_pb2 as pb
 from .calls import Calls
 from .client import Uncertain, Unsent
-from .errors import RpcError, Status
-from .methods import GRANT, KEEP_ALIVE, RANGE, REVOKE
+from .rpc import GRANT, KEEP_ALIVE, RANGE, REVOKE, RpcError, Status
 
 # A lease, 63 bits, begins with its owner: the number of a certificate.
 OWNER_BYTES = 3
@@ -44,7 +43,6 @@ class EtcdLeases:
         """Renew a lease, and return for how many seconds from the request it is sure to live; 0: it has
         ended. Raises OSError: NoAnswer if etcd did not answer in time, and may have renewed it."""
         calls = self._calls
-        calls.check_open()
         calls.check_trusted()
         request = pb.LeaseKeepAliveRequest(ID=lease)
         try:

@@ -22,12 +22,10 @@ import trio
 from ..kv import Compacted, Compare, Conflict, Delete, Empty, Exists, NoSpace, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
-from .calls import LAST_KEY, Calls
+from .calls import LAST_KEY, Calls, Watch
 from .client import PAUSES_S, Uncertain, Unsent, longer
-from .errors import RpcError, Status
 from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
-from .methods import DELETE, RANGE, REVOKE, TXN
-from .watch import Watch
+from .rpc import DELETE, RANGE, REVOKE, TXN, RpcError, Status
 
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
@@ -84,11 +82,10 @@ class EtcdTransactions:
         try_s = calls.client.try_s
         was_cut_off = False
         while True:
-            calls.check_open()
+            calls.check_trusted()
             if was_cut_off:
                 await calls.check_continued(_left_s(deadline))
                 was_cut_off = False
-            calls.check_trusted()
             fence = self._fence or await self._put_fence(None, deadline)
             request.compare[-1].mod_revision = fence.revision
             if self.mark != LAST_KEY:
@@ -144,30 +141,17 @@ class EtcdTransactions:
         prefix, request = self._calls.prefix, pb.TxnRequest()
         for compare in compares:
             asked = request.failure.add().request_range
-            asked.keys_only = True
-            if isinstance(compare, Empty):
-                asked.key, asked.range_end, asked.limit = (
-                    prefix + compare.start,
-                    prefix + compare.end,
-                    1,
-                )
-                request.compare.add(
-                    key=asked.key,
-                    range_end=asked.range_end,
-                    target=pb.Compare.CREATE,
-                    create_revision=0,
-                )
-            elif isinstance(compare, Exists):
-                asked.key = prefix + compare.key
-                request.compare.add(
-                    key=asked.key,
-                    target=pb.Compare.CREATE,
-                    result=pb.Compare.GREATER,
-                    create_revision=0,
-                )
+            asked.key, asked.keys_only = prefix + compare[0], True
+            if isinstance(compare, Empty | Exists):
+                test = request.compare.add(target=pb.Compare.CREATE, create_revision=0)
             else:
-                asked.key = prefix + compare[0]
-                request.compare.add(key=asked.key, target=pb.Compare.MOD, mod_revision=compare[1])
+                test = request.compare.add(target=pb.Compare.MOD, mod_revision=compare[1])
+            test.key = asked.key
+            if isinstance(compare, Empty):
+                test.range_end = asked.range_end = prefix + compare.end
+                asked.limit = 1
+            elif isinstance(compare, Exists):
+                test.result = pb.Compare.GREATER
         request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
         for one in operations:
             operation = request.success.add()
@@ -294,12 +278,10 @@ def _differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | N
     """Return the key of the first compare that did not hold in a transaction that failed."""
     for compare, response in zip(compares, answer.responses, strict=True):
         found = response.response_range.kvs
-        if isinstance(compare, Empty):
-            if found:
-                return compare.start
-        elif isinstance(compare, Exists):
-            if not found:
-                return compare.key
-        elif (found[0].mod_revision if found else 0) != compare[1]:
+        if isinstance(compare, Empty | Exists):
+            holds = bool(found) == isinstance(compare, Exists)
+        else:
+            holds = (found[0].mod_revision if found else 0) == compare[1]
+        if not holds:
             return compare[0]
     return None

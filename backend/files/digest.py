@@ -159,29 +159,24 @@ class Stripe:
     async def finish(self) -> bytes:
         """Return the digest; all bytes must have arrived. If the file is truncated meanwhile, the digest
         matches no content. Raises OSError."""
-        start = 0
+        first = 0
         for has_digest, run in itertools.groupby(list(self._blocks), bool):
-            end = min(start + len(list(run)) * BLOCK_BYTES, self._length)
-            if not has_digest:
-                await self._add(start, end - start)
-            start = end
+            end = first + len(list(run))
+            if has_digest:
+                pass
+            elif min(end * BLOCK_BYTES, self._length) - first * BLOCK_BYTES <= _INLINE_BYTES:
+                self._hash_some(first, end)
+            else:
+                share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
+                try:
+                    async with trio.open_nursery() as nursery:
+                        for block in range(first, end, share):
+                            work = partial(self._hash_some, block, min(block + share, end))
+                            nursery.start_soon(trio.to_thread.run_sync, work)
+                except BaseExceptionGroup as group:
+                    raise first_error(group) from group
+            first = end
         return xxh3_64(b"".join(self._blocks)).digest()
-
-    async def _add(self, start: int, length: int) -> None:
-        """Hash these bytes from the file; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
-        first = start // BLOCK_BYTES
-        end = -(-(start + length) // BLOCK_BYTES)
-        if length <= _INLINE_BYTES:
-            self._hash_some(first, end)
-            return
-        share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
-        try:
-            async with trio.open_nursery() as nursery:
-                for block in range(first, end, share):
-                    work = partial(self._hash_some, block, min(block + share, end))
-                    nursery.start_soon(trio.to_thread.run_sync, work)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
 
     def _hash_some(self, first: int, end: int) -> None:
         start = first * BLOCK_BYTES

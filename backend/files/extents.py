@@ -1,23 +1,65 @@
-"""The store directory: every extent is one file, named by its number in hexadecimal.
+"""A store directory: its lock, the extents in it, each one file, named by its number in hexadecimal, and
+their pins.
 
 Bytes enter and leave extents inside the kernel (passthrough, copy_file_range); this module only makes,
 opens, copies and removes the files. An extent that was published is never written again.
 """
 
 import errno
+import fcntl
 import os
+import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..model.records import ContentId
 from .sparse import next_data
 
+# The mode bit of files that a store node made itself, and may use again.
+OWN_FILE = stat.S_ISVTX
+# The modification time of such a file from when a program may keep references to its pages: it is never
+# used again.
+LENT_NS = 0
 # One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
-
 # Our own reads leave an extent's access time alone: only reads by programs change it.
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
+
+
+class StoreInUse(OSError):
+    """Another daemon serves this store directory."""
+
+
+def lock_directory(directory: str, busy: str) -> int:
+    """Take the lock of a directory; it is held until the descriptor that is returned is closed.
+
+    Raises StoreInUse when another process has it: `busy`, with that one's pid.
+    """
+    fd = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise StoreInUse(errno.EBUSY, f"{busy} (pid {owner})", directory) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    return fd
+
+
+def in_memory(path: str) -> bool:
+    """Return whether a directory lies on a filesystem that a power loss empties anyway."""
+    # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            fields, _, tail = line.partition(" - ")
+            if fields.split()[2] == wanted:
+                return tail.split()[0] in ("tmpfs", "ramfs")
+    return False
 
 
 class ExtentStore:
@@ -106,6 +148,48 @@ class ExtentStore:
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._dir_fd)
+
+
+class Pinned(ABC):
+    """Contents that are freed, by `free`, once no version names them and nothing pins them.
+
+    Contents are numbers; 0 stands for an empty one, which needs no pin. `counts` tells how often each is
+    pinned; it is read-only.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[ContentId, int] = {}
+        self._retired: set[ContentId] = set()
+
+    @abstractmethod
+    def free(self, extent: ContentId) -> None:
+        """Remove a content."""
+
+    def pin(self, extent: ContentId) -> None:
+        """Keep a content although its file moves on to another version."""
+        if extent:
+            self.counts[extent] = self.counts.get(extent, 0) + 1
+
+    def unpin(self, extent: ContentId) -> None:
+        if not extent:
+            return
+        left = self.counts[extent] - 1
+        if left:
+            self.counts[extent] = left
+            return
+        del self.counts[extent]
+        if extent in self._retired:
+            self._retired.remove(extent)
+            self.free(extent)
+
+    def retire(self, extent: ContentId) -> None:
+        """Note that no version names this content any more: it is freed as soon as nothing pins it."""
+        if not extent:
+            return
+        if extent in self.counts:
+            self._retired.add(extent)
+        else:
+            self.free(extent)
 
 
 def copy_contents(source_fd: int, target_fd: int) -> None:

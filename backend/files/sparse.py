@@ -25,7 +25,8 @@ def is_sparse(size: int, blocks: int) -> bool:
 def allocated_bytes(size: int, blocks: int) -> int:
     """Return how many bytes a file of this length and so many blocks takes if it is sparse, otherwise its
     length."""
-    return blocks * _BLOCK_BYTES if is_sparse(size, blocks) else size
+    allocated = blocks * _BLOCK_BYTES
+    return allocated if size - allocated >= _HOLES_BYTES_MIN else size
 
 
 def next_data(fd: int, offset: int, end: int) -> int:

@@ -10,23 +10,6 @@ import errno
 import os
 from typing import NamedTuple, TypeAlias
 
-__all__ = [
-    "Change",
-    "Compacted",
-    "Compare",
-    "Conflict",
-    "Damaged",
-    "Delete",
-    "Empty",
-    "Event",
-    "Exists",
-    "KeyValue",
-    "NoSpace",
-    "Put",
-    "WentBack",
-    "end_of",
-]
-
 
 class KeyValue(NamedTuple):
     key: bytes
@@ -74,7 +57,7 @@ class Empty(NamedTuple):
     end: bytes
 
 
-# (key, mod_revision): the key was last put by that revision; 0: it does not exist.
+# Each begins with its key. (key, mod_revision): the key was last put by that revision; 0: there is none.
 Compare: TypeAlias = tuple[bytes, int] | Exists | Empty
 
 

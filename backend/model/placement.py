@@ -18,25 +18,6 @@ import msgspec
 from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, policy_of_rule
 from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout, Number
 
-__all__ = [
-    "BUCKETS",
-    "REPLICAS_MAX",
-    "Candidate",
-    "Move",
-    "Placement",
-    "Targets",
-    "bytes_of_groups",
-    "group_of",
-    "local_seed",
-    "place_all",
-    "plan",
-    "policy_of",
-    "pool_of",
-    "replicas_of",
-    "retargeted",
-    "seed_of",
-]
-
 # Groups of a pool. Each is a key of some 40 bytes that every process keeps, and changes on its own
 # when a node dies: few, and yet one group is a small part of a node's load with up to 50 nodes.
 BUCKETS = 1024

@@ -4,7 +4,7 @@
     "c"                              Settings
     "s"                              id of the newest transaction (kept by the engine)
     "u"                              next free inode number (8 bytes BE; taken in blocks)
-    "U" + subvolume (8 bytes BE)     the same of a subvolume (see namespace/subvolumes)
+    "U" + subvolume (8 bytes BE)     the same of a subvolume (see namespace/numbers)
     "x" + owner (3) + 8 random bytes ""                 the engine of a process: its fence
     "N" + node (8 bytes BE)          NodeRecord         (stays: every node ever admitted and not removed)
     "n" + node (8 bytes BE)          NodeAddress        the node: it is alive

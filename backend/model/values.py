@@ -1,6 +1,74 @@
-"""Parse the values of a configuration: sizes, durations, addresses."""
+"""Values as people write them: sizes ("64M", "50%"), durations ("5m"), addresses."""
 
-from .sizes import parse_duration, parse_size
+import os
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
+_UNIT_SECONDS = {None: 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
+
+    Raises ValueError, whose text is a sentence, for any other text, and for a size of 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 512M, 8G, 8GiB or 50%")
+    number, unit, prefix = match.groups()
+    if unit == "%":
+        if float(number) > 100:
+            raise ValueError(f"{text!r} is more memory than this machine has")
+        size = int(memory_limit() * float(number) / 100)
+    else:
+        size = int(float(number) * 1024 ** (" KMGT".index(prefix.upper()) if prefix else 0))
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size: it must be more than nothing")
+    if size >= 1 << 63:
+        raise ValueError(f"{text!r} is larger than any file system can be")
+    return size
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds meant by "90", "90s", "5m", "1.5h" or "2d"; raise ValueError for other text."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 5m, 2h or 1d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def human_bytes(count: object) -> str:
+    """Return a number of bytes for people: 1536 -> "1.5 KiB"; anything but a number -> "-"."""
+    if not isinstance(count, int | float):
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        text = f"{size:.{0 if unit == 'B' or size >= 99.95 else 1}f}"
+        # A size that is rounded up to 1024 is 1.0 of the next unit.
+        if float(text) < 1024:
+            break
+        size /= 1024
+    return f"{text} {unit}"
+
+
+def meminfo(name: str) -> int:
+    """Return a figure of proc_meminfo(5) in bytes, 0 where there is none."""
+    with open("/proc/meminfo") as lines:
+        found = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+        return int(next(found, 0)) << 10
+
+
+def memory_limit() -> int:
+    """Return the memory in bytes that this process can use: the machine's, or its control group's."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return total
 
 
 class ConfigError(Exception):

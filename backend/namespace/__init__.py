@@ -3,8 +3,14 @@
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
 from .local import LocalCommitter
 from .namespace import Namespace
-from .new_version import NewVersion
-from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
+from .planner import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    RENAME_WHITEOUT,
+    XATTR_SIZE_MAX,
+    NewVersion,
+    Outdated,
+)
 from .shared import SharedCommitter
 from .tree import Tree
 

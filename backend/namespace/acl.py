@@ -72,22 +72,19 @@ def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
 
 
 def remove(inode: Inode, name: bytes) -> None:
-    """Remove an ACL from an inode, which may be changed and need not have it."""
+    """Remove an ACL, or another attribute, from an inode, which may be changed and need not have it."""
     inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
 
 
 def follow_chmod(inode: Inode) -> None:
-    """Bring the ACL of an inode, which may be changed, in step with its new mode."""
+    """Bring the access ACL of an inode, which may be changed, in step with its new mode, as chmod(2) does:
+    the group's bits of a mode are the mask's."""
     if ACCESS in inode.xattrs:
-        inode.xattrs = {**inode.xattrs, ACCESS: after_chmod(inode.xattrs[ACCESS], inode.mode)}
-
-
-def after_chmod(value: bytes, mode: int) -> bytes:
-    """Return an access ACL as it is after chmod(2): the group's bits of a mode are the mask's."""
-    acl = _decode(value)
-    group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
-    bits = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
-    return _encode([entry._replace(permissions=bits.get(entry.tag, entry[1])) for entry in acl])
+        acl, mode = _decode(inode.xattrs[ACCESS]), inode.mode
+        group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
+        bits = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
+        changed = [entry._replace(permissions=bits.get(entry.tag, entry[1])) for entry in acl]
+        inode.xattrs = {**inode.xattrs, ACCESS: _encode(changed)}
 
 
 def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from ..model.policy import REPLICAS_MAX, Policy, parse_policy
 from ..model.records import Settings
-from ..model.sizes import parse_size
+from ..model.values import parse_size
 from .inode import ROOT_INO
 from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit

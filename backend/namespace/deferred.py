@@ -112,14 +112,11 @@ class Deferred:
         tree.news = self._news
 
     @property
-    def is_empty(self) -> bool:
-        return not self._changes and not self._under_way
-
-    @property
     def has_room(self) -> bool:
         if self._lost_keys or not self._is_running or len(self._changes) >= _DEFERRED_MAX:
             return False
-        return self.is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
+        is_empty = not (self._changes or self._under_way)
+        return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
 
     def add(
         self, commit: Commit, changes: Sequence[Put | Delete], directories: Iterable[int]
@@ -127,7 +124,7 @@ class Deferred:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
         now_s = trio.current_time()
-        if self.is_empty:
+        if not (self._changes or self._under_way):
             self._stored_s = now_s
         for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
             self._before.setdefault(name_key(parent, name), revision)
@@ -148,7 +145,7 @@ class Deferred:
         """Return whether a commit cannot be stored with what is deferred: it changes the same, or needs a
         directory that is not stored yet. If the outcome of that were not known, what was deferred would be
         stored again, over the commit."""
-        if self.is_empty:
+        if not (self._changes or self._under_way):
             return False
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
@@ -161,7 +158,7 @@ class Deferred:
 
     def _news(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events of a transaction that show no earlier state of a record than the tree has."""
-        if self.is_empty:
+        if not (self._changes or self._under_way):
             return events
         return [event for event in events if not self._is_ahead_of(event)]
 
@@ -209,7 +206,7 @@ class Deferred:
         """Return when nothing is deferred any more of what was before this call. Raises OSError ETIMEDOUT:
         then it is still deferred."""
         newest = self.count
-        if self.is_empty:
+        if not (self._changes or self._under_way):
             return
         await detach()
         async with self._storing:
@@ -240,7 +237,7 @@ class Deferred:
     ) -> Coroutine[Any, Any, int]:
         """Apply operations if conditions hold, and return the revision of that. What was deferred before
         this call is stored before, or in the same transaction. Raises Conflict, OSError."""
-        if self.is_empty:
+        if not (self._changes or self._under_way):
             return self._engine.transact(conditions, operations)
         return self._transact_after(self.count, conditions, operations)
 

@@ -1,12 +1,16 @@
-"""What the events of a shared engine's watch change in a tree. Other hosts made them: records that no tree
-can have are found here, each by itself (docs/security.md, "Sensible values")."""
+"""What the events of a shared engine's watch, or records that are read anew, change in a tree.
 
-from collections.abc import Callable, Iterable, Sequence
+Other hosts made them. Hosts that follow the rules make no records that a tree cannot have; those of one
+that does not are found here, each by itself, before somebody walks up from a directory, for example, and
+never arrives (docs/security.md, "Sensible values").
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ..kv import Event
+from ..kv import Event, KeyValue
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .inode import (
     DAMAGED_INO,
@@ -16,13 +20,17 @@ from .inode import (
     Inode,
     inode_key,
     nearest_time,
+    time_key,
 )
-from .subvolumes import SUBVOLUMES, belongs
+from .lookup import Names
+from .numbers import SUBVOLUMES, belongs
 
 # Called with a key, what is wrong with its record, and the value.
 Complain = Callable[[bytes, str, bytes], None]
 # A parent, a name, and the inode that it leads to from now on, 0: none.
 _Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
+# The revision of a name that is not stored yet.
+_NOT_STORED = bytes(8)
 
 
 class Listener(Protocol):
@@ -123,3 +131,75 @@ def time_of(value: bytes) -> int:
 def removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
     """Return names in the order in which an inode that is renamed has one of them at a time."""
     return sorted(names, key=lambda name: name[2] != 0)
+
+
+def differences(tree: Names, records: Iterable[KeyValue], revision: int) -> list[Event]:
+    """Return the events that make a tree what the records say, which are all records at a revision. What is
+    known here alone stays."""
+    events: list[Event] = []
+    present: set[bytes] = set()
+    for record in records:
+        present.add(record.key)
+        if _differs(tree, record):
+            events.append(Event(record.mod_revision, record.key, record.value))
+    events += [Event(revision, key, None) for key in _stored(tree) if key not in present]
+    return events
+
+
+def _differs(tree: Names, record: KeyValue) -> bool:
+    kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
+    if kind == b"i":
+        inode = tree.inodes.get(ino)
+        return inode is None or inode.revision != record.mod_revision or ino in tree.damaged
+    if kind == b"d":
+        name = record.key[9:]
+        if tree.ino_behind(ino, name) == DAMAGED_INO:
+            return True
+        return tree.name_revision(ino, name) != record.mod_revision
+    if kind == b"t":
+        known = tree.records.get(time_key(ino))
+        return known is None or time_of(known) != time_of(record.value)
+    return True
+
+
+def _stored(tree: Names) -> Iterator[bytes]:
+    """Yield the keys of the tree's records in the engine."""
+    for kind in (b"d", b"i", b"t"):
+        for key, value in tree.records.range(kind, bytes([kind[0] + 1])):
+            if kind != b"d" or value[8:] != _NOT_STORED:
+                yield key
+
+
+def misplaced(tree: Names, linked: Iterable[int]) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    """Yield, of the directories that were just given a name, those that have a second one, or lie below
+    themselves, with that name. The caller has to remove it before it asks for the next one."""
+    linked = dict.fromkeys(linked)
+    for ino in linked:
+        names = tree.names_of(ino)
+        # The one that came first is the right one; of two in one transaction, whichever.
+        names.sort(key=lambda name: (tree.name_revision(*name), name))
+        for name in names[1:]:
+            yield ino, name
+    sound: set[int] = set()
+    for ino in linked:
+        if ino == ROOT_INO or (not tree.is_empty(ino) and _lies_below_itself(tree, ino, sound)):
+            for name in tree.names_of(ino):
+                yield ino, name
+
+
+def _lies_below_itself(tree: Names, ino: int, sound: set[int]) -> bool:
+    """`sound`: directories below which this was found not to be so. They get company."""
+    passed = set()
+    directory = ino
+    while directory != ROOT_INO and directory not in sound:
+        passed.add(directory)
+        names = tree.names_of(directory)
+        if not names:
+            break  # it was removed
+        directory = names[0][0]
+        if directory == ino:
+            return True
+        if directory in passed:
+            return False  # it lies below one that does
+    sound |= passed
+    return False

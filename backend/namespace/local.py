@@ -12,9 +12,9 @@ import msgspec
 from ..kv import Compare
 from .commit import Commit
 from .inode import ROOT_INO, Inode
-from .inodes import Totals
+from .lookup import Totals
+from .numbers import ALL_INOS
 from .planner import root_of
-from .subvolumes import ALL_INOS
 from .tree import Tree
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,42 @@
-"""Reading a directory tree: which inode a name leads to, and which names an inode has."""
+"""The names and inodes of a tree: records in an ordered map, read when somebody asks for one.
+
+    key                                    value
+    "d" + parent ino (8 bytes BE) + name   ino and revision (8 bytes BE each)
+    "i" + ino (8 bytes BE)                 header, name, and the record (see Inode.encode)
+    "l" + ino + parent (8 bytes BE each) + name    b"": a further name of an inode that has several
+
+The header holds what is derived from names, so that no record is changed for it: the revision of the
+record, the directory and the length of the first name, how many further names there are, and how many
+subdirectories a directory has.
+"""
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Final
+
+import msgspec
 
 from ..kv.map import Map
-from .inode import NAME_MAX, ROOT_INO, Inode, fail, name_key
-from .inodes import Inodes, link_key
+from .inode import (
+    NAME_MAX,
+    ROOT_INO,
+    Inode,
+    NoInode,
+    fail,
+    inode_key,
+    name_key,
+    nearest_time,
+    time_key,
+)
+
+_HEADER: Final = struct.Struct(">QQIIB")
+_INODES: Final = (b"i", b"j")
+# Inodes of the map that stay here, decoded. About 5 MiB.
+_KEPT_MAX: Final = 8192
 
 
 class Names:
@@ -27,6 +56,8 @@ class Names:
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
         self.unseen: set[int] = set()
+        # By subvolume, the next inode number that is not reserved, and the revision of that record.
+        self._blocks: dict[int, tuple[int, int]] = {}
         self.maker = maker
         self._is_mounted = is_mounted
 
@@ -168,6 +199,11 @@ class Names:
         value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
         return int.from_bytes(value[8:], "big") if value is not None else 0
 
+    def next_block(self, subvolume: int) -> tuple[int, int]:
+        """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and
+        the revision of that record."""
+        return self._blocks.get(subvolume, (subvolume + 1, 0))
+
     # -- names that are not seen -------------------------------------------------------------------
 
     def note_maker(self, inode: Inode) -> None:
@@ -188,3 +224,205 @@ class Names:
 
 def _in(directory: int) -> tuple[bytes, bytes]:
     return name_key(directory, b""), name_key(directory + 1, b"")
+
+
+class Totals(msgspec.Struct):
+    """How many inodes there are with a record, and the blocks of 512 bytes of their files."""
+
+    files: int = 0
+    directories: int = 0
+    others: int = 0
+    blocks: int = 0
+
+    @property
+    def inodes(self) -> int:
+        return self.files + self.directories + self.others
+
+    def count(self, inode: Inode, sign: int) -> None:
+        """Count an inode (1), or count it no more (-1)."""
+        if inode.is_file:
+            self.files += sign
+            self.blocks += sign * inode.blocks
+        elif inode.is_dir:
+            self.directories += sign
+        else:
+            self.others += sign
+
+
+class Inodes(dict[int, Inode]):
+    """Inodes by number, as a mapping. An inode without a revision is not in the map: it stays here until it
+    is deleted. `totals` counts those in the map. `are_compared`: somebody compares inodes before and after
+    a change, so none is changed in place."""
+
+    def __init__(self, records: Map) -> None:
+        super().__init__()
+        self._records = records
+        self.are_compared = False
+        self.totals = Totals()
+        self._kept_max = _KEPT_MAX
+        # By number: the inode before the change under way, and its new record; None: it stays the same.
+        self._changed: dict[int, tuple[Inode | None, bytes | None]] = {}
+        # Directories before the change under way, of which the map has another time since.
+        self._touched: dict[int, Inode] = {}
+
+    def __missing__(self, ino: int) -> Inode:
+        if ino in self._changed:
+            raise NoInode(ino)  # it is being removed
+        value = self._records.get(inode_key(ino))
+        if value is None:
+            raise NoInode(ino)
+        if super().__len__() > self._kept_max and not self._changed:
+            self.forget()
+        inode = self[ino] = self._decode(ino, value)
+        return inode
+
+    def get(self, ino: int) -> Inode | None:  # type: ignore[override]
+        try:
+            return self[ino]
+        except KeyError:
+            return None
+
+    def __contains__(self, ino: object) -> bool:
+        if super().__contains__(ino):
+            return True
+        return ino not in self._changed and self._records.get(inode_key(ino)) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [ino for ino, inode in super().items() if not inode.revision]
+        for key, _ in self._records.range(*_INODES):
+            yield int.from_bytes(key[1:], "big")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def items(self) -> Iterator[tuple[int, Inode]]:  # type: ignore[override]
+        yield from [(ino, inode) for ino, inode in super().items() if not inode.revision]
+        for key, value in self._records.range(*_INODES):
+            ino = int.from_bytes(key[1:], "big")
+            yield ino, self._decode(ino, value)
+
+    def values(self) -> Iterator[Inode]:  # type: ignore[override]
+        return map(itemgetter(1), self.items())
+
+    def _decode(self, ino: int, value: bytes) -> Inode:
+        try:
+            revision, parent, more, subdirectories, length = _HEADER.unpack_from(value)
+            record_at = _HEADER.size + length
+            inode = Inode.decode(ino, value[record_at:], revision)
+        except (msgspec.DecodeError, struct.error) as error:
+            raise fail(errno.EIO, f"the record of inode {ino} is damaged: {error}") from error
+        inode.parent, inode.more = parent, more
+        inode.name = value[_HEADER.size : record_at]
+        if inode.is_dir:
+            inode.nlink = 2 + subdirectories
+            changed = self._records.get(time_key(ino))
+            if changed is not None:
+                inode.mtime_ns = time_ns = nearest_time(int.from_bytes(changed, "big"))
+                inode.ctime_ns = max(inode.ctime_ns, time_ns)
+        return inode
+
+    def unrecorded(self) -> list[Inode]:
+        """Return the inodes without a record: those that were removed and are open, and new files of which
+        this mount alone knows."""
+        return [inode for inode in super().values() if not inode.revision]
+
+    # -- changes -------------------------------------------------------------------------------------
+
+    def store(self, inode: Inode, record: bytes | None, known: Inode | None) -> None:
+        """Have an inode instead of the one that was `known` until now; its record is another one, or (None)
+        the same."""
+        ino = inode.ino
+        before, former = self._changed.get(ino) or (known, None)
+        self._changed[ino] = before, record if record is not None else former
+        self[ino] = inode
+
+    def replace(self, inode: Inode, revision: int) -> None:
+        """Have an inode whose derived fields are right, with a record at this revision, instead of the one
+        that was just read. 0: it has no record any more, or not yet."""
+        ino = inode.ino
+        before = self.get(ino) if inode.revision else super().get(ino)
+        inode.revision = revision
+        self._changed[ino] = before, inode.encode() if revision else None
+        self[ino] = inode
+
+    def touch(self, ino: int, time_ns: int | None) -> None:
+        """Have the time when the names of a directory changed, which the map is about to have. It is set in
+        place where nobody compares inodes with what they were."""
+        known = self.get(ino) if self.are_compared else super().get(ino)
+        if known is None or not known.revision:
+            return
+        self._touched.setdefault(ino, known)
+        if time_ns is None or time_ns < known.mtime_ns:
+            del self[ino]
+        elif known.is_dir:
+            inode = known
+            if self.are_compared:
+                inode = self[ino] = known.copy()
+            inode.mtime_ns, inode.ctime_ns = time_ns, max(known.ctime_ns, time_ns)
+
+    def changing(self, ino: int) -> Inode:
+        """Return an inode whose derived fields can be changed."""
+        inode = self[ino]
+        if ino not in self._changed:
+            self._changed[ino] = inode, None
+            inode = self[ino] = inode.copy()
+        return inode
+
+    def write(self) -> None:
+        """Put all that has changed into the map."""
+        records = self._records
+        for ino, (before, record) in self._changed.items():
+            key, inode = b"i" + ino.to_bytes(8, "big"), super().get(ino)
+            if inode is None or not inode.revision:
+                if before is None or before.revision:
+                    records.delete(key)
+                continue
+            if record is None:
+                value = records.get(key)
+                record = (
+                    value[_HEADER.size + value[_HEADER.size - 1] :] if value else inode.encode()
+                )
+            subdirectories = max(0, inode.nlink - 2) if inode.is_dir else 0
+            header = _HEADER.pack(
+                inode.revision, inode.parent, inode.more, subdirectories, len(inode.name)
+            )
+            records.put(key, b"%b%b%b" % (header, inode.name, record))
+
+    def settle(self) -> dict[int, Inode | None]:
+        """End a change that was written. Return what it has changed, by number, as it was before."""
+        totals, changed = self.totals, dict[int, Inode | None](self._touched)
+        for ino, (before, _) in self._changed.items():
+            changed.setdefault(ino, before)
+            after = super().get(ino)
+            if before is not None and before.revision:
+                if after is not None and after.revision:
+                    totals.blocks += after.blocks - before.blocks
+                else:
+                    totals.count(before, -1)
+            elif after is not None and after.revision:
+                totals.count(after, 1)
+        self._changed.clear()
+        self._touched.clear()
+        if super().__len__() > self._kept_max:
+            self.forget()
+        return changed
+
+    def restore(self) -> None:
+        """Take a change back that failed."""
+        for ino, (before, _) in self._changed.items():
+            self.pop(ino, None)
+            if before is not None:
+                self[ino] = before
+        self._changed.clear()
+        self._touched.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what the map has, too. The rest stays, and does not count."""
+        for ino in [ino for ino, inode in super().items() if inode.revision]:
+            del self[ino]
+        self._kept_max = super().__len__() + _KEPT_MAX
+
+
+def link_key(ino: int, parent: int, name: bytes) -> bytes:
+    return b"l" + ino.to_bytes(8, "big") + parent.to_bytes(8, "big") + name

@@ -6,7 +6,7 @@ no trace.
 """
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,13 +18,13 @@ from ..kv import Compare
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
 from .local import LocalCommitter
-from .new_version import NewVersion
 from .planner import (
     NOTHING_KNOWN,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     RENAME_WHITEOUT,
     Known,
+    NewVersion,
     Planner,
     attributes_set,
     root_of,
@@ -45,7 +45,8 @@ class Namespace:
         self.tree = tree
         self.writable = committer.writable
         self._committer = committer
-        self._carry_out = committer.carry_out
+        # Returns what the commit of a plan has as its inode, None if the plan is.
+        self._carry_out: Callable[..., Coroutine[Any, Any, Any]] = committer.carry_out
         self._planner = Planner(tree, committer.new_ino)
         # Local orphans that are being linked: until they have a name, their local state is not changed.
         self._linking: dict[int, trio.Event] = {}
@@ -76,15 +77,12 @@ class Namespace:
 
     # -- names -----------------------------------------------------------------------------------
 
-    async def create(
+    def create(
         self, parent: int, name: bytes, mode: int, uid: int, gid: int, **what: Any
-    ) -> Inode:
+    ) -> Coroutine[Any, Any, Inode]:
         """Make an inode of any type under a new name; `what` else it is as for Planner.create. If another
         host has removed it when this returns, it is a local orphan."""
-        plan = partial(self._planner.create, parent, name, mode, uid, gid, **what)
-        made = await self._carry_out(plan)
-        assert made is not None
-        return made
+        return self._carry_out(partial(self._planner.create, parent, name, mode, uid, gid, **what))
 
     async def show(self, parent: int, name: bytes) -> None:
         """Let every mount see a name, also if its file has no version yet."""
@@ -100,24 +98,23 @@ class Namespace:
             await self.unlink_if(parent, name, self.tree.is_abandoned)
         return bool(found)
 
-    async def orphan(
+    def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
-    ) -> Inode:
+    ) -> Coroutine[Any, Any, Inode]:
         """Return a file without a name (O_TMPFILE), with the attributes that a directory hands down. It
         exists in the tree only, until link() names it."""
-        plan = partial(self._planner.orphan, directory, mode, uid, gid, umask=umask)
-        made = await self._carry_out(plan)
-        assert made is not None
-        return made
+        return self._carry_out(
+            partial(self._planner.orphan, directory, mode, uid, gid, umask=umask)
+        )
 
     def add_virtual(self, inode: Inode) -> None:
         """Put a made-up inode into the tree, until Tree.drop()."""
         assert inode.ino >= FIRST_VIRTUAL_INO
         self.inodes[inode.ino] = inode
 
-    async def link(self, ino: int, parent: int, name: bytes) -> Inode:
+    def link(self, ino: int, parent: int, name: bytes) -> Coroutine[Any, Any, Inode]:
         """Give an inode another name, or its first."""
-        return await self._link(ino, partial(self._planner.link, ino, parent, name))
+        return self._link(ino, partial(self._planner.link, ino, parent, name))
 
     async def _link(
         self, ino: int, plan: Callable[[], Commit], guards: Sequence[Compare] = ()
@@ -126,46 +123,41 @@ class Namespace:
             await self._wait_while_linking(ino)
         self._linking[ino] = trio.Event()
         try:
-            linked = await self._carry_out(plan, guards)
+            linked: Inode = await self._carry_out(plan, guards)
+            return linked
         finally:
             self._linking.pop(ino).set()
-        assert linked is not None
-        return linked
 
-    async def unlink(self, parent: int, name: bytes) -> Inode:
+    def unlink(self, parent: int, name: bytes) -> Coroutine[Any, Any, Inode]:
         """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
         With nlink 0 its record is removed, and the inode with it unless one of `holders` has it open:
         then it stays without a name until Tree.drop().
         """
-        inode = await self._carry_out(partial(self._planner.unlink, parent, name))
-        assert inode is not None
-        return inode
+        return self._carry_out(partial(self._planner.unlink, parent, name))
 
-    async def unlink_if(
+    def unlink_if(
         self, parent: int, name: bytes, wanted: Callable[[Inode], bool]
-    ) -> Inode | None:
+    ) -> Coroutine[Any, Any, Inode | None]:
         """Unlink a name if its inode is `wanted` at that moment; return None if it is not, or there is no
         such name."""
-
-        return await self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
+        return self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
 
     async def rmdir(self, parent: int, name: bytes, *, known: Known = NOTHING_KNOWN) -> Inode:
         """Remove an empty directory, as `unlink` does. Raises ESTALE if one of the names in `known` does
         not lead to its inode at that moment."""
         plan = partial(self._planner.rmdir, parent, name, known)
         try:
-            inode = await self._carry_out(plan)
+            removed: Inode = await self._carry_out(plan)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
             if not await self.remove_abandoned(self.tree.ino_behind(parent, name)):
                 raise
-            inode = await self._carry_out(plan)
-        assert inode is not None
-        return inode
+            removed = await self._carry_out(plan)
+        return removed
 
-    async def rename(
+    def rename(
         self,
         parent: int,
         name: bytes,
@@ -175,7 +167,7 @@ class Namespace:
         *,
         owner: tuple[int, int] = (0, 0),
         known: Known = NOTHING_KNOWN,
-    ) -> Inode | None:
+    ) -> Coroutine[Any, Any, Inode | None]:
         """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
 
         That inode goes as with `unlink`; `known` as for rmdir. `owner`: user and group of a whiteout.
@@ -187,11 +179,13 @@ class Namespace:
         plan = partial(
             self._planner.rename, parent, name, new_parent, new_name, flags, owner, known
         )
-        return await self._carry_out(plan)
+        return self._carry_out(plan)
 
     # -- inodes ----------------------------------------------------------------------------------
 
-    async def publish(self, version: NewVersion, guards: Sequence[Compare] = ()) -> Inode:
+    def publish(
+        self, version: NewVersion, guards: Sequence[Compare] = ()
+    ) -> Coroutine[Any, Any, Inode]:
         """Make an extent the file's next version; it survives a crash when this returns.
 
         Returns the inode as committed. A version that another host published meanwhile is superseded,
@@ -199,15 +193,10 @@ class Namespace:
         too: raises kv.Conflict when one of them does not. If the last name was removed, nlink is
         0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it.
         """
-
         plan = partial(self._planner.publish, version)
         if version.name is not None:
-            return await self._link(version.ino, plan, guards)
-        if self._linking:
-            await self._wait_while_linking(version.ino)
-        published = await self._carry_out(plan, guards)
-        assert published is not None
-        return published
+            return self._link(version.ino, plan, guards)
+        return self._change(version.ino, plan, guards)
 
     async def check_room(self, ino: int, blocks: int) -> None:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
@@ -219,9 +208,11 @@ class Namespace:
             await self._committer.freshen()
             quotas.admit(ino, quotas.of(ino), blocks)
 
-    async def set_attributes(self, ino: int, **values: int) -> Inode:
+    def set_attributes(self, ino: int, **values: int) -> Coroutine[Any, Any, Inode]:
         """Set some of `mode` (without the type), `uid`, `gid`, `atime_ns`, `mtime_ns`."""
-        return await self._change(ino, attributes_set(values), sets_mtime="mtime_ns" in values)
+        sets_mtime = "mtime_ns" in values
+        change = attributes_set(values)
+        return self._change(ino, partial(self._planner.change, ino, change, sets_mtime=sets_mtime))
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
         """Set when inodes were last read (ns), by number, unless they are gone or may not be changed;
@@ -230,27 +221,30 @@ class Namespace:
         if ours:
             await self._carry_out(partial(self._planner.note_reads, ours))
 
-    async def set_xattr(
+    def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False
-    ) -> Inode:
+    ) -> Coroutine[Any, Any, Inode]:
         """Set an extended attribute. `flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE;
         `drop_set_gid`: the caller may not keep set-group-id when an ACL is set."""
-
         change = xattr_set(name, value, flags, drop_set_gid=drop_set_gid)
-        return await self._change(ino, change)
+        return self._change(ino, partial(self._planner.change, ino, change))
 
-    async def remove_xattr(self, ino: int, name: bytes) -> Inode:
-        return await self._change(ino, xattr_removed(name))
+    def remove_xattr(self, ino: int, name: bytes) -> Coroutine[Any, Any, Inode]:
+        return self._change(ino, partial(self._planner.change, ino, xattr_removed(name)))
 
-    async def _change(
-        self, ino: int, change: Callable[[Inode], None], *, sets_mtime: bool = False
-    ) -> Inode:
+    def _change(
+        self, ino: int, plan: Callable[[], Commit], guards: Sequence[Compare] = ()
+    ) -> Coroutine[Any, Any, Inode]:
+        """Change an inode, when it is not being linked."""
         if self._linking:
-            await self._wait_while_linking(ino)
-        changed = await self._carry_out(
-            partial(self._planner.change, ino, change, sets_mtime=sets_mtime)
-        )
-        assert changed is not None
+            return self._change_after_linking(ino, plan, guards)
+        return self._carry_out(plan, guards)
+
+    async def _change_after_linking(
+        self, ino: int, plan: Callable[[], Commit], guards: Sequence[Compare]
+    ) -> Inode:
+        await self._wait_while_linking(ino)
+        changed: Inode = await self._carry_out(plan, guards)
         return changed
 
     async def _wait_while_linking(self, ino: int) -> None:

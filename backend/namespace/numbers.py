@@ -1,4 +1,10 @@
-"""Inode numbers of a shared engine: a mount takes them in blocks, those of each subvolume by themselves."""
+"""Inode numbers of a shared engine: those of subvolumes, and the blocks in which a mount takes them.
+
+A subvolume is a directory that a mount can be kept to. etcd's roles are ranges of keys, and the keys of
+names, inodes, locks and claims begin with the numbers of inodes. So the inodes of a subvolume have numbers
+of a range of their own; the first is the directory's. As between project quotas, nothing is moved or linked
+into it or out of it: EXDEV.
+"""
 
 import errno
 import random
@@ -7,19 +13,47 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..kv import Conflict, Put
-from .inode import fail
+from ..model.records import NEXT_INO_KEY, NEXT_INO_OF, key_of
+from .inode import FIRST_VIRTUAL_INO, ROOT_INO, fail
+from .lookup import Names
 from .others import Hub
-from .subvolumes import next_ino_key, numbers_of, subvolume_of
-from .tree import Tree
 
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
+# All that have records, those of subvolumes among them.
+ALL_INOS = range(ROOT_INO, FIRST_VIRTUAL_INO)
+_SIZE = 1 << 36
+# The directories that may be subvolumes.
+SUBVOLUMES = range(FIRST_VIRTUAL_INO // 2, FIRST_VIRTUAL_INO, _SIZE)
 _BLOCK = 4096
 # The next block is taken when fewer numbers are left than this.
 _SPARE = 1024
 _ATTEMPTS_MAX = 40
 _PAUSE_MAX_S = 0.1
+
+
+def subvolume_of(ino: int) -> int:
+    """Return the directory of the subvolume that an inode is in; ROOT_INO if it is in none."""
+    return ino & -_SIZE if SUBVOLUMES.start <= ino < SUBVOLUMES.stop else ROOT_INO
+
+
+def numbers_of(subvolume: int) -> range:
+    """Return the numbers of a subvolume's inodes; for ROOT_INO of those that are in none."""
+    if subvolume == ROOT_INO:
+        return range(ROOT_INO, SUBVOLUMES.start)
+    return range(subvolume, subvolume + _SIZE)
+
+
+def belongs(ino: int, directory: int) -> bool:
+    """Return whether an inode may have a name in a directory."""
+    own, subvolume = subvolume_of(ino), subvolume_of(directory)
+    return own == subvolume or (subvolume == ROOT_INO and ino == own)
+
+
+def next_ino_key(subvolume: int) -> bytes:
+    """Return the key of the next free inode number of a subvolume; ROOT_INO: outside of all."""
+    return NEXT_INO_KEY if subvolume == ROOT_INO else key_of(NEXT_INO_OF, subvolume)
 
 
 class Spent(Exception):
@@ -30,7 +64,7 @@ class InodeNumbers:
     """The numbers that this mount has taken. `wanted` are the subvolumes that need more. `writable` as for
     SharedCommitter."""
 
-    def __init__(self, tree: Tree, engine: "EtcdEngine", hub: Hub, writable: range) -> None:
+    def __init__(self, tree: Names, engine: "EtcdEngine", hub: Hub, writable: range) -> None:
         self._tree = tree
         self._engine = engine
         self._hub = hub

@@ -15,15 +15,14 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..model.clock import now_ns
-from ..model.records import Layout
+from ..model.records import ContentId, Layout
 from . import acl
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
-from .new_version import NewVersion
-from .subvolumes import belongs
+from .numbers import belongs
 from .tree import Tree
 
 XATTR_SIZE_MAX = 64 * 1024
@@ -36,6 +35,46 @@ RENAME_WHITEOUT = 4
 # Inodes that names, each of a directory, are known to lead to.
 Known = Mapping[tuple[int, bytes], int]
 NOTHING_KNOWN: Final[Known] = MappingProxyType({})
+
+
+class NewVersion(NamedTuple):
+    """A file's next version: `extent` has its bytes. `size` is in bytes, `blocks` in 512-byte units, times
+    in nanoseconds.
+
+    `ctime_ns`: the time of the change, None: now, 0: no change. `base`: the version that it was made of, if
+    that must still be the newest one. `mapped`: programs may have its file mapped, and change it without a
+    trace. `layout`: where its bytes are, None: where the file's are; `digests`: of its bytes. `in_quotas`:
+    it is refused if a quota has no room for it, and not only charged. `name`: a directory, and what the
+    file is called there from then on, too. `pid`: the process (or thread) that publishes it, 0: the mount
+    by itself.
+    """
+
+    ino: int
+    extent: ContentId
+    size: int
+    blocks: int
+    mtime_ns: int
+    ctime_ns: int | None = None
+    base: int | None = None
+    mapped: bool = False
+    layout: Layout | None = None
+    digests: bytes = b""
+    in_quotas: bool = True
+    name: tuple[int, bytes] | None = None
+    pid: int = 0
+
+    @classmethod
+    def of_file(
+        cls, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
+    ) -> "NewVersion":
+        """Return the version whose bytes are an extent; `status` is its stat."""
+        return cls(ino, extent, status.st_size, status.st_blocks, mtime_ns)
+
+    def with_bytes_of(self, extent: ContentId, status: os.stat_result) -> "NewVersion":
+        """Return it with the bytes in another extent; `status` is that one's stat."""
+        return self._replace(
+            extent=extent, size=status.st_size, blocks=status.st_blocks, mapped=False
+        )
 
 
 class Outdated(OSError):
@@ -436,6 +475,6 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
     def change(inode: Inode) -> None:
         if name not in inode.xattrs and name not in acl.NAMES:
             raise fail(errno.ENODATA)
-        inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
+        acl.remove(inode, name)
 
     return change

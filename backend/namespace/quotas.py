@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..model.sizes import human_bytes, parse_size
+from ..model.values import human_bytes, parse_size
 from .inode import ROOT_INO, Inode, fail
 
 QUOTA_BYTES = b"user.irdmafs.quota_bytes"

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Delete, Empty, Exists, Put
+from ..kv import Compare, Conflict, Delete, Put
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import Inode, fail
-from .numbers import InodeNumbers, Spent
+from .numbers import ALL_INOS, InodeNumbers, Spent
 from .others import Claims, Hub
-from .subvolumes import ALL_INOS
 from .tree import Tree
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ class SharedCommitter:
         self.deferred: Deferred | None = None
         if claims is not None and after_commit is not None:
             self.deferred = Deferred(tree, engine, hub, claims, after_commit)
+        self._lost = self.deferred.lost if self.deferred is not None else {}
         # Files that no other mount sees, and that are being stored; and those of which it is not known
         # whether they were.
         self._storing: dict[int, trio.Event] = {}
@@ -111,7 +111,7 @@ class SharedCommitter:
                 if fresh:
                     raise
                 commit = None
-            if commit is not None:
+            if commit is not None and (self._lost or self.writable is not ALL_INOS):
                 self._check(commit)
             if commit is None:
                 if fresh:
@@ -126,16 +126,14 @@ class SharedCommitter:
                 return commit.inode
             elif self._defers(commit):
                 return commit.inode
-            elif await detach() and (
-                commit.charge is not None  # others may have been charged since
-                or self._tree.records.begun_count != seen
-                or await self._has_to_wait(commit)
-            ):
-                continue
-            elif (deferred := self._concerned(commit)) is not None:
-                await deferred.store()
-                continue
-            elif await self._has_recalled(commit):
+            elif (
+                await detach()
+                and (
+                    commit.charge is not None  # others may have been charged since
+                    or self._tree.records.begun_count != seen
+                    or await self._has_to_wait(commit)
+                )
+            ) or await self._is_made_possible(commit):
                 continue
             elif commit.charge is not None and commit.charge.is_near and not fresh:
                 pass
@@ -149,18 +147,36 @@ class SharedCommitter:
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:
         """Commit to the shared engine, wait until the replica has it, and return True. Return False if a
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
-        tree, claims = self._tree, self._claims
+        tree, claims, kept = self._tree, self._claims, commit.kept
         directories, conditions = self._directories(commit), compares(commit, self._is_claimed)
+        changes = operations(commit)
+        keys = [one.key for one in changes if not one.key.startswith(b"t")]
+        storing = trio.Event()
         with tree.keeping(commit):
+            self._storing.update(dict.fromkeys(kept, storing))
+            self._under_way.update(keys)
             try:
                 with nullcontext(([], [])) if claims is None else claims.taking(commit) as taken:
-                    claimed, changes = taken
+                    claimed, more = taken
                     conditions += [*claimed, *guards]
-                    revision = await self._transact(conditions, changes, commit)
+                    part = self._engine if self.deferred is None else self.deferred
+                    revision = await part.transact(conditions, [*changes, *more])
+                    await self._hub.wait_applied(revision)
             except Conflict as conflict:
-                if any(conflict.key == _key_of(guard) for guard in guards):
+                if any(conflict.key == guard[0] for guard in guards):
                     raise
                 return False
+            except BaseException:
+                self._unsure.update(kept)
+                raise
+            finally:
+                for ino in kept:
+                    self._storing.pop(ino, None)
+                storing.set()
+                self._under_way.subtract(keys)
+                self._under_way = +self._under_way
+            if kept:
+                self._forget_former_names(commit)
             unseen = commit.new is not None and commit.new.maker
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
@@ -174,34 +190,6 @@ class SharedCommitter:
 
     def _is_claimed(self, directory: int) -> bool:
         return self._claims is not None and self._claims.revision(directory) > 0
-
-    async def _transact(
-        self, conditions: Sequence[Compare], changes: Sequence[Put | Delete], commit: Commit
-    ) -> int:
-        """Store a commit and other changes, wait until the replica has it, and return its revision."""
-        storing, kept = trio.Event(), commit.kept
-        self._storing.update(dict.fromkeys(kept, storing))
-        changes = [*operations(commit), *changes]
-        keys = [one.key for one in changes if not one.key.startswith(b"t")]
-        self._under_way.update(keys)
-        part = self._engine if self.deferred is None else self.deferred
-        try:
-            revision = await part.transact(conditions, changes)
-            await self._hub.wait_applied(revision)
-        except Conflict:
-            raise
-        except BaseException:
-            self._unsure.update(kept)
-            raise
-        finally:
-            for ino in kept:
-                self._storing.pop(ino, None)
-            storing.set()
-            self._under_way.subtract(keys)
-            self._under_way = +self._under_way
-        if kept:
-            self._forget_former_names(commit)
-        return revision
 
     # -- new files that this mount keeps to itself -------------------------------------------------
 
@@ -221,10 +209,16 @@ class SharedCommitter:
                 return True
         return False
 
-    async def _has_recalled(self, commit: Commit) -> bool:
-        """Wait until no other mount has the claim of a directory in which a commit makes names, nor an
-        exclusive one where it has files, and return whether there was one."""
+    async def _is_made_possible(self, commit: Commit) -> bool:
+        """Store what is deferred if a commit, with the names that only this mount knows, cannot be stored
+        with it, or wait until no other mount has the claim of a directory in which the commit makes names,
+        nor an exclusive one where it has files. Return whether there was such a thing."""
+        self._add_names(commit)
+        commit.made_in, commit.changed_in = _makes_names_in(commit), _has_files_in(commit)
         claims = self._claims
+        if self.deferred is not None and self.deferred.concerns(commit):
+            await self.deferred.store()
+            return True
         if claims is None:
             return False
         others = [*filter(claims.is_of_another, commit.made_in)]
@@ -236,15 +230,6 @@ class SharedCommitter:
         return bool(others or exclusive)
 
     # -- changes that are answered before they are stored ------------------------------------------
-
-    def _concerned(self, commit: Commit) -> Deferred | None:
-        """Return what is deferred if a commit, with the names that only this mount knows, cannot be stored
-        with it."""
-        self._add_names(commit)
-        commit.made_in, commit.changed_in = _makes_names_in(commit), _has_files_in(commit)
-        if self.deferred is None or not self.deferred.concerns(commit):
-            return None
-        return self.deferred
 
     def _defers(self, commit: Commit) -> bool:
         """Apply a commit and defer it if that may be done. Return whether it was."""
@@ -283,9 +268,8 @@ class SharedCommitter:
             changed += [inode.ino for inode in (*commit.inodes, *commit.gone)]
             if not all(ino in self.writable for ino in changed):
                 raise fail(errno.EROFS)
-        deferred = self.deferred
-        if deferred is not None and deferred.lost and (commit.may_wait or commit.names):
-            deferred.tell_lost(_has_files_in(commit))
+        if self.deferred is not None and (commit.may_wait or commit.names):
+            self.deferred.tell_lost(_has_files_in(commit))
 
     def _stays_here(self, commit: Commit) -> bool:
         """Return whether a commit makes, changes or removes only files that this mount keeps to itself."""
@@ -403,9 +387,3 @@ def _has_files_in(commit: Commit) -> set[int]:
 def _is_large(change: Put | Delete) -> bool:
     """Return whether etcd might not take a transaction of such records."""
     return isinstance(change, Put) and len(change.value) > _DEFERRED_BYTES_MAX
-
-
-def _key_of(compare: Compare) -> bytes:
-    if isinstance(compare, Exists):
-        return compare.key
-    return compare.start if isinstance(compare, Empty) else compare[0]

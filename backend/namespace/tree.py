@@ -6,10 +6,9 @@ records the map then repeats. Both end in the same few steps, in this order: tim
 removed inodes, so that each step finds the data from which it derives parents and link counts.
 
     key                                            value
-    "d" + parent ino (8 bytes BE) + name           ino and revision (8 bytes BE each)
     "t" + directory ino (8 bytes BE)               when its names last changed, ns (8 bytes BE)
     "q" + directory ino (8 bytes BE)               b"": the directory has a quota
-    "i…", "l…"                                     see inodes
+    "d…", "i…", "l…"                               see lookup
 """
 
 import contextlib
@@ -23,14 +22,11 @@ from ..kv.map import Map
 from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .commit import Commit
-from .differences import differences
-from .events import Listener, changes_of, removals_first, time_of
+from .events import Listener, changes_of, differences, misplaced, removals_first, time_of
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
-from .inodes import link_key
-from .lookup import Names
-from .misplaced import misplaced
+from .lookup import Names, link_key
+from .numbers import next_ino_key, numbers_of
 from .quotas import QUOTA_NAMES, Quotas
-from .subvolumes import next_ino_key, numbers_of
 from .watches import Watches
 
 # So many records are taken at once when a tree is loaded.
@@ -64,8 +60,6 @@ class Tree(Names):
         self._faults = faults or Faults()
         # Asked by the number of an inode whether they have it open.
         self.holders: list[Callable[[int], bool]] = []
-        # By subvolume, the next inode number that is not reserved, and the revision of that record.
-        self._blocks: dict[int, tuple[int, int]] = {}
         # Returns those of some events that show no earlier state than the tree has (see deferred).
         self.news: Callable[[Sequence[Event]], Sequence[Event]] = lambda events: events
         self._listener = listener
@@ -78,7 +72,7 @@ class Tree(Names):
         # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
         self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
-        self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
+        self.watches = Watches(self.inodes, self.parents_of)
 
     def load_quotas(self) -> None:
         """Note the quotas of a map that was filled before."""
@@ -92,11 +86,6 @@ class Tree(Names):
         numbers = numbers_of(subvolume)
         key = self.records.last(inode_key(numbers.start), inode_key(numbers.stop))
         return int.from_bytes(key[1:], "big") if key is not None else subvolume
-
-    def next_block(self, subvolume: int) -> tuple[int, int]:
-        """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and
-        the revision of that record."""
-        return self._blocks.get(subvolume, (subvolume + 1, 0))
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 
@@ -134,12 +123,10 @@ class Tree(Names):
         as they were before."""
         self._led.clear()
         times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
-        changed, size = [], 1024 * (len(names) + len(inodes))
-        for inode, record in inodes:
-            changed.append(inode)
+        size = 1024 * (len(names) + len(inodes))
+        for _, record in inodes:
             size += len(record)
         self.records.begin(size, urgent=True)
-        touched = self.watches.touched(names, changed) if self.watches.in_use else ()
         for ino, time_ns in times:
             self._set_time(ino, time_ns)
         for inode, record in inodes:
@@ -172,9 +159,9 @@ class Tree(Names):
         self.records.commit()
         before = self.inodes.settle()
         if self.quotas.in_use:
-            self.quotas.update((*(one.ino for one in changed), *gone, *(name[2] for name in names)))
-        if touched:
-            self.watches.changed(touched)
+            self.quotas.update(before)
+        if self.watches.in_use:
+            self.watches.changed(self.watches.touched(self._led, before))
         return before
 
     def _refuse_misplaced(self) -> None:
@@ -264,7 +251,6 @@ class Tree(Names):
             if inode.xattrs:
                 size += sum(map(len, inode.xattrs.values()))
         records.begin(size, urgent=commit.urgent)
-        touched = self.watches.touched(commit.names, commit.inodes) if self.watches.in_use else ()
         try:
             for ino, time_ns in commit.times:
                 self._set_time(ino, time_ns)
@@ -292,9 +278,9 @@ class Tree(Names):
         for inode in commit.gone:
             self._let_go(inode)
         if self.quotas.in_use:
-            self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
-        if touched:
-            self.watches.changed(touched)
+            self.quotas.update(before)
+        if self.watches.in_use:
+            self.watches.changed(self.watches.touched(self._led, before))
         return before
 
     def enact_locally(self, commit: Commit) -> None:

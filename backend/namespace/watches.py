@@ -34,17 +34,12 @@ class _Watch:
 
 
 class Watches:
-    """The counters of a tree with these inodes; `ino_behind` returns the inode of a name (0: there is
-    none), `parents_of` the directories that hold an inode."""
+    """The counters of a tree with these inodes; `parents_of` returns the directories that hold one."""
 
     def __init__(
-        self,
-        inodes: Mapping[int, Inode],
-        ino_behind: Callable[[int, bytes], int],
-        parents_of: Callable[[int], Sequence[int]],
+        self, inodes: Mapping[int, Inode], parents_of: Callable[[int], Sequence[int]]
     ) -> None:
         self._inodes = inodes
-        self._ino_behind = ino_behind
         self._parents_of = parents_of
         self._watched: dict[int, _Watch] = {}
         self.in_use = False
@@ -75,19 +70,18 @@ class Watches:
             watch.asked_at = time.monotonic()
 
     def touched(
-        self, names: Iterable[tuple[int, bytes, int, *tuple[int, ...]]], inodes: Iterable[Inode]
+        self, led: Iterable[tuple[int, bytes, int, int]], before: Mapping[int, Inode | None]
     ) -> Collection[int]:
-        """Return what a change that is not applied yet touches, for `changed`: directories in which names
-        change, inodes that names lead to before and after, files that get another version."""
+        """Return what a change touched, for `changed`: the directories in which names lead elsewhere, the
+        inodes before and after (as in Tree), and, by the inodes as they were `before`, files that got
+        another version."""
         touched: set[int] = set()
-        for parent, name, ino, *_ in names:
-            before = self._ino_behind(parent, name)
-            if ino != before:  # else it was known here before it was stored
-                touched.update((parent, ino, before))
-        for inode in inodes:
-            known = self._inodes.get(inode.ino)
-            if known is not None and (known.version != inode.version or known.maker != inode.maker):
-                touched.add(inode.ino)
+        for parent, _, old_ino, new_ino in led:
+            touched.update((parent, old_ino, new_ino))
+        for ino, old in before.items():
+            new = self._inodes.get(ino)
+            if old and new and (old.version, old.maker) != (new.version, new.maker):
+                touched.add(ino)
         return touched
 
     def changed(self, inos: Iterable[int]) -> None:

@@ -25,7 +25,7 @@ from ..cluster.membership import Members, read_settings
 from ..cluster.replica import Replica
 from ..etcd.client import Client
 from ..etcd.engine import EtcdEngine
-from ..etcd.errors import NoAnswer
+from ..etcd.rpc import NoAnswer
 from ..kv import WentBack
 from ..model.records import NodeAddress, Settings
 from ..observe.figures import values_of

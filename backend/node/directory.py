@@ -18,7 +18,7 @@ import os
 import shutil
 from contextlib import ExitStack
 
-from ..files.storedir import in_memory, lock_directory
+from ..files.extents import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections import deque
 
 import trio
 
+from ..etcd.admin import remedy
 from ..etcd.engine import EtcdEngine
-from ..etcd.room import remedy
 from .figures import EtcdFigures
 
 log = logging.getLogger(__name__)

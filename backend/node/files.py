@@ -14,9 +14,8 @@ from typing import NamedTuple, Self
 
 import trio
 
-from ..files.extents import copy_all
+from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
-from ..files.storedir import OWN_FILE, StoreInUse
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
 from .directory import StoreDirectory

@@ -12,8 +12,8 @@ from collections import deque
 import trio
 
 from ..kv import Conflict, Put
-from ..model.placement import Candidate, policy_of, replicas_of, retargeted
-from ..model.policy import POLICIES_MAX, REPLICAS_MAX
+from ..model.placement import policy_of, replicas_of, retargeted
+from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
 from .state import ClusterState
 

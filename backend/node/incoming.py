@@ -34,7 +34,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 
-from ..files.storedir import LENT_NS, OWN_FILE
+from ..files.extents import LENT_NS, OWN_FILE
 from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from ..model.placement import group_of
 from ..model.records import STRIPE_GROUPS_MAX, Layout
 from ..namespace import ROOT_INO, Inode
-from ..namespace.subvolumes import subvolume_of
+from ..namespace.numbers import subvolume_of
 
 
 class Named(NamedTuple):

@@ -19,9 +19,8 @@ from ..cluster.etcd_rights import own_ranges
 from ..etcd import etcd_pb2 as pb
 from ..etcd.calls import LAST_KEY
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
-from ..etcd.errors import RpcError
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
-from ..etcd.methods import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method
+from ..etcd.rpc import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method, RpcError
 from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer

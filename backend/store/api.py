@@ -1,18 +1,21 @@
-"""The interface between a mount and its store, which is this host's own or a cluster's."""
+"""The interface between a mount and its store, which is this host's own or a cluster's, and the parts that
+both stores have."""
 
 import errno
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..files.extents import ExtentStore
 from ..model.records import ContentId, Layout
-from ..namespace import Inode, Namespace, NewVersion, fail
+from ..namespace import NAME_MAX, Inode, Namespace, NewVersion, fail
 
 if TYPE_CHECKING:
-    from .remote.freshness import Freshness
     from .remote.locks import SharedLocks
+    from .remote.versions import Freshness
 
 _HERE = Layout()
+_TRIES_MAX = 100
 
 
 class Store(Protocol):
@@ -151,3 +154,38 @@ class Store(Protocol):
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
         return {}
+
+
+async def make_aside(
+    namespace: Namespace, ino: int, host: str, layout: Callable[[int, bytes], Layout]
+) -> tuple[Inode, str]:
+    """Make an empty file NAME.conflict-HOST-N beside the file, with its owner and mode; returns it and
+    its path. Raises OSError: ESTALE when the file has no name."""
+    names = namespace.names_of(ino)
+    if not names:
+        raise OSError(errno.ESTALE, "others have replaced and removed it; what was written is lost")
+    parent, name = names[0]
+    inode = namespace.inode(ino)
+    for number in range(1, _TRIES_MAX + 1):
+        suffix = os.fsencode(f".conflict-{host}-{number}")
+        aside = name[: NAME_MAX - len(suffix)] + suffix
+        if namespace.lookup(parent, aside) is not None:
+            continue
+        try:
+            made = await namespace.create(
+                parent, aside, inode.mode, inode.uid, inode.gid, layout=layout(parent, aside)
+            )
+        except FileExistsError:
+            continue
+        return made, namespace.describe(made.ino)
+    raise OSError(errno.EEXIST, f"{_TRIES_MAX} files keep what could not be published already")
+
+
+async def save_aside(store: Store, version: NewVersion, host: str) -> str:
+    """Do as `Store.save_aside`; `host` wrote the version."""
+    made, name = await make_aside(store.namespace, version.ino, host, store.layout)
+    aside = version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
+    published = await store.publish(aside)
+    if published.extent != version.extent:
+        store.retire(version.extent)
+    return name

@@ -12,15 +12,12 @@ from contextlib import asynccontextmanager, closing
 
 import trio
 
-from ..files.extents import ExtentStore
-from ..files.storedir import in_memory, lock_directory
+from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
-from .api import Store
-from .aside import make_aside
-from .pins import Pinned
+from .api import Store, save_aside
 
 log = logging.getLogger(__name__)
 
@@ -134,18 +131,14 @@ class EmbeddedStore(Pinned, Store):
             await trio.to_thread.run_sync(self.extents.sync, version.extent)
         before = self.namespace.inodes[version.ino].extent
         inode = await self.namespace.publish(version)
-        self.named(version.extent)
+        self._retired.discard(version.extent)
         self._working.discard(version.extent)
         if before not in (NO_CONTENT, version.extent):
             self.retire(before)
         return inode
 
     async def save_aside(self, version: NewVersion) -> str:
-        made, name = await make_aside(self.namespace, version.ino, "this-host", self.layout)
-        published = await self.publish(version._replace(ino=made.ino, base=None))
-        if published.extent != version.extent:
-            self.retire(version.extent)
-        return name
+        return await save_aside(self, version, "this-host")
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""

@@ -14,9 +14,8 @@ import trio
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
-from ..etcd.endpoint import Endpoint
-from ..etcd.errors import RpcError
-from ..etcd.methods import Message, Method, Response
+from ..etcd.connection import Endpoint
+from ..etcd.rpc import Message, Method, Response, RpcError
 from ..model.records import NodeAddress
 from ..trust.renewal import Renewable
 from ..trust.security import Credentials

@@ -110,7 +110,7 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
     """Run a task with the cluster's engine. Raises MountError where etcd cannot be used."""
     import trio
 
-    from ..backend.etcd.errors import RpcError
+    from ..backend.etcd.rpc import RpcError
 
     async def run() -> T:
         async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
@@ -254,7 +254,7 @@ def init(
 
 def size_of(flag: str, text: str, least: int = 1) -> int:
     """Return the bytes that a flag asks for. Raises MountError."""
-    from ..backend.model.sizes import human_bytes, parse_size
+    from ..backend.model.values import human_bytes, parse_size
 
     try:
         size = parse_size(text)

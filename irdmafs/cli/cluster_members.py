@@ -13,7 +13,7 @@ import msgspec
 
 from ..backend.cluster.etcd_rights import Range, own_ranges, shared_ranges, subvolume_ranges
 from ..backend.cluster.lease import MOUNT, NODE
-from ..backend.etcd.auth import ROOT
+from ..backend.etcd.admin import ROOT
 from ..backend.etcd.calls import REPAIR
 from ..backend.etcd.leases import LEASE_BITS
 from ..backend.kv import Conflict, NoSpace, Put, end_of

@@ -11,7 +11,7 @@ from typing import Any, Self
 import click
 
 from ..backend.model.policy import LEVELS
-from ..backend.model.sizes import human_bytes
+from ..backend.model.values import human_bytes
 from .status import human_duration, print_table, printable
 
 _NODE_COLUMNS = (

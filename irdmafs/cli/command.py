@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..backend.model.sizes import human_bytes
-from ..backend.model.values import ConfigError
+from ..backend.model.values import ConfigError, human_bytes
 from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
 from ..mount_options import MountConfig, MountError, MountFlags, parse_mount_options

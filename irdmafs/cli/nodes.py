@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..backend.model.sizes import human_bytes
+from ..backend.model.values import human_bytes
 from ..mount_options import MountError
 from . import status
 from .cluster import WATCH_PERIOD_S, config_option, consent, load, read_state, say, with_etcd

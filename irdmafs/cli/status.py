@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import click
 
-from ..backend.model.sizes import human_bytes
+from ..backend.model.values import human_bytes
 from ..mount.mounting import STATUS_XATTR, Mount, MountState, ask_mount, mount_state
 from ..mount.stores import LeftoverStore, cluster_of, default_store_path
 

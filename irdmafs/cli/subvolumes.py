@@ -23,7 +23,7 @@ from ..backend.model.records import (
 )
 from ..backend.model.values import ConfigError
 from ..backend.namespace.inode import NAME_MAX, ROOT_INO, Inode, inode_key, name_key, time_key
-from ..backend.namespace.subvolumes import SUBVOLUMES, next_ino_key
+from ..backend.namespace.numbers import SUBVOLUMES, next_ino_key
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from ..backend.model.sizes import meminfo
+from ..backend.model.values import meminfo
 from . import _device
 from ._dtypes import Array, Layout
 from ._files import naming, open_to_read, read_version, view

@@ -24,7 +24,7 @@ from .sharing import truncates
 from .trail import LookupTrails, TrailStep
 
 if TYPE_CHECKING:
-    from ..backend.store.remote.freshness import Freshness
+    from ..backend.store.remote.versions import Freshness
 
 # Stop preparing the second try of an open whose file is replaced so often before its content is here.
 _LEADS_MAX: Final = 20

@@ -51,7 +51,7 @@ class Sharing:
 
     def _newest(self, inode: Inode) -> Inode:
         """Return the inode as it is now: the caller may have found it before another version came."""
-        return self._inodes.get(inode.ino, inode)
+        return self._inodes.get(inode.ino) or inode
 
     def newest(self, inode: Inode) -> Content:
         """Return the content that truncate(2) by name changes."""

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backend.model.sizes import human_bytes, meminfo, memory_limit
+from ..backend.model.values import human_bytes, meminfo, memory_limit
 from ..backend.process import has_capability, own_status
 from ..backend.transport.verbs.rdma import Choice
 from ..fuse import passthrough, wakeups

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-from ..backend.model.sizes import human_bytes
+from ..backend.model.values import human_bytes
 from ..backend.transport.verbs import devices
 from ..backend.transport.verbs.devices import Device, Gid, Obstacle, Port
 from ..backend.transport.verbs.library import Library, VerbsMissing, load

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import trio
 
 from .._version import __version__
-from ..backend.files.storedir import StoreInUse
+from ..backend.files.extents import StoreInUse
 from ..backend.kv import Damaged
 from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..backend.store.api import Store

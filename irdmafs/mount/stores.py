@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ..backend.model.sizes import human_bytes, meminfo, memory_limit
+from ..backend.model.values import human_bytes, meminfo, memory_limit
 from ..mount_options import MountError
 from .mounting import (
     FSTYPE,

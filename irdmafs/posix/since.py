@@ -28,7 +28,7 @@ from .superblock import Part, Superblock
 from .waits import Waits
 
 if TYPE_CHECKING:
-    from ..backend.store.remote.freshness import Freshness
+    from ..backend.store.remote.versions import Freshness
 
 _DIGITS_MAX: Final = 18
 # A node's id has 16 bits that tell it from others of its inode.

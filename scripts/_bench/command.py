@@ -15,7 +15,7 @@ import click
 from harness.network import CommandFailed, Unavailable
 from rich.console import Console
 
-from irdmafs.backend.model.sizes import parse_size
+from irdmafs.backend.model.values import parse_size
 
 from .files import WrongData
 from .tables import Rates

@@ -14,7 +14,7 @@ from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs, needs_fuse, one_line
 from harness.processes import AS_NOBODY
 
-from irdmafs.backend.model.sizes import human_bytes
+from irdmafs.backend.model.values import human_bytes
 from irdmafs.cli import status
 from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting

@@ -14,10 +14,9 @@ from harness.mountpoint import irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
-from irdmafs.backend.etcd.admin import roles_hold
+from irdmafs.backend.etcd.admin import EtcdRoom, roles_hold
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.methods import ALARM
-from irdmafs.backend.etcd.room import EtcdRoom
+from irdmafs.backend.etcd.rpc import ALARM
 from irdmafs.backend.kv import NoSpace, Put
 from irdmafs.cli.command import main
 

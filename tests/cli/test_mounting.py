@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness.mountpoint import needs_fuse
 
-from irdmafs.backend.model.sizes import memory_limit, parse_size
+from irdmafs.backend.model.values import memory_limit, parse_size
 from irdmafs.mount import mounting, stores
 from irdmafs.mount.users import users_of
 from irdmafs.mount_options import MountError, MountOptions, parse_mount_options

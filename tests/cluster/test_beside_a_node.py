@@ -12,7 +12,7 @@ from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
-from irdmafs.backend.files.storedir import LENT_NS
+from irdmafs.backend.files.extents import LENT_NS
 from irdmafs.client._files import open_privately, open_to_read
 
 

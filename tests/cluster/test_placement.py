@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from irdmafs.backend.model.placement import (
     BUCKETS,
-    Candidate,
     Placement,
     Targets,
     bytes_of_groups,
@@ -24,7 +23,7 @@ from irdmafs.backend.model.placement import (
     retargeted,
     seed_of,
 )
-from irdmafs.backend.model.policy import POLICIES_MAX, Policy, parse_policy, policy_id
+from irdmafs.backend.model.policy import POLICIES_MAX, Candidate, Policy, parse_policy, policy_id
 from irdmafs.backend.model.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
 
 FILES = 10_000

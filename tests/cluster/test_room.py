@@ -21,7 +21,7 @@ from irdmafs.backend.model.records import (
     encode,
     key_of,
 )
-from irdmafs.backend.store.remote.space import Space
+from irdmafs.backend.store.remote.layouts import Space
 
 
 def free_bytes(directory: Path) -> int:

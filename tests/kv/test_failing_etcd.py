@@ -21,12 +21,11 @@ from harness.errors import fails_with
 from harness.etcd_server import EtcdServer, free_port, new_prefix
 from harness.seeds import seeded
 
-from irdmafs.backend.etcd import client, endpoint
+from irdmafs.backend.etcd import client, connection
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.errors import NoAnswer
 from irdmafs.backend.etcd.leases import LeaseEnded
-from irdmafs.backend.etcd.methods import ALARM, RANGE
+from irdmafs.backend.etcd.rpc import ALARM, RANGE, NoAnswer
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
 
 END = b"\xff"
@@ -679,8 +678,8 @@ async def test_a_call_may_be_given_up_as_soon_as_it_has_connected(
     """The connection is closed before its task has run: trio chooses at random which one goes first."""
     scopes: list[trio.CancelScope] = []
 
-    async def connect_and_give_up(to: endpoint.Endpoint) -> socket.socket:
-        sock = await endpoint.connect(to)
+    async def connect_and_give_up(to: connection.Endpoint) -> socket.socket:
+        sock = await connection.connect(to)
         scopes[-1].cancel()
         return sock
 

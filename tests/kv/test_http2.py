@@ -5,7 +5,6 @@ from collections.abc import Coroutine, Iterator
 import hpack
 import pytest
 
-from irdmafs.backend.etcd.errors import ConnectionLost, ProtocolError, RpcError
 from irdmafs.backend.etcd.http2 import (
     ACK,
     CANCEL,
@@ -22,6 +21,7 @@ from irdmafs.backend.etcd.http2 import (
     frame,
     window_update,
 )
+from irdmafs.backend.etcd.rpc import ConnectionLost, ProtocolError, RpcError
 
 
 def header_block(headers: list[tuple[str, str]]) -> bytes:

@@ -28,8 +28,8 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
 
 from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd.calls import Watch
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.watch import Watch
 from irdmafs.backend.kv import Change, Event, KeyValue, Put
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key

@@ -11,7 +11,7 @@ from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
-from irdmafs.backend.namespace.subvolumes import SUBVOLUMES, next_ino_key, numbers_of
+from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 from irdmafs.backend.namespace.tree import Tree
 
 ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)

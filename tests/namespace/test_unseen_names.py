@@ -22,7 +22,7 @@ from irdmafs.backend.namespace import (
 )
 from irdmafs.backend.namespace.commit import Commit
 from irdmafs.backend.namespace.inode import NO_LAYOUT
-from irdmafs.backend.store.aside import make_aside
+from irdmafs.backend.store.api import make_aside
 from irdmafs.inline import Detached, Rest, run
 
 HERE, THERE = 11, 22

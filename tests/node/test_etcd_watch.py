@@ -7,7 +7,7 @@ from harness.etcd_server import EtcdServer
 
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.methods import ALARM
+from irdmafs.backend.etcd.rpc import ALARM
 from irdmafs.backend.node.etcd_space import EtcdWatch
 
 

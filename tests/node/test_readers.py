@@ -21,7 +21,7 @@ from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
-from irdmafs.backend.etcd.methods import (
+from irdmafs.backend.etcd.rpc import (
     ALARM,
     AUTHENTICATE,
     COMPACT,

@@ -277,9 +277,10 @@ def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
                 contents.keep(ContentId(number), 10)
                 contents.admit(ContentId(number), 10)
             else:
-                with contents.publishing(ContentId(number)):
-                    assert contents.has(ContentId(number))
-                    contents.admit(ContentId(number), 10)
+                contents.publishing.add(ContentId(number))
+                assert contents.has(ContentId(number))
+                contents.admit(ContentId(number), 10)
+                contents.not_published(ContentId(number))
             assert path.read_bytes() == b"first"
         assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
         contents.free(ContentId(1))

@@ -16,8 +16,7 @@ from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import DirectClient, Unsent
-from irdmafs.backend.etcd.errors import RpcError
-from irdmafs.backend.etcd.methods import ALARM, COMPACT, GRANT, STATUS
+from irdmafs.backend.etcd.rpc import ALARM, COMPACT, GRANT, STATUS, RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.records import SETTINGS_KEY, MountRecord, key_of, pin_key
 from irdmafs.backend.model.values import ConfigError

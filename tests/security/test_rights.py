@@ -20,7 +20,7 @@ from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.etcd.errors import RpcError
+from irdmafs.backend.etcd.rpc import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.lock_claims import guard_key
 from irdmafs.backend.model.records import MountRecord, key_of, pin_key, policy_key, pool_key

@@ -24,7 +24,7 @@ from irdmafs.backend.kv import Put
 from irdmafs.backend.model.lock_claims import guard_key
 from irdmafs.backend.model.records import NEXT_INO_KEY, claim_key, policy_key, pool_key, wish_key
 from irdmafs.backend.namespace.inode import ROOT_INO, Inode, inode_key, name_key, time_key
-from irdmafs.backend.namespace.subvolumes import SUBVOLUMES, next_ino_key, numbers_of
+from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 
 # The certificates of the cluster are used here, too.
 PLAN = Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True, namespaces=False)

@@ -18,9 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from irdmafs.backend.files import storedir
-from irdmafs.backend.files.extents import ExtentStore, copy_contents
-from irdmafs.backend.files.storedir import StoreInUse
+from irdmafs.backend.files.extents import ExtentStore, StoreInUse, copy_contents
+from irdmafs.backend.files.extents import in_memory as lies_in_memory
 from irdmafs.backend.kv import Damaged, NoSpace
 from irdmafs.backend.model.records import NO_CONTENT, ContentId
 from irdmafs.backend.namespace import ROOT_INO, Inode, NewVersion
@@ -300,8 +299,8 @@ async def test_only_a_store_on_a_disk_is_synced(
 def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no tmpfs here")
-    assert storedir.in_memory("/dev/shm")
-    assert not storedir.in_memory("/proc")
+    assert lies_in_memory("/dev/shm")
+    assert not lies_in_memory("/proc")
 
 
 def test_a_store_that_an_older_irdmafs_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -9,14 +9,11 @@ import errno
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from ...files.extents import OPEN_FLAGS, ExtentStore
+from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
-from ..pins import Pinned
 from .figures import CacheFigures
 from .member import Member
 from .places import Holds, Place
@@ -24,8 +21,8 @@ from .places import Holds, Place
 log = logging.getLogger(__name__)
 
 _NUMBERS = 1 << CONTENT_NUMBER_BITS
-# The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
-# without asking us.
+# The share of the filesystem for published contents, if the configuration has no limit. The rest is for
+# working copies, which the kernel fills without asking us.
 _KEPT_SHARE = 0.75
 
 
@@ -44,8 +41,9 @@ class Contents(ExtentStore, Pinned):
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
         self._kept: OrderedDict[ContentId, int] = OrderedDict()
-        # Working copies that are being published: other hosts may know them as versions before we do.
-        self._publishing: set[ContentId] = set()
+        # Working copies that are being published, which count as published contents here: other hosts may
+        # know them as versions before we do.
+        self.publishing: set[ContentId] = set()
         # Numbers under which store nodes were sent something: they must not be used for other bytes.
         self.sent: set[ContentId] = set()
         # Contents that were fetched for an open that `count_open` has not counted yet.
@@ -53,6 +51,10 @@ class Contents(ExtentStore, Pinned):
         self._on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
+        below = self.statvfs()
+        share = int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+        cache_size = member.config.mount.cache_size
+        self._limit_bytes = share if cache_size is None else cache_size
         member.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:
@@ -65,18 +67,8 @@ class Contents(ExtentStore, Pinned):
         for name in os.listdir(self._dir_fd):
             os.unlink(name, dir_fd=self._dir_fd)
 
-    @property
-    def limit_bytes(self) -> int:
-        """Return the limit of published contents that are kept here: that of the configuration, or three
-        quarters of the filesystem's size."""
-        limit_bytes = self._member.config.mount.cache_size
-        if limit_bytes is not None:
-            return limit_bytes
-        below = self.statvfs()
-        return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
-
     def figures(self) -> CacheFigures:
-        return CacheFigures(self.kept_bytes, self.limit_bytes, self.evictions)
+        return CacheFigures(self.kept_bytes, self._limit_bytes, self.evictions)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -114,23 +106,18 @@ class Contents(ExtentStore, Pinned):
         place = self._places.get(extent)
         return place is not None and place.is_incoming
 
-    @contextmanager
-    def publishing(self, extent: ContentId) -> Iterator[None]:
-        """Treat a working copy as a published content on this host while it is being published. If that
-        fails, it is a working copy again, even if a node has adopted its file. It has to be pinned."""
-        self._publishing.add(extent)
-        try:
-            yield
-        except BaseException:
-            place = self._places.get(extent)
-            if place is not None and place.is_incoming and not os.path.exists(place.path):
-                os.link(place.held, place.path)
-            raise
-        finally:
-            self._publishing.discard(extent)
+    def not_published(self, extent: ContentId) -> None:
+        """Have what was `publishing`, and is pinned, be a working copy again, even if a node has adopted
+        its file."""
+        self.publishing.discard(extent)
+        place = self._places.get(extent)
+        if place is not None and place.is_incoming and not os.path.exists(place.path):
+            os.link(place.held, place.path)
 
     def published(self, extent: ContentId, size: int, *, stripes: int) -> None:
         """Note that the working copy, of so many stripes, is a version now."""
+        self.publishing.discard(extent)
+        self._retired.discard(extent)
         place = self._places.get(extent)
         # A node that has adopted the file may have ended since.
         if (
@@ -172,7 +159,7 @@ class Contents(ExtentStore, Pinned):
     def put_back(self, number: ContentId, extent: ContentId) -> bool:
         """Undo `take_out`. Return False if the content has come here again meanwhile, is a working copy
         that is being published, or lies elsewhere."""
-        if extent in self._kept or extent in self._publishing:
+        if extent in self._kept or extent in self.publishing:
             return False
         if extent in self._places or number in self._places:
             return False
@@ -224,7 +211,7 @@ class Contents(ExtentStore, Pinned):
     def admit(self, extent: ContentId, size: int) -> None:
         """Accept the file from `make` as complete; `size` bytes of it are kept. If the content has come
         here in another way meanwhile, drop the file: the other one may be in use."""
-        if extent in self._kept or extent in self._publishing:
+        if extent in self._kept or extent in self.publishing:
             self.give_up(extent)
             return
         os.rename(
@@ -260,7 +247,7 @@ class Contents(ExtentStore, Pinned):
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
-        return place is not None or extent in self._publishing
+        return place is not None or extent in self.publishing
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content can be read without its nodes."""
@@ -302,18 +289,21 @@ class Contents(ExtentStore, Pinned):
         if place is not None and place.held:
             place.lend()
 
-    def _unpinned(self, extent: ContentId) -> None:
-        place = self._places.get(extent)
-        if place is not None:
-            place.let_go()
-        self.unpin_on_nodes(extent)
+    def unpin(self, extent: ContentId) -> None:
+        super().unpin(extent)
+        if extent not in self.counts:
+            place = self._places.get(extent)
+            if place is not None:
+                place.let_go()
+            if extent in self._on_nodes:
+                self.unpin_on_nodes(extent)
 
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
         copies. Return whether they have."""
         below = self.statvfs()
         # Evicting moves bytes from "kept" to "free", so this sum does not change.
-        limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
+        limit = min(self._limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
         while self.kept_bytes + size > limit:
             extent = next((kept for kept in self._kept if kept not in self.counts), None)
             if extent is None:

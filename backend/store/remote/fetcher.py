@@ -115,7 +115,19 @@ class Fetcher:
             if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
             else:
-                await self._fetch_large(inode, room)
+                has_holes = room < inode.size
+                make = partial(self._contents.make, content, inode.size, has_holes=has_holes)
+                # Where pages are small, allocating a large file takes long.
+                is_quick = inode.size <= _MADE_INLINE_BYTES
+                fd = make() if is_quick else await trio.to_thread.run_sync(make)
+                try:
+                    await self._read_all(inode, FileRange(fd, 0, inode.size))
+                except BaseException:
+                    self._contents.give_up(content)
+                    raise
+                finally:
+                    os.close(fd)
+                self._contents.admit(content, room)
             self.figures.fetched_files += 1
             self.figures.fetched_bytes += room
         except OSError as error:
@@ -277,21 +289,6 @@ class Fetcher:
             log.info("content %x: %s", extent.content, error)
 
     # -- large -----------------------------------------------------------------------------------
-
-    async def _fetch_large(self, inode: Inode, room: int) -> None:
-        content, size = inode.extent, inode.size
-        has_holes = is_sparse(size, inode.blocks)
-        make = partial(self._contents.make, content, size, has_holes=has_holes)
-        # Where pages are small, allocating a large file takes long.
-        fd = make() if size <= _MADE_INLINE_BYTES else await trio.to_thread.run_sync(make)
-        try:
-            await self._read_all(inode, FileRange(fd, 0, size))
-        except BaseException:
-            self._contents.give_up(content)
-            raise
-        finally:
-            os.close(fd)
-        self._contents.admit(content, room)
 
     def _read_all(self, inode: Inode, into: FileRange) -> Coroutine[Any, Any, None]:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""

@@ -13,7 +13,7 @@ and sockets. So before such a program opens a content, its file is marked (node/
 import fcntl
 import os
 
-from ...files.storedir import LENT_NS, OWN_FILE
+from ...files.extents import LENT_NS, OWN_FILE
 from ...model.records import ContentId
 
 HELD = "held"

@@ -9,8 +9,8 @@ cannot be any more.
 import errno
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 
 import trio
 
@@ -19,11 +19,9 @@ from ...kv import Compare, Conflict
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
-from ..aside import make_aside
 from .cluster import Cluster
 from .figures import PublishFigures
-from .layouts import Layouts
-from .space import Space
+from .layouts import Layouts, Space
 from .writer import Transfer
 
 log = logging.getLogger(__name__)
@@ -66,42 +64,65 @@ class Publisher:
 
     async def publish(self, version: NewVersion) -> Inode:
         """Make a content the file's next version (see Store.publish)."""
-        ino, size = version.ino, version.size
-        if size > SIZE_MAX:
-            raise fail(errno.EFBIG)
-        before = self._namespace.inode(ino)
-        if version.name is not None and not before.layout.seed:
-            layout = self._layouts.of_name(*version.name)
-        else:
-            layout = self._layouts.of(before)
-        if version.base is not None and before.version and self._cluster.verify:
-            layout = self._layouts.of_change(before, size)
-        extent = version.extent if size else NO_CONTENT
-        version = version._replace(layout=layout.for_size(size), extent=extent)
-        begun_in, begun_as = self._session.number, extent
+        before = self._namespace.inode(version.ino)
+        version = self._placed(version, before)
+        begun_in, begun_as = self._session.number, version.extent
         transfer: Transfer | None = None
         with ExitStack() as ending:
-            fd = await self._opened(version, ending) if size else -1
+            fd = await self._opened(version, ending) if version.size else -1
             while True:
                 session = await self._session.wait_valid(self._cluster.timeout_s)
                 if session != begun_in:
                     self._cluster.locks.check(version.pid)
-                if size and (transfer is None or session_of(version.extent) != session):
+                if version.size and (transfer is None or session_of(version.extent) != session):
                     version = self._numbered(version, session, begun_as, ending)
                     is_adoptable = self._contents.hands_over(version.extent)
                     transfer = Transfer(self._cluster, version, fd, is_adoptable, before)
+                guards: list[Compare] = [self._session.compare()]
+                is_asked = False
                 try:
-                    with self._contents.publishing(version.extent):
-                        return await self._commit(version, transfer, before)
+                    if transfer is not None:
+                        self._contents.publishing.add(version.extent)
+                        guards += await transfer.complete()
+                        version = version._replace(digests=transfer.digests)
+                    # Once the transaction has begun, only etcd knows how it ends.
+                    is_asked = True
+                    with trio.CancelScope(shield=True):
+                        inode = await self._namespace.publish(version, guards)
                 except Conflict as conflict:
-                    log.info("inode %d, content %x: %s; again", ino, version.extent, conflict)
-                except OSError as error:
-                    if transfer is None or error.errno != errno.ECANCELED:
+                    # The session, or the configuration of a group, has changed.
+                    if transfer is not None:
+                        self._contents.not_published(version.extent)
+                    log.info(
+                        "inode %d, content %x: %s; again", version.ino, version.extent, conflict
+                    )
+                except BaseException as error:
+                    if transfer is None:
+                        raise
+                    self._failed(version, transfer, error, is_asked=is_asked)
+                    if not isinstance(error, OSError) or error.errno != errno.ECANCELED:
                         raise
                     # The node takes this session for ended, or was told that this content was given up.
                     log.info("content %x: %s; again under another number", version.extent, error)
                     transfer = None
+                else:
+                    self._published(version, transfer, before, inode)
+                    return inode
                 await self._cluster.replica.barrier()
+
+    def _placed(self, version: NewVersion, before: Inode) -> NewVersion:
+        """Return a version with the layout of its content. Raises OSError EFBIG."""
+        size = version.size
+        if size > SIZE_MAX:
+            raise fail(errno.EFBIG)
+        if version.base is not None and before.version and self._cluster.verify:
+            layout = self._layouts.of_change(before, size)
+        elif version.name is not None and not before.layout.seed:
+            layout = self._layouts.of_name(*version.name)
+        else:
+            layout = self._layouts.of(before)
+        extent = version.extent if size else NO_CONTENT
+        return version._replace(layout=layout.for_size(size), extent=extent)
 
     async def _opened(self, version: NewVersion, ending: ExitStack) -> int:
         """Return a descriptor of the file of a version for which there is room, until `ending` ends."""
@@ -110,7 +131,8 @@ class Publisher:
         assert version.layout is not None
         await self._layouts.ensure_groups(version.layout)
         # A store node here may adopt it, and free it again, while its file is still needed here.
-        ending.enter_context(self._contents.pinned(version.extent))
+        self._contents.pin(version.extent)
+        ending.callback(self._contents.unpin, version.extent)
         fd = self._contents.open(version.extent)
         ending.callback(os.close, fd)
         return fd
@@ -121,86 +143,62 @@ class Publisher:
         """Return a version under the number to send it by, another one if need be, which ends with
         `ending`: nodes may drop what an old session sent; and a number stands for the same bytes for ever,
         while the file may be written in place."""
-        extent = version.extent
-        if session_of(extent) != session or extent in self._contents.sent:
+        contents, extent = self._contents, version.extent
+        if session_of(extent) != session or extent in contents.sent:
             if extent != begun_as:
-                self._contents.retire(extent)
-            extent = self._contents.renumber(extent)
-            ending.enter_context(self._renumbered(extent))
-        self._contents.sent.add(extent)
+                contents.retire(extent)
+            extent = contents.renumber(extent)
+            contents.pin(extent)
+            ending.callback(contents.unpin, extent)
+            ending.push(partial(self._retire_failed, extent))
+        contents.sent.add(extent)
         return version._replace(extent=extent)
+
+    def _retire_failed(
+        self, extent: ContentId, failure: type[BaseException] | None, *_: object
+    ) -> None:
+        """Retire another number of a working copy whose publish failed; otherwise a version names it."""
+        if failure is not None:
+            self._contents.retire(extent)
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether publishing a content failed here, although it may have become a version."""
         return extent in self._unsure
 
-    @contextmanager
-    def _renumbered(self, extent: ContentId) -> Iterator[None]:
-        """Keep another number of a working copy until its publish has ended, and longer if a version names
+    def _published(
+        self, version: NewVersion, transfer: Transfer | None, before: Inode, inode: Inode
+    ) -> None:
+        """Note that a version was published, with the content that was sent, as the returned `inode` has
         it."""
-        with self._contents.pinned(extent):
-            try:
-                yield
-            except BaseException:
-                self._contents.retire(extent)
-                raise
-
-    async def _commit(self, version: NewVersion, transfer: Transfer | None, before: Inode) -> Inode:
-        """Name the content as the file's version in etcd. Raises Conflict if the session or a group's
-        configuration has changed, Outdated if the file's version is not the one it is based on."""
-        content = version.extent
-        guards: list[Compare] = [self._session.compare()]
-        if transfer is not None:
-            try:
-                guards += await transfer.complete()
-            except BaseException:
-                self._give_up(version, transfer, is_certain=True)
-                raise
-            version = version._replace(digests=transfer.digests)
-        # Once the transaction has begun, only etcd knows how it ends.
-        try:
-            with trio.CancelScope(shield=True):
-                inode = await self._namespace.publish(version, guards)
-        except OSError as error:
-            if transfer is not None:
-                certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
-                self._give_up(version, transfer, is_certain=certain)
-                if not certain:
-                    self._unsure[content] = None
-                    if len(self._unsure) > _UNSURE_MAX:
-                        del self._unsure[next(iter(self._unsure))]
-            raise
         self.figures.publishes += 1
         freed = allocated_bytes(before.size, before.blocks)
         self._space.published(allocated_bytes(version.size, version.blocks) - freed)
-        if transfer is not None:
-            self._published(version, transfer, inode)
-        return inode
-
-    def _published(self, version: NewVersion, transfer: Transfer, inode: Inode) -> None:
-        """Note that a content that was sent is a version now, as the returned `inode` has it."""
+        if transfer is None:
+            return
         content = version.extent
         self.figures.published_bytes += transfer.sent_bytes
         self._contents.published(content, version.blocks * 512, stripes=transfer.stripes)
-        self._contents.named(content)
         current = self._namespace.inodes.get(version.ino)
         if current is None or current.extent != content:
             self._contents.retire(content)  # another publish was faster
         if not inode.nlink:
             self._give_up(version, transfer, is_certain=True)
 
-    async def save_aside(self, version: NewVersion) -> str:
-        """Publish a version as a new file beside the one that it was made for, and return that one's name.
-        Raises OSError."""
-        made, name = await make_aside(
-            self._namespace, version.ino, self._cluster.host, self._layouts.of_name
-        )
-        published = await self.publish(
-            version._replace(ino=made.ino, base=None, ctime_ns=None, name=None)
-        )
-        if published.extent != version.extent:
-            self._contents.retire(version.extent)
-        return name
+    def _failed(
+        self, version: NewVersion, transfer: Transfer, error: BaseException, *, is_asked: bool
+    ) -> None:
+        """Note that a content of which nodes may have a part was not published; or perhaps was, if etcd
+        `is_asked` to name it."""
+        self._contents.not_published(version.extent)
+        if not is_asked:
+            self._give_up(version, transfer, is_certain=True)
+        elif isinstance(error, OSError):
+            certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
+            self._give_up(version, transfer, is_certain=certain)
+            if not certain:
+                self._unsure[version.extent] = None
+                if len(self._unsure) > _UNSURE_MAX:
+                    del self._unsure[next(iter(self._unsure))]
 
     # -- giving up -------------------------------------------------------------------------------
 

@@ -10,26 +10,23 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
-from ...files.extents import ExtentStore, copy_contents
-from ...files.storedir import lock_directory
+from ...files.extents import ExtentStore, copy_contents, lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
-from ...namespace import ROOT_INO, Inode, fail
+from ...namespace import ROOT_INO, Inode, NewVersion, fail
 from ...observe.figures import values_of
 from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
+from ..api import save_aside
 from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
-from .freshness import Freshness
-from .layouts import Layouts
+from .layouts import Layouts, Space
 from .lent import Lender
 from .locks import SharedLocks
-from .prefetch import Prefetcher
 from .replication import Publisher
-from .space import Space
-from .versions import Versions
+from .versions import Freshness, Prefetcher, Versions
 from .writer import digests_of
 
 _RELEASE_S = 3.0
@@ -137,7 +134,6 @@ class RemoteStore:
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.may_have_published = publisher.may_have_published
-        self.save_aside = publisher.save_aside
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
@@ -146,6 +142,9 @@ class RemoteStore:
     async def forget(self, inode: Inode) -> None:
         if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
+
+    async def save_aside(self, version: NewVersion) -> str:
+        return await save_aside(self, version, self._cluster.host)
 
     # -- writing in place ------------------------------------------------------------------------
 

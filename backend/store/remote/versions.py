@@ -1,9 +1,15 @@
-"""Bringing the current version of a file to this host, even if others replace it meanwhile, with those that
-follow it where a directory's files are opened one after the other."""
+"""The version of a file that an open gets: whether the one that is known here is the newest, and how it
+comes to this host.
+
+It comes even if others replace it meanwhile: when the file is opened, with those that follow it where a
+directory is read file by file, or before anybody opens it.
+"""
 
 import errno
+import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +17,13 @@ import trio
 
 from ...model.records import ContentId
 from ...namespace import Inode, Namespace, fail
+from ...unwrap import first_error
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
 from .lent import Declined, Lender
+
+log = logging.getLogger(__name__)
 
 # A file that changed during so many fetches is pinned on its nodes.
 _GONE_BEFORE_PIN = 3
@@ -23,6 +32,10 @@ _LOOK_AGAIN_S = 0.2
 _WINDOW_MAX = 128
 _DIRECTORIES_MAX = 64
 _FORGET_AFTER_S = 5.0
+# Fetching before files are opened.
+_AT_ONCE = 8
+# The progress of so many finished requests is kept, for programs that ask for it.
+_REMEMBERED = 256
 
 
 class Versions:
@@ -105,18 +118,15 @@ class Versions:
                     continue
                 await get(inode)
                 got = await then(inode)
-            except Gone:
+            except (Gone, Wrong) as error:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)
-                if current is not None and current.extent == inode.extent:
+                is_current = current is not None and current.extent == inode.extent
+                if isinstance(error, Wrong) and (current is None or is_current):
+                    raise
+                if is_current:
                     # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
-                continue
-            except Wrong:
-                await self._replica.barrier()
-                current = self._namespace.inodes.get(ino)
-                if current is None or current.extent == inode.extent:
-                    raise
                 continue
             finally:
                 if got is None:
@@ -166,3 +176,175 @@ class ReadAhead:
             found = self._namespace.inodes.get(ino)
             if found is not None and found.is_file and found.extent:
                 yield found
+
+
+@dataclass(slots=True)
+class Progress:
+    """The work of one request: to be done, done, and failed. Sizes are in bytes."""
+
+    files: int = 0
+    done: int = 0
+    failed: int = 0
+    bytes: int = 0
+    bytes_done: int = 0
+
+
+class Prefetcher:
+    """Fetches files before they are opened. New versions in directories that are followed for good are
+    fetched when they are published."""
+
+    def __init__(self, cluster: Cluster, versions: Versions) -> None:
+        self._namespace = cluster.namespace
+        self._nursery = cluster.nursery
+        self._leases = cluster.leases
+        self._listeners = cluster.changes.inode_listeners
+        self._versions = versions
+        self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._progress: dict[int, Progress] = {}
+        self.fetched_bytes = 0
+
+    def start(self, ino: int) -> None:
+        """Fetch a file, or every file below a directory."""
+        progress = Progress()
+        self._progress.pop(ino, None)
+        self._progress[ino] = progress
+        while len(self._progress) > _REMEMBERED:
+            del self._progress[next(iter(self._progress))]
+        found = list(self._below(ino))
+        progress.files = len(found)
+        progress.bytes = sum(inode.size for inode in found)
+        self._nursery.start_soon(self._fetch_all, [inode.ino for inode in found], progress)
+
+    def progress(self, ino: int) -> dict[str, Any]:
+        """Return the progress of the newest request for this file or directory; all zero if there was
+        none."""
+        return asdict(self._progress.get(ino, Progress()))
+
+    def go_on(self) -> None:
+        """Fetch from now on what is published in directories that are followed for good."""
+        if self._inode_changed not in self._listeners:
+            self._listeners.append(self._inode_changed)
+
+    def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        if new is None or not new.extent or (old is not None and new.version == old.version):
+            return
+        if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
+            self._nursery.start_soon(self._fetch, new.ino, Progress())
+
+    def _below(self, ino: int) -> Iterator[Inode]:
+        inode = self._namespace.inodes.get(ino)
+        if inode is None:
+            return
+        if inode.is_dir:
+            for _, child in self._namespace.children(ino):
+                yield from self._below(child)
+        elif inode.is_file and inode.extent:
+            yield inode
+
+    async def _fetch_all(self, inos: list[int], progress: Progress) -> None:
+        async with trio.open_nursery() as nursery:
+            for ino in inos:
+                async with self._limit:
+                    pass  # wait, so that not thousands of tasks begin at once
+                nursery.start_soon(self._fetch, ino, progress)
+
+    async def _fetch(self, ino: int, progress: Progress) -> None:
+        async with self._limit:
+            try:
+                inode = await self._versions.bring(ino, ahead=True)
+            except OSError as error:
+                where = self._namespace.describe(ino)
+                log.info("%s: it could not be fetched ahead: %s", where, error)
+                progress.failed += 1
+            else:
+                progress.bytes_done += inode.size
+                self.fetched_bytes += inode.size
+        progress.done += 1
+
+
+class Freshness:
+    """How far a shared namespace may be believed on this host: other hosts change it, too. `listeners` are
+    told of every change."""
+
+    def __init__(self, cluster: Cluster, versions: Versions) -> None:
+        self._cluster = cluster
+        self._namespace = cluster.namespace
+        self._leases = leases = cluster.leases
+        self._versions = versions
+        self.listeners = cluster.changes.mount_listeners
+        self.path_valid_s = leases.path_valid_s
+        self.attributes_believable_s = leases.attributes_believable_s
+        self._claims = cluster.claims
+        self._exclusive = cluster.claims.exclusive
+        # Another mount may have changed a directory, and have told nobody: `freshen` has it told.
+        self.is_deferred_elsewhere = cluster.claims.is_exclusive_elsewhere
+
+    def is_fresh(self, inode: Inode) -> bool:
+        """Return whether `freshen` has nothing to wait for."""
+        if inode.is_dir and not inode.revision:
+            return True  # it was made here, and is not stored yet
+        directories = self._directories_of(inode)
+        return (
+            bool(directories)
+            and all(map(self._leases.believable_s, directories))
+            and not any(map(self.is_deferred_elsewhere, directories))
+        )
+
+    def is_missing(self, directory: int, name: bytes) -> bool:
+        """Return whether there is no such name, as is known without asking: only this mount makes names in
+        the directory."""
+        return self._claims.is_ours(directory) and not self._namespace.tree.ino_behind(
+            directory, name
+        )
+
+    def _directories_of(self, inode: Inode) -> Sequence[int]:
+        return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """Return for how many seconds a directory may be believed: its names, and inodes with no other
+        names. Hosts that change it wait for this mount that long. A directory that is `used` often becomes
+        believable."""
+        if directory in self._exclusive and self._claims.is_exclusive_elsewhere(directory):
+            return 0.0
+        seconds = self._leases.believable_s(directory, used=used)
+        if used and not seconds:
+            self._leases.asked(directory)
+        return seconds
+
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
+        """Return when the namespace holds every change that anybody was told of before this call and that
+        matters to an open of this file (or of a name in this directory). With `content`, the content of a
+        small file is fetched, too. Raises OSError ETIMEDOUT."""
+        if self.is_fresh(inode):
+            return
+        small = content and inode.is_file and 0 < inode.size <= self._cluster.small_bytes
+        if small and inode.extent and not self._cluster.contents.has(inode.extent):
+            await self._barrier_and_content(inode)
+        else:
+            await self._cluster.replica.barrier()
+        await self._cluster.deferred.settle()
+        directories = self._directories_of(inode)
+        for directory in [*filter(self.is_deferred_elsewhere, directories)]:
+            await self._claims.look(directory)
+        for directory in directories:
+            self._leases.asked(directory)
+
+    async def _barrier_and_content(self, inode: Inode) -> None:
+        """Ask whether the version known here is the newest, and for its content, in one round trip."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._bring_quietly, inode.ino)
+                await self._cluster.replica.barrier()
+                current = self._namespace.inodes.get(inode.ino)
+                if current is None or current.extent != inode.extent:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    async def _bring_quietly(self, ino: int) -> None:
+        try:
+            await self._versions.bring(ino)
+        except OSError as error:
+            if error.errno in (errno.ETIMEDOUT, errno.EIO):
+                raise  # it has been looked for long enough
+            log.debug("inode %d: %s", ino, error)  # an open of the file will raise the same error

@@ -86,25 +86,25 @@ class Transfer:
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
+        # What the nodes have already shows in the digests; what is mapped may change while it is sent.
+        meanwhile = hashing and self._base is None and not self._mapped
         try:
-            if hashing and self._base is not None:
-                await self._hash()
-                self._shared = self._stripes_of_base(self._base)
-                await for_each_stripe(stripes, self._bring)
-            elif hashing and not self._mapped and self._bytes_pass():
+            if meanwhile and self._bytes_pass():
                 self._passing = {
                     stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
                     for stripe in range(stripes)
                 }
                 await for_each_stripe(stripes, self._bring)
                 self.digests = fold([await each.finish() for each in self._passing.values()])
-            elif hashing and not self._mapped and self._size > self._cluster.small_bytes:
+            elif meanwhile and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
                     nursery.start_soon(for_each_stripe, stripes, self._bring)
             else:
                 if hashing:
                     await self._hash()
+                    if self._base is not None:
+                        self._shared = self._stripes_of_base(self._base)
                 await for_each_stripe(stripes, self._bring)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
