@@ -19,20 +19,8 @@ from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY, SET_IDS
 from . import wire
 from .connection import Connection
-from .deferred import Deferred
-from .interrupts import WaitingRequests
 from .notices import Notices
-from .replies import (
-    DirectoryReply,
-    pack_attributes,
-    pack_entry,
-    pack_found,
-    pack_lock,
-    pack_statfs,
-    pack_statx,
-    pack_written,
-    sized,
-)
+from .tasks import Deferred, WaitingRequests
 from .wire import BODY, Malformed, Opcode, Request, Valid
 
 _NO_FIELDS: Final = Struct("")
@@ -141,13 +129,13 @@ class Requests:
         names, files, directories = self._fs.names, self._fs.files, self._fs.directories
         rows = {
             # Names
-            Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, pack_found, names=1),
+            Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, wire.pack_found, names=1),
             Opcode.FORGET: _row(wire.FORGET_IN, self._forget),
             Opcode.BATCH_FORGET: _row(wire.BATCH_FORGET_IN, self._batch_forget),
-            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, pack_entry, names=1),
-            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, pack_entry, names=1),
-            Opcode.SYMLINK: _row(_NO_FIELDS, self._symlink, pack_entry, names=2),
-            Opcode.LINK: _row(wire.LINK_IN, self._link, pack_entry, names=1),
+            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, wire.pack_entry, names=1),
+            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, wire.pack_entry, names=1),
+            Opcode.SYMLINK: _row(_NO_FIELDS, self._symlink, wire.pack_entry, names=2),
+            Opcode.LINK: _row(wire.LINK_IN, self._link, wire.pack_entry, names=1),
             Opcode.UNLINK: _row(
                 _NO_FIELDS, lambda asked, name: names.unlink(asked.nodeid, name, asked), names=1
             ),
@@ -158,11 +146,11 @@ class Requests:
             Opcode.RENAME2: _row(wire.RENAME2_IN, self._rename2, names=2),
             Opcode.READLINK: _row(_NO_FIELDS, lambda asked: names.readlink(asked.nodeid, asked)),
             # Attributes
-            Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, pack_attributes),
-            Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, pack_attributes),
+            Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, wire.pack_attributes),
+            Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, wire.pack_attributes),
             Opcode.STATX: _row(_NO_FIELDS, self._statx),
             Opcode.STATFS: _row(
-                _NO_FIELDS, lambda asked: self._fs.metadata.statfs(asked.nodeid), pack_statfs
+                _NO_FIELDS, lambda asked: self._fs.metadata.statfs(asked.nodeid), wire.pack_statfs
             ),
             Opcode.SETXATTR: _row(wire.SETXATTR_IN, self._setxattr, names=1),
             Opcode.GETXATTR: _row(wire.GETXATTR_IN, self._getxattr, names=1),
@@ -173,7 +161,7 @@ class Requests:
             Opcode.CREATE: _row(wire.CREATE_IN, self._create, self._pack_created, names=1),
             Opcode.TMPFILE: _row(wire.CREATE_IN, self._tmpfile, self._pack_created),
             Opcode.READ: _row(wire.READ_IN, lambda asked, *part: files.read(*part)),
-            Opcode.WRITE: _row(wire.WRITE_IN, self._write, pack_written),
+            Opcode.WRITE: _row(wire.WRITE_IN, self._write, wire.pack_written),
             Opcode.FLUSH: _row(
                 wire.FLUSH_IN, lambda asked, fh, _, __, owner: files.close(fh, asked.pid, owner)
             ),
@@ -188,7 +176,7 @@ class Requests:
             Opcode.COPY_FILE_RANGE: _row(
                 wire.COPY_FILE_RANGE_IN,
                 lambda asked, *parts: files.copy_file_range(*parts),
-                pack_written,
+                wire.pack_written,
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories
@@ -201,7 +189,7 @@ class Requests:
             Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: directories.sync()),
             Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: directories.sync()),
             # Locks and signals
-            Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, pack_lock),
+            Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, wire.pack_lock),
             Opcode.SETLK: _row(wire.LOCK_IN, self._setlk),
             Opcode.SETLKW: _row(wire.LOCK_IN, self._setlk),
             Opcode.INTERRUPT: _row(wire.INTERRUPT_IN, self._interrupt),
@@ -300,7 +288,7 @@ class Requests:
 
     def _statx(self, asked: Request) -> bytes:
         entry = self._fs.metadata.attributes(asked.nodeid)
-        return pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
+        return wire.pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
 
     def _setxattr(self, asked: Request, size: int, flags: int, more: int, name: bytes) -> Result:
         start = BODY + wire.SETXATTR_IN.size + len(name) + 1
@@ -319,11 +307,11 @@ class Requests:
         return self._sized(self._fs.xattrs.getxattr(asked.nodeid, name, asked), room)
 
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
-        return sized(await asking, room)
+        return wire.sized(await asking, room)
 
     async def _listxattr(self, asked: Request, room: int, _: int) -> bytes:
         names = await self._fs.xattrs.listxattr(asked.nodeid, asked)
-        return sized(b"".join(name + b"\0" for name in names), room)
+        return wire.sized(b"".join(name + b"\0" for name in names), room)
 
     def _removexattr(self, asked: Request, name: bytes) -> Result:
         return self._fs.xattrs.removexattr(asked.nodeid, name, asked)
@@ -346,7 +334,7 @@ class Requests:
 
     def _pack_created(self, created: tuple[Handle, Attributes]) -> bytes:
         handle, entry = created
-        return pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
+        return wire.pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
 
     def _pack_open(self, handle: Handle, *lookups: tuple[int, int]) -> bytes:
         """Answer an open, which came with `lookups` of its node."""
@@ -423,7 +411,7 @@ class Requests:
         return b"".join(parts)
 
     async def _readdirplus(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
-        listing = DirectoryReply(size)
+        listing = wire.DirectoryReply(size)
         await self._fs.directories.readdir(fh, offset, listing.add)
         return b"".join(listing.parts)
 
