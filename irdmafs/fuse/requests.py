@@ -15,8 +15,8 @@ from ..inline import detach
 from ..posix.calls import Attributes
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
-from ..posix.own_xattrs import PREFIX as OWN_XATTRS
-from ..posix.privileges import CAPABILITY, SET_IDS
+from ..posix.permissions import CAPABILITY, SET_IDS
+from ..posix.xattrs import PREFIX as OWN_XATTRS
 from . import wire
 from .connection import Connection
 from .notices import Notices
@@ -126,7 +126,7 @@ class Requests:
                 self.rows[opcode] = row._replace(carry_out=self._told_to_others(row, locks))
 
     def _table(self) -> dict[int, Row]:
-        names, files, directories = self._fs.names, self._fs.files, self._fs.directories
+        names, files = self._fs.names, self._fs.files
         rows = {
             # Names
             Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, wire.pack_found, names=1),
@@ -183,11 +183,9 @@ class Requests:
             Opcode.OPENDIR: _row(wire.OPEN_IN, self._opendir, self._pack_opendir),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
-            Opcode.RELEASEDIR: _row(
-                wire.RELEASE_IN, lambda asked, fh, *_: directories.releasedir(fh)
-            ),
-            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: directories.sync()),
-            Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: directories.sync()),
+            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, *_: names.releasedir(fh)),
+            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: names.sync()),
+            Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: names.sync()),
             # Locks and signals
             Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, wire.pack_lock),
             Opcode.SETLK: _row(wire.LOCK_IN, self._setlk),
@@ -217,8 +215,8 @@ class Requests:
     # -- names -----------------------------------------------------------------------------------
 
     def _lookup(self, asked: Request, name: bytes) -> Result:
-        found = self._fs.lookups.find(asked.nodeid, name, asked.pid)
-        return self._fs.lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
+        found = self._fs.names.find(asked.nodeid, name, asked.pid)
+        return self._fs.names.lookup_fresh(asked.nodeid, name, asked) if found is None else found
 
     def _forget(self, asked: Request, lookups: int) -> NoPayload:
         self._deferred.forgotten.append((asked.nodeid, lookups))
@@ -322,15 +320,15 @@ class Requests:
         if self._deferred.released and flags & (os.O_ACCMODE | os.O_TRUNC):
             self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
-        return self._fs.opens.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
+        return self._fs.files.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
 
     def _create(
         self, asked: Request, flags: int, mode: int, umask: int, _: int, name: bytes
     ) -> Result:
-        return self._fs.opens.create(asked.nodeid, name, mode, umask, flags, asked)
+        return self._fs.files.create(asked.nodeid, name, mode, umask, flags, asked)
 
     def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
-        return self._fs.opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
+        return self._fs.files.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
     def _pack_created(self, created: tuple[Handle, Attributes]) -> bytes:
         handle, entry = created
@@ -355,8 +353,8 @@ class Requests:
         return wire.OPEN_OUT.pack(handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
-        await self._fs.opens.cancel_open(handle)
-        await self._fs.lookups.forget(lookups)
+        await self._fs.files.cancel_open(handle)
+        await self._fs.names.forget(lookups)
 
     async def _write(self, asked: Request, fh: int, offset: int, size: int, flags: int) -> int:
         start = BODY + wire.WRITE_IN.size
@@ -395,14 +393,14 @@ class Requests:
     # -- directories -----------------------------------------------------------------------------
 
     def _opendir(self, asked: Request, flags: int, _: int) -> Result:
-        return self._fs.directories.opendir(asked.nodeid, asked)
+        return self._fs.names.opendir(asked.nodeid, asked)
 
     def _pack_opendir(self, fh: int) -> bytes:
         return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for entry in self._fs.directories.names(fh, offset):
+        for entry in self._fs.names.listed(fh, offset):
             record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:
@@ -412,7 +410,7 @@ class Requests:
 
     async def _readdirplus(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         listing = wire.DirectoryReply(size)
-        await self._fs.directories.readdir(fh, offset, listing.add)
+        await self._fs.names.readdir(fh, offset, listing.add)
         return b"".join(listing.parts)
 
     # -- locks and signals -----------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Deferred:
 
     def __init__(self, filesystem: Filesystem, tasks: Tasks) -> None:
         self._cache = filesystem.cache
-        self._lookups = filesystem.lookups
+        self._names = filesystem.names
         self._tasks = tasks
         self.released: list[int] = []
         self.forgotten: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ class Deferred:
         for fh in released:
             self.carry_out(self._cache.release(fh), "releasing a handle")
         if forgotten:
-            self.carry_out(self._lookups.forget(forgotten), "forgetting nodes")
+            self.carry_out(self._names.forget(forgotten), "forgetting nodes")
 
     def carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
         """Run what nobody waits for, in a task of its own when it has to wait. `what` names it in the
