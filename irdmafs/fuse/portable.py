@@ -196,7 +196,8 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
 
     async def flush(fh: int) -> None:
         try:
-            await files.close(fh)
+            handle = nodes.handles[fh]
+            await files.close(handle, handle.pid, 0)
         finally:
             leaving.flushed(fh)
 

@@ -11,7 +11,7 @@ from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, fail
 from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
-from ..inline import detach
+from ..inline import Rest, detach
 from ..posix.calls import Attributes
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
@@ -112,6 +112,7 @@ class Requests:
         self._view = memoryview(connection.buffer)
         self._fs = filesystem
         self._nodes = filesystem.cache.nodes
+        self._publishing_waits = filesystem.cache.host.store.waits
         self._posix_locks = filesystem.locking.posix
         self._notices = notices
         self._deferred = deferred
@@ -162,9 +163,7 @@ class Requests:
             Opcode.TMPFILE: _row(wire.CREATE_IN, self._tmpfile, self._pack_created),
             Opcode.READ: _row(wire.READ_IN, lambda asked, *part: files.read(*part)),
             Opcode.WRITE: _row(wire.WRITE_IN, self._write, wire.pack_written),
-            Opcode.FLUSH: _row(
-                wire.FLUSH_IN, lambda asked, fh, _, __, owner: files.close(fh, asked.pid, owner)
-            ),
+            Opcode.FLUSH: _row(wire.FLUSH_IN, self._flush),
             Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
             Opcode.FSYNC: _row(
                 wire.FSYNC_IN, lambda asked, fh, flags, _: files.fsync(fh, bool(flags & 1))
@@ -364,6 +363,14 @@ class Requests:
             await detach()
             await self._fs.metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
+
+    def _flush(self, asked: Request, fh: int, _: int, __: int, owner: int) -> Result:
+        handle = self._nodes.handles[fh]
+        if handle.content is None:
+            raise fail(errno.EBADF)  # a directory
+        closing = self._fs.files.close(handle, asked.pid or handle.pid, owner)
+        # A file that was written anew is published, which waits.
+        return Rest(closing) if self._publishing_waits and handle.content.whole else closing
 
     def _release(self, asked: Request, fh: int, _: int, flags: int, __: int) -> Result:
         if fh in self._deferred.released:

@@ -14,7 +14,7 @@ from ..backend.namespace import Inode, fail
 from ..coherence.content import Content
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
-from ..inline import Rest, detach
+from ..inline import detach
 from .calls import OFFSET_MAX, Attributes, Caller, refuse_other_than_file
 from .lock_tables import Lock
 from .locking import Locking
@@ -279,20 +279,10 @@ class Files(Part):
         ino = self._handle(fh).node.ino
         await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
 
-    def close(
-        self, fh: int, pid: int = 0, owner: int = 0
-    ) -> Coroutine[Any, Any, None] | Rest[None]:
-        """Return what carries out close(2) of one descriptor. The kernel session tells who closes it, and
-        whose locks on the file end with it. The next owner of such a lock sees what was written under it,
-        also if the process is being killed."""
-        handle = self._nodes.handles[fh]
-        if handle.content is None:
-            raise fail(errno.EBADF)  # a directory
-        closing = self._close(handle, pid or handle.pid, owner)
-        # A file that was written anew is published, which waits.
-        return Rest(closing) if self._store.waits and handle.content.whole else closing
-
-    async def _close(self, handle: Handle, pid: int, owner: int) -> None:
+    async def close(self, handle: Handle, pid: int, owner: int) -> None:
+        """Carry out close(2) of one descriptor. The kernel session tells who closes it, and whose locks on
+        the file end with it. The next owner of such a lock sees what was written under it, also if the
+        process is being killed."""
         locking, node = self._locking, handle.node
         posix, ino = locking.posix, node.ino
         shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)
@@ -310,5 +300,5 @@ class Files(Part):
                     await self._cache.publisher.flush(handle, pid)
                 published = True
             finally:
-                if locking.closes_matter:
+                if locking.lost_by or locking.lockers or posix.inodes:
                     await locking.closed(handle.fh, ino, owner, pid, published=published)

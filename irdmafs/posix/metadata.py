@@ -80,7 +80,7 @@ class Metadata:
         entry.st_uid = inode.uid if options.uid is None else options.uid
         entry.st_gid = inode.gid if options.gid is None else options.gid
         entry.st_rdev = inode.rdev
-        entry.st_atime_ns = self._atimes.of(inode)
+        entry.st_atime_ns = inode.atime_ns if is_new else self._atimes.of(inode)
         entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
         return entry
 

@@ -49,13 +49,8 @@ class Names(Part):
             return None
         if parent.xattrs and (link := self._since.find(parent, name)) is not None:
             return link
-        return self._missing(pid, valid_s)
-
-    def _missing(self, pid: int, valid_s: float) -> Attributes:
-        """Return the answer that there is no such name. An open of the thread that was to come again did
-        not."""
         if self._cache.routes.promises:
-            self._cache.routes.withdraw(pid, 0)
+            self._cache.routes.withdraw(pid, 0)  # its open that was to come again did not
         missing = Attributes()
         missing.entry_timeout = valid_s
         return missing
@@ -74,8 +69,10 @@ class Names(Part):
             directory = self._inodes[parent.ino]
             if name == PRIVATE_VIEW and self._coherence.has_private_views:
                 return self._metadata.hidden(self._nodes.private_view(directory), directory)
-            link = self._since.find(directory, name) if directory.xattrs else None
-            return link or self._missing(ctx.pid, 0.0)
+            if directory.xattrs and (link := self._since.find(directory, name)) is not None:
+                return link
+            self._cache.routes.withdraw(ctx.pid, 0)
+            return Attributes()
         return self._metadata.entry(parent.ino, name, inode, ctx.pid)
 
     def _found_privately(self, directory: Inode, name: bytes, ctx: Caller) -> Attributes:
