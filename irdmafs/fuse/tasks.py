@@ -141,7 +141,7 @@ class Deferred:
 
     def __init__(self, filesystem: Filesystem, tasks: Tasks) -> None:
         self._cache = filesystem.cache
-        self._names = filesystem.names
+        self._nodes = filesystem.cache.nodes
         self._tasks = tasks
         self.released: list[int] = []
         self.forgotten: list[tuple[int, int]] = []
@@ -153,8 +153,10 @@ class Deferred:
         self.forgotten.clear()
         for fh in released:
             self.carry_out(self._cache.release(fh), "releasing a handle")
-        if forgotten:
-            self.carry_out(self._names.forget(forgotten), "forgetting nodes")
+        for node_id, lookups in forgotten:
+            self._nodes.forget(node_id, lookups)
+        if self._cache.host.nameless:
+            self.carry_out(self._cache.host.forget_nameless(), "forgetting inodes")
 
     def carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
         """Run what nobody waits for, in a task of its own when it has to wait. `what` names it in the

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +27,6 @@ from ..coherence.content import Content
 from ..inline import detach
 from . import quotas
 from .calls import Caller
-from .listing import tree_below
 from .permissions import privileges_of
 from .quotas import USED_BYTES, USED_INODES
 from .superblock import Part, Superblock
@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 PREFIX: Final = b"user.irdmafs."
 # The counter of changes below a directory; followed by ".N" or ".N.SECONDS", once it is not N.
 CHANGES: Final = PREFIX + b"changes"
-# All that is below a directory (listing.py); followed as CHANGES is, once its counter is not N.
+# All that is below a directory; followed as CHANGES is, once its counter is not N. A program that waits for
+# changes would otherwise look at each name by requests of its own, and in a cluster ask etcd for each. This
+# is what the mount has been told so far, at one revision, with the counter that belongs to it: a program
+# that waits for another counter misses nothing.
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 # The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
@@ -69,6 +72,11 @@ _DESCRIPTOR_MAX: Final = 2**31 - 1
 _WHY_MAX: Final = 96
 _TRUSTED: Final = b"trusted."
 _XATTR_NAMESPACES: Final = (b"user.", _TRUSTED, b"security.")
+# The largest value of an attribute that Linux takes.
+_VALUE_MAX: Final = 65536
+# What an entry needs at least beside its name: '"":[1],'.
+_ENTRY_BYTES: Final = 7
+_ALL: Final = stat.S_IROTH | stat.S_IXOTH
 
 
 class Xattrs(Part):
@@ -148,7 +156,7 @@ class Xattrs(Part):
         if name.startswith(TREE) and found.is_dir:
             counter = await self._count(found.ino, name, TREE, ctx)
             found = self._namespace.inode(found.ino)
-            return tree_below(self._namespace, found, counter, ctx.uid)
+            return _tree_below(self._namespace, found, counter, ctx.uid)
         if name == STATUS and found.ino == ROOT_INO:
             status = self._status()
             status["warnings"] += self._refusals.warnings()
@@ -324,3 +332,50 @@ def _version_row(
         "state": state,
         "openers": sorted(set(pids)),
     }
+
+
+def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) -> bytes:
+    """Return what a user may see below a directory as JSON: the counter and its entries, by name. Of a file
+    [ino, ctime_ns, size, version, nlink], as published; of a directory [ino, entries], or [ino, null] if
+    it is not sure that the user may look there; of anything else [ino]. Raises OSError EACCES for the
+    directory itself, and E2BIG if there is too much for an attribute."""
+    if not _may_look(directory, uid):
+        raise fail(errno.EACCES, "only its owner, or everybody, may ask for all that is below it")
+    room = _VALUE_MAX
+
+    def entries(ino: int) -> dict[str, Any]:
+        nonlocal room
+        found = {}
+        for name, child in namespace.children(ino):
+            room -= len(name) + _ENTRY_BYTES
+            if room < 0:
+                raise _too_much()
+            inode = namespace.inodes.get(child)
+            if inode is not None:
+                found[os.fsdecode(name)] = entry(inode)
+        return found
+
+    def entry(inode: Inode) -> list[Any]:
+        if inode.is_file:
+            return [inode.ino, inode.ctime_ns, inode.size, inode.version, inode.nlink]
+        if inode.is_dir:
+            return [inode.ino, entries(inode.ino) if _may_look(inode, uid) else None]
+        return [inode.ino]
+
+    answer = json.dumps([counter, entries(directory.ino)], separators=(",", ":")).encode()
+    if len(answer) > _VALUE_MAX:
+        raise _too_much()
+    return answer
+
+
+def _may_look(directory: Inode, uid: int) -> bool:
+    """Return whether a user may surely list a directory and see its files' status. Who is in a group, and
+    what ACLs and capabilities allow, is left to the kernel."""
+    mode = directory.mode
+    if uid == directory.uid:
+        return mode >> 6 & _ALL == _ALL
+    return acl.ACCESS not in directory.xattrs and mode & mode >> 3 & _ALL == _ALL
+
+
+def _too_much() -> OSError:
+    return fail(errno.E2BIG, "there is too much below it for one answer")
