@@ -141,7 +141,9 @@ class Cache:
             node.cached = not (self._passthrough and (writing or self._table.is_here(content)))
             if node.backing_id and (node.cached or node.backing_extent != content.extent):
                 self.kernel.drop_backing(node)
-        lends = self._store.sends and self.references.may_stay(pid, content.ino)
+        lends = self._store.sends
+        if lends and self.references.announced:
+            lends = self.references.may_stay(pid, content.ino)
         self._table.hold(content, lends=lends)
         handle = self.nodes.open(node, content, flags, pid)
         if content.whole and handle.writing and not flags & os.O_TRUNC and content.writers > 1:

@@ -76,7 +76,8 @@ class Connection:
             _BACKGROUND_MAX, _BACKGROUND_MAX, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0,
             agreed >> 32, stack_depth, 0,
         )  # fmt: skip
-        os.write(device_fd, wire.reply(request.unique, answer))
+        size = wire.OUT_HEADER.size + len(answer)
+        os.write(device_fd, wire.OUT_HEADER.pack(size, 0, request.unique) + answer)
         os.set_blocking(device_fd, False)
 
     def _refused(self, request: Request, why: str) -> ProtocolError:
@@ -86,7 +87,8 @@ class Connection:
     def answer(self, unique: int, payload: bytes) -> None:
         """Send the answer to a request."""
         try:
-            os.write(self.fd, wire.reply(unique, payload))
+            size = wire.OUT_HEADER.size + len(payload)
+            os.write(self.fd, wire.OUT_HEADER.pack(size, 0, unique) + payload)
         except OSError as error:
             self.not_answered(error)
 

@@ -234,10 +234,6 @@ def decode_names(buffer: bytes | bytearray, start: int, end: int, count: int) ->
     return tuple(names)
 
 
-def reply(unique: int, payload: bytes = b"") -> bytes:
-    return OUT_HEADER.pack(OUT_HEADER.size + len(payload), 0, unique) + payload
-
-
 def notification(code: Notify, payload: bytes) -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + len(payload), code, 0) + payload
 

@@ -57,7 +57,7 @@ class Files(Part):
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
-        if self._store.sends:
+        if self._cache.references.announced:
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         handle = await self._cache.open(found, node, flags, ctx.pid, name)
         handle.name = name
