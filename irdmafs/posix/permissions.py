@@ -1,12 +1,12 @@
 """What callers may do, and which privileges a file loses when others change it.
 
 The privileges are set-user-id, set-group-id and capabilities. Linux removes them before the change, in
-file_remove_privs(). For a FUSE file whose server handles this (the
-kernel session agrees to HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and
-tells of the two bits: by a flag in OPEN (O_TRUNC), WRITE and SETATTR (truncation), and before any other
-change, a write that passes through included, by a SETATTR that sets nothing. It knows only
-the node that is written. A file may have got privileges through another node, or on another host, while a
-private copy was written: it loses them when the copy is published.
+file_remove_privs(). For a FUSE file whose server handles this (the kernel session agrees to
+HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and tells of the two bits:
+by a flag in OPEN (O_TRUNC), WRITE and SETATTR (truncation), and before any other change, a write that
+passes through included, by a SETATTR that sets nothing. It knows only the node that is written. A file
+may have got privileges through another node, or on another host, while a private copy was written: it
+loses them when the copy is published.
 """
 
 import errno
