@@ -52,7 +52,6 @@ class Cache:
         self.host = host = Host(store, kernel)
         self.nodes = host.nodes
         self._table = host.table
-        self._changes = host.changes
         self.sharing = sharing = Sharing(host.table, isolates=isolates)
         self.routes = Routes(host, sharing)
         self.looks = Looks(host, sharing)
@@ -131,25 +130,25 @@ class Cache:
 
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
         if not node.opens:
-            self._bind(node, content, writing=flags & os.O_ACCMODE != os.O_RDONLY)
-        lends = self._store.sends and self.references.may_stay(pid, content.ino)
+            # Which content it shows, and whether it is passed through, is decided at its first open.
+            node.content = content
+            if node.outdated:
+                # The kernel has heard of the node by now: it opens it.
+                self.kernel.invalidate_attributes(node)
+            # An empty version has no extent to pass through to, nor has one that is too large to be kept on
+            # this host.
+            writing = flags & os.O_ACCMODE != os.O_RDONLY
+            node.cached = not (self._passthrough and (writing or self._table.is_here(content)))
+            if node.backing_id and (node.cached or node.backing_extent != content.extent):
+                self.kernel.drop_backing(node)
+        lends = self._store.sends
+        if lends and self.references.announced:
+            lends = self.references.may_stay(pid, content.ino)
         self._table.hold(content, lends=lends)
         handle = self.nodes.open(node, content, flags, pid)
         if content.whole and handle.writing and not flags & os.O_TRUNC and content.writers > 1:
             content.be_joined()
         return handle
-
-    def _bind(self, node: Node, content: Content, *, writing: bool) -> None:
-        """Decide at the first open of a node which content it shows, and whether it is passed through."""
-        node.content = content
-        if node.outdated:
-            # The kernel has heard of the node by now: it opens it.
-            self.kernel.invalidate_attributes(node)
-        # An empty version has no extent to pass through to, nor has one that is too large to be kept on
-        # this host.
-        node.cached = not (self._passthrough and (writing or self._table.is_here(content)))
-        if node.backing_id and (node.cached or node.backing_extent != content.extent):
-            self.kernel.drop_backing(node)
 
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         if handle.writing:
@@ -206,7 +205,7 @@ class Cache:
                 content.leaving -= 1
             if handle.aborted and content.writers == 1:
                 with suppress(OSError):  # the extent itself may be missing
-                    self.publisher.cut_unpublished(content)
+                    self._cut_unpublished(content)
         self.nodes.close(fh)
         if content.fd >= 0 and not content.writers:
             self._table.close(content)
@@ -226,8 +225,26 @@ class Cache:
         if content.state.ended or not (content.state.writable and content.own):
             return
         if content.seen is None and handle.killed and self._inodes[content.ino].nlink:
-            await self.publisher.keep(content)
-        elif handle.aborted and (content.seen is None or self._changes.is_written(content)):
+            await self._keep(content)
+        elif handle.aborted and (content.seen is None or self._table.is_written(content)):
             self._table.supersede(content)  # its writer was told that it is not published
         elif not self._inodes[content.ino].nlink:
             content.be_left()  # it is no version, but readers have it open
+
+    async def _keep(self, content: Content) -> None:
+        """Keep a new file whose writer was killed: it stays on this host as it is, as on any filesystem,
+        and other hosts do not see it."""
+        if not self._table.stamp(content)[0]:
+            return
+        if self._store.sends:
+            content.be_left()
+        else:
+            await self.publisher.publish(content, stays=False)
+
+    def _cut_unpublished(self, content: Content) -> None:
+        """Cut the extent of a version back to its length after its last writer could not publish."""
+        inode = self._inodes[content.ino]
+        if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
+            return
+        if self._table.stamp(content)[0] > inode.size:
+            self._store.extents.truncate(content.extent, inode.size)

@@ -127,7 +127,8 @@ class Carried(OnHost):
             in_place = content.seen is not None and content.state is not State.REPLACING
             stays_here = content.state in (State.LEFT, State.GIVEN_UP)
             if not stays_here and (in_place or not content.writers):
-                await self._publisher.publish_truncated(content)
+                # No close will publish it.
+                await self._publisher.publish(content, stays=bool(content.writers))
 
     def set_mtime(self, node: Node, mtime_ns: int) -> None:
         """Carry out utimensat(2) for a time that is kept in the extent."""
@@ -136,7 +137,7 @@ class Carried(OnHost):
             return
         if not (content.is_changing or content.state.writable):
             return
-        written = self._changes.is_written(content)
+        written = self._table.is_written(content)
         status = self._table.stat(content)
         self._table.set_times(content, status.st_atime_ns, mtime_ns)
         if written:

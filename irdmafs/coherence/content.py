@@ -124,10 +124,6 @@ class Content:
             self.lock = trio.Lock()
         return self.lock
 
-    def is_version_of(self, inode: Inode) -> bool:
-        """Return whether its extent is that of the inode's version."""
-        return self.base.version == inode.version and self.extent == inode.extent
-
     # -- changes of state ------------------------------------------------------------------------
 
     def _become(self, state: State) -> None:

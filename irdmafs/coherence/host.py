@@ -7,7 +7,6 @@ from ..backend.model.records import ContentId
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode
 from ..backend.store.api import Store
 from .content import Content, State
-from .dirty import Changes
 from .kernel_cache import KernelCache
 from .nodes import Node, NodeTable
 from .table import ContentTable
@@ -22,7 +21,6 @@ class Host:
         self.inodes = store.namespace.inodes
         self.kernel = kernel
         self.table = ContentTable(store)
-        self.changes = Changes(store, self.table)
         self.nameless: list[Inode] = []
         self.nodes = NodeTable(store.namespace.inode, self._node_dropped)
         store.namespace.holders.append(self.nodes.has_nodes)
@@ -39,19 +37,30 @@ class Host:
             self.let_go(content)
 
     def let_go(self, content: Content) -> None:
-        """Undo one `hold` of a content."""
-        if self.table.let_go(content):
-            inode = self.inodes[content.ino]
-            if content.state is State.IN_PLACE and content.own and inode.nlink:
-                self._give_back(content, inode)
-            self.table.rest(content, inode)
+        """Undo one `hold` of a content. One that nobody holds any more is the version's again, or is
+        superseded."""
+        content.holds -= 1
+        if content.holds:
+            return
+        table, inode = self.table, self.inodes[content.ino]
+        self.store.unpin(content.extent)
+        if content.fd >= 0:
+            table.close(content)
+        if content.state is State.IN_PLACE and content.own and inode.nlink:
+            self._give_back(content, inode)
+        state = content.state
+        if state is State.LEFT and inode.nlink:
+            return
+        is_version = content.base.version == inode.version and content.extent == inode.extent
+        if state.ended or state is State.REPLACING or not is_version:
+            table.supersede(content)
+        else:
+            content.rest()
 
     def _give_back(self, content: Content, inode: Inode) -> None:
         """Make a content that was opened in place, and is unchanged, the version's again."""
         try:
-            unchanged = content.base.version == inode.version and not self.changes.is_written(
-                content
-            )
+            unchanged = content.base.version == inode.version and not self.table.is_written(content)
         except OSError:
             return  # a store node has removed its file with the session that it was begun in
         before = content.extent
@@ -97,8 +106,7 @@ class Host:
 
     def unnamed(self, inode: Inode) -> None:
         """Note that the inode has lost its last name, and nothing has it open."""
-        content = self.table.current.get(inode.ino)
-        if content is not None:
+        if (content := self.table.current.get(inode.ino)) is not None:
             self.table.supersede(content)
 
     async def forget_nameless(self) -> None:
@@ -119,5 +127,4 @@ class OnHost:
         self._inodes = host.inodes
         self._kernel = host.kernel
         self._table = host.table
-        self._changes = host.changes
         self._nodes = host.nodes

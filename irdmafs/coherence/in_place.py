@@ -47,7 +47,7 @@ class InPlace(OnHost):
             self._sharing.allocate(content, inode)
             return
         before = content.extent
-        is_version = content.seen is None or not self._changes.is_written(content)
+        is_version = content.seen is None or not self._table.is_written(content)
         is_copied = self._store.is_lent(before)
         written = None if is_version else self._table.stat(content)
         extent = await self._store.begin_in_place(inode, before)
@@ -84,7 +84,7 @@ class InPlace(OnHost):
                 inode = await self._store.bring(ino)
                 if content.state.ended or content.base.version == inode.version:
                     return
-                if self._changes.is_written(content):
+                if self._table.is_written(content):
                     return
                 if self._table.is_borrowed(content):
                     self._table.supersede(content)  # its last writer is leaving
@@ -97,7 +97,7 @@ class InPlace(OnHost):
         """Show the newest version in the place of what was set aside, unless somebody has written since."""
         try:
             inode = await self._store.bring(content.ino)
-            if content.state.writable and not self._changes.is_written(content, surely=True):
+            if content.state.writable and not self._table.is_written(content, surely=True):
                 await self._show(content, inode)
         except OSError as error:  # the next open or lock tries again
             where = self._store.namespace.describe(content.ino)

@@ -21,7 +21,7 @@ class KernelCache(ABC):
     """The session's means to make the kernel forget. A session inherits methods that do nothing about what
     its kernel does not keep."""
 
-    # It ends requests whose callers got a signal (see interrupts).
+    # It ends requests whose callers got a signal (see fuse/tasks.py).
     tells_of_signals = False
 
     @property

@@ -39,7 +39,7 @@ class Node:
     backing_id: int = 0
     backing_extent: ContentId = NO_CONTENT
     read_ns: int = 0
-    # The privileges of the file (see privileges) that the kernel knows of.
+    # The privileges of the file (see posix/permissions.py) that the kernel knows of.
     told: int = 0
     # The directory and name by which the kernel last found it.
     name: tuple[int, bytes] | None = None

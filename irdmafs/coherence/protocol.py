@@ -72,7 +72,13 @@ class Coherence:
     def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         """Set how long a name holds that the caller has just made, and the attributes of its node. The
         kernel takes these for the newest."""
-        self.entry(answer, parent, name, node, inode)
+        if node.lookups > 1:  # it had the inode before, as one that gets a further name
+            self.entry(answer, parent, name, node, inode)
+            return
+        node.name = (parent, name)
+        answer.entry_timeout = _FOREVER_S
+        if node.content is None or not node.content.mapped:
+            answer.attr_timeout = _FOREVER_S
 
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
         """Return for how many seconds the kernel may believe that a directory does not have a name, which

@@ -15,7 +15,7 @@ from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, NewVersion, Outdated, fail
 from ..callers.processes import Processes
 from ..inline import detach
-from .content import Content, State
+from .content import Content, Stamp, State
 from .host import Host, OnHost
 from .in_place import InPlace
 from .kernel_cache import Name
@@ -58,7 +58,7 @@ class Publisher(OnHost):
             async with content.locked():
                 pass
         handle.aborted = content.state is State.GIVEN_UP
-        if handle.aborted or (content.state.ended and not self._changes.is_written(content)):
+        if handle.aborted or (content.state.ended and not self._table.is_written(content)):
             return
         if content.whole or content.seen is None:
             process = await self._processes.of(pid)
@@ -73,7 +73,7 @@ class Publisher(OnHost):
                 return
             if (
                 content.seen is None
-                and not self._changes.is_written(content)
+                and not self._table.is_written(content)
                 and await self._has_duplicate(pid, content.ino)
             ):
                 return
@@ -82,14 +82,16 @@ class Publisher(OnHost):
                 # The daemon does not see a write that the kernel refused for lack of room.
                 handle.aborted = True
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
-        changed = self._changes.is_changed(handle, content)
-        if not changed and not self._changes.is_to_be_compared(content):
+        changed = self._table.is_changed(handle, content)
+        if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
             return
         try:
-            stays = await self._stays(handle, content, pid)
-            await self._publish_locked(content, stays=stays, changed=changed, pid=pid)
+            stays = content.writers > 1
+            if self._store.sends and not stays:
+                stays = await self._stays(handle, content, pid)
+            await self.publish(content, stays=stays, changed=changed, pid=pid)
         except OSError as error:
             # The closing program gets the error, and may write the file anew: this must not overwrite that.
             # Later writes through a mapping were not refused.
@@ -99,12 +101,12 @@ class Publisher(OnHost):
             raise
 
     async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
-        """Return whether the content may be written on: a copy is published then, if that makes a
-        difference."""
+        """Return whether a content that leaves this host may be written on by its only writer: a copy is
+        published then."""
         # The bytes are hashed while they are sent; a program that maps them may store meanwhile.
-        if content.writers > 1 or (content.mapped and self._store.sends):
+        if content.mapped:
             return True
-        if not (self._store.sends and self._store.hands_over(content.extent)):
+        if not self._store.hands_over(content.extent):
             return False
         # The store adopts the very file: other descriptors of it would not see later writes.
         if content.holds > 1 or pid != handle.pid:
@@ -132,12 +134,13 @@ class Publisher(OnHost):
         while (
             not (handle.aborted or content.state is State.GIVEN_UP)
             and (bool(inode.nlink) or self._store.freshness is None)
-            and not (content.state.ended and not self._changes.is_written(content))
+            and not (content.state.ended and not self._table.is_written(content))
             and content.writers == 1
         ):
-            changed = self._changes.is_changed(handle, content)
-            if changed or (self._changes.is_to_be_compared(content) and not content.state.ended):
-                await self._publish_locked(content, stays=False, changed=changed)
+            changed = self._table.is_changed(handle, content)
+            compared = self._store.sends and not content.state.ended
+            if changed or (compared and self._table.may_hide_writes(content)):
+                await self.publish(content, stays=False, changed=changed)
             if not changed:
                 return
             inode = self._inodes[content.ino]
@@ -145,7 +148,7 @@ class Publisher(OnHost):
     def give_up(self, handle: Handle) -> bool:
         """Publish nothing through this handle any more. Return whether there was anything to publish."""
         content = handle.content
-        unpublished = handle.writing and content is not None and self._changes.is_written(content)
+        unpublished = handle.writing and content is not None and self._table.is_written(content)
         handle.aborted |= unpublished
         return unpublished
 
@@ -159,15 +162,15 @@ class Publisher(OnHost):
         inode = self._inodes[content.ino]
         if self._store.sends and not (inode.nlink or inode.maker):
             return  # nobody else can open it
-        if content.state.ended and not self._changes.is_written(content):
+        if content.state.ended and not self._table.is_written(content):
             return
-        changed = self._changes.is_changed(handle, content)
+        changed = self._table.is_changed(handle, content)
         if not self._store.sends:
             # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
-            changed = changed or (was_written and self._changes.may_hide_writes(content))
-        if changed or self._changes.is_to_be_compared(content):
-            await self._publish_locked(content, stays=True, changed=changed, pid=handle.pid)
+            changed = changed or (was_written and self._table.may_hide_writes(content))
+        if changed or self._is_to_be_compared(content):
+            await self.publish(content, stays=True, changed=changed, pid=handle.pid)
         else:
             await self.show_name(content.ino)
 
@@ -181,7 +184,7 @@ class Publisher(OnHost):
         """Return whether anybody wrote the file in place since it was published, as far as stat can
         tell."""
         content = self._table.current.get(ino)
-        return content is not None and content.is_changing and self._changes.is_written(content)
+        return content is not None and content.is_changing and self._table.is_written(content)
 
     async def publish_in_place(self, ino: int, *, begun: bool, pid: int = 0) -> None:
         """Publish everything written in place so far, before another host may lock the file. `begun`: also
@@ -195,9 +198,9 @@ class Publisher(OnHost):
             and self._inodes[ino].nlink
         ):
             with self._host.held(content):
-                changed = self._changes.is_written(content)
-                if content.extent and (changed or self._changes.is_to_be_compared(content)):
-                    await self._publish_locked(content, stays=True, changed=changed, pid=pid)
+                changed = self._table.is_written(content)
+                if content.extent and (changed or self._is_to_be_compared(content)):
+                    await self.publish(content, stays=True, changed=changed, pid=pid)
 
     async def set_aside(self, ino: int) -> None:
         """Keep what was written in place and not published in a file beside it, and show the newest
@@ -208,20 +211,13 @@ class Publisher(OnHost):
         with self._host.held(content):
             await detach()
             async with content.locked():
-                if not content.state.writable or not self._changes.is_written(content, surely=True):
+                if not content.state.writable or not self._table.is_written(content, surely=True):
                     return
                 status = self._table.stat(content)
-                extent, shape = await self._copy(content)
-                version = NewVersion.of_file(ino, extent, shape, status.st_mtime_ns)
-                try:
-                    name = await self._store.save_aside(version)
-                except BaseException:
-                    self._store.extents.free(extent)
-                    raise
+                version = NewVersion.of_file(ino, content.extent, status, status.st_mtime_ns)
+                name = await self._save_aside(content, version, status)
                 where = self._store.namespace.describe(ino)
                 log.warning("%s: what was written when the lock was lost is in %s", where, name)
-                content.be_set_aside(stamp_of(status))
-                await self._in_place.show_after_conflict(content)
 
     async def show_newest(self, ino: int) -> None:
         """Show the newest version, before a lock of the file is granted.
@@ -245,39 +241,17 @@ class Publisher(OnHost):
             for content in contents:
                 held.enter_context(self._host.held(content))
             for content in contents:
-                if not (self._table.stamp(content)[0] and self._changes.is_written(content)):
+                if not (self._table.stamp(content)[0] and self._table.is_written(content)):
                     continue
-                done = await self._publish_locked(
+                done = await self.publish(
                     content, stays=True, naming=True, name=None if is_named else name
                 )
                 is_named |= done and name is not None
         return is_named
 
-    async def publish_truncated(self, content: Content) -> None:
-        """Publish a truncation by name: no close will publish it."""
-        await self._publish_locked(content, stays=bool(content.writers))
-
-    async def keep(self, content: Content) -> None:
-        """Keep a new file whose writer was killed: it stays on this host as it is, as on any filesystem,
-        and other hosts do not see it."""
-        if not self._table.stamp(content)[0]:
-            return
-        if self._store.sends:
-            content.be_left()
-        else:
-            await self._publish_locked(content, stays=False)
-
-    def cut_unpublished(self, content: Content) -> None:
-        """Cut the extent of a version back to its length after its last writer could not publish."""
-        inode = self._inodes[content.ino]
-        if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
-            return
-        if self._table.stamp(content)[0] > inode.size:
-            self._store.extents.truncate(content.extent, inode.size)
-
     # -- publishing ------------------------------------------------------------------------------
 
-    async def _publish_locked(
+    async def publish(
         self,
         content: Content,
         *,
@@ -287,89 +261,91 @@ class Publisher(OnHost):
         name: Name | None = None,
         pid: int = 0,
     ) -> bool:
-        """Do as `_publish`; if the content is not `changed`, only if a comparison finds it changed."""
-        waits = self._store.waits or content.is_busy or (stays and self._copies(content))
-        if not waits:
-            return await self._publish(content, stays=stays, naming=naming, name=name, pid=pid)
-        await detach()
-        seen = content.seen
-        lock = content.locked()
-        # A lock that is free is taken without letting other tasks go first.
-        if lock.locked():
-            await lock.acquire()
-        else:
-            lock.acquire_nowait()
+        """Publish a content, and return whether there was one; if it is not `changed`, only if a comparison
+        finds it changed. `naming`: the kernel keeps directories locked until this returns. `name` and `pid`
+        as for NewVersion."""
+        lock = None
+        if self._store.waits or content.is_busy or (stays and self._copies(content)):
+            await detach()
+            seen, lock = content.seen, content.locked()
+            # A lock that is free is taken without letting other tasks go first.
+            if lock.locked():
+                await lock.acquire()
+            else:
+                lock.acquire_nowait()
         try:
-            # Another task may have published it meanwhile.
-            certain = changed and content.seen == seen
-            if not certain and not self._changes.is_written(content, surely=True):
-                if not self._changes.is_to_be_compared(content):
+            if lock is not None:
+                # Another task may have published it meanwhile.
+                certain = changed and content.seen == seen
+                if not (certain or await self._is_found_changed(content)):
                     return False
-                same = await self._store.is_same(content.base, content.extent)
-                # Somebody may have truncated the file meanwhile.
-                if same and not self._changes.is_written(content, surely=True):
-                    return False
-            content.leaves = not stays and self._store.hands_over(content.extent)
-            if content.leaves and content.holds > 1:
-                content.leaves, stays = False, True  # it was opened meanwhile
-            return await self._publish(content, stays=stays, naming=naming, name=name, pid=pid)
+                content.leaves = not stays and self._store.hands_over(content.extent)
+                if content.leaves and content.holds > 1:
+                    content.leaves, stays = False, True  # it was opened meanwhile
+            if not content.extent:
+                return False
+            stays = stays or content.writers > 1  # others may have opened it meanwhile
+            status = self._table.stat(content)
+            copies = stays and bool(status.st_size) and self._copies(content)
+            version = self._version_of(content, status, name, pid)
+            try:
+                if copies:
+                    version = version.with_bytes_of(*await self._copy(content))
+                inode = await self._store_version(content, version)
+            except Outdated as outdated:
+                inode = self._inodes[content.ino]
+                # Two hosts that only emptied the file, as programs do with lock files, do not conflict.
+                if status.st_size or inode.size:
+                    raise await self._conflict(content, version, status, outdated) from outdated
+            except BaseException:
+                if version.extent != content.extent:
+                    self._store.extents.free(version.extent)
+                raise
+            if version.extent not in (content.extent, inode.extent):
+                self._store.retire(version.extent)  # the copy was published under another number
+            self._become_version(content, inode, stamp_of(status), by_copy=copies)
+            if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
+                await self._announce(inode, content, naming=naming)
+            return True
         finally:
-            content.leaves = False
-            lock.release()
+            if lock is not None:
+                content.leaves = False
+                lock.release()
+
+    async def _is_found_changed(self, content: Content) -> bool:
+        """Return whether the content was written since it was published, as far as a comparison of bytes
+        with the version can tell."""
+        if self._table.is_written(content, surely=True):
+            return True
+        if not self._is_to_be_compared(content):
+            return False
+        same = await self._store.is_same(content.base, content.extent)
+        # Somebody may have truncated the file meanwhile.
+        return not same or self._table.is_written(content, surely=True)
+
+    def _is_to_be_compared(self, content: Content) -> bool:
+        """Return whether its bytes have to be compared with those that other hosts have."""
+        return self._store.sends and self._table.may_hide_writes(content)
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
         need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.state is State.REPLACING or self._store.sends
 
-    async def _publish(
-        self, content: Content, *, stays: bool, naming: bool, name: Name | None, pid: int
-    ) -> bool:
-        """Publish a content, and return whether there was one. `naming`: the kernel keeps directories
-        locked until this returns. `name` and `pid` as for NewVersion."""
-        if not content.extent:
-            return False
-        stays = stays or content.writers > 1  # others may have opened it meanwhile
-        status = shape = self._table.stat(content)
-        extent = content.extent
+    def _version_of(
+        self, content: Content, status: os.stat_result, name: Name | None, pid: int
+    ) -> NewVersion:
+        """Return the version that the content would be now; `status` is its extent's stat."""
         replaces = content.state is State.REPLACING
-        written = replaces or self._changes.is_written(content, status)
+        written = replaces or self._table.is_written(content, status)
         ctime_ns = changed_ns(content, status) if written else 0
-        copies = stays and bool(status.st_size) and self._copies(content)
         # A writer that replaces a file does so even if others published meanwhile. On one host the last
         # close wins.
         base = None if replaces or content.whole else content.base.version
-        try:
-            if copies:
-                extent, shape = await self._copy(content)
-            version = NewVersion(
-                content.ino, extent, shape.st_size, shape.st_blocks, status.st_mtime_ns, ctime_ns,
-                base, content.mapped and not copies, name=name, pid=pid,
-            )  # fmt: skip
-            try:
-                inode = await self._store_version(content, version)
-            except Outdated as outdated:
-                inode = self._inodes[content.ino]
-                # Two hosts that only emptied the file, as programs do with lock files, do not conflict.
-                if status.st_size or inode.size:
-                    if not copies:
-                        extent, shape = await self._copy(content)
-                        version = version.with_bytes_of(extent, shape)
-                    aside = await self._store.save_aside(version)
-                    extent = content.extent
-                    raise await self._set_aside(content, aside, status, outdated) from outdated
-        except BaseException:
-            if extent != content.extent:
-                self._store.extents.free(extent)
-            raise
-        if extent not in (content.extent, inode.extent):
-            self._store.retire(extent)  # the copy was published under another number
-        relied_on = not copies and self._hand_over(content, inode)
-        content.be_published(inode, stamp_of(status), by_copy=copies, relied_on=relied_on)
-        self._make_current(content, inode, by_copy=copies)
-        if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
-            await self._announce(inode, content, naming=naming)
-        return True
+        return NewVersion(
+            content.ino, content.extent, status.st_size, status.st_blocks, status.st_mtime_ns,
+            ctime_ns, base, content.mapped, name=name, pid=pid,
+        )  # fmt: skip
 
     async def _store_version(self, content: Content, version: NewVersion) -> Inode:
         """Have a content made the file's next version. Raises Outdated if another host has published since
@@ -394,9 +370,8 @@ class Publisher(OnHost):
                     newest = self._inodes[ino]
                     if newest.version == version.base or not self._is_own(newest):
                         raise
-                    version = version._replace(
-                        base=newest.version
-                    )  # on one host the last close wins
+                    # On one host the last close wins.
+                    version = version._replace(base=newest.version)
         finally:
             if turn is not None:
                 del self._table.publishing[ino]
@@ -412,33 +387,39 @@ class Publisher(OnHost):
             inode.ino
         ) or self._store.may_have_published(inode.extent)
 
+    def _become_version(
+        self, content: Content, inode: Inode, stamp: Stamp, *, by_copy: bool
+    ) -> None:
+        """Note that the bytes which the content had at `stamp` are a version now, and choose the content
+        that opens of it share; only one may have the version's extent. That is `content`, unless a copy was
+        published, and an open has begun a content with that copy already."""
+        relied_on = self._store.sends and not by_copy and self._hand_over(content, inode)
+        content.be_published(inode, stamp, by_copy=by_copy, relied_on=relied_on)
+        current = self._table.current.get(inode.ino)
+        if current is content:
+            return
+        is_begun = current is not None and current.base.version == inode.version
+        if by_copy and is_begun:
+            if content.state is not State.REPLACING:
+                self._table.supersede(content)  # its descriptors go on with it
+        elif content.state is not State.REPLACING:
+            self._table.make_current(content)  # even if others have joined it meanwhile
+        elif current is not None:
+            self._table.supersede(current)
+
     def _hand_over(self, content: Content, inode: Inode) -> bool:
-        """Note that a version names the content's very file, maybe under another number. Return whether it
-        must not be written any more."""
+        """Note that the version of a cluster names the content's very file, maybe under another number.
+        Return whether that must not be written any more."""
         if not inode.extent:
             return False
         try:
             if inode.extent != content.extent:
                 self._table.give_extent(content, inode.extent, frees=content.own)
-            elif self._store.sends and self._store.is_lent(content.extent):
+            elif self._store.is_lent(content.extent):
                 self._table.lend_again(content)
         except OSError:
             return False  # another host has published since, and the store node here has freed the file
-        return self._store.sends
-
-    def _make_current(self, content: Content, inode: Inode, *, by_copy: bool) -> None:
-        """Choose the content that opens of a version share; only one may have the version's extent. It is
-        `content`, unless a copy was published, and an open has begun a content with that copy already."""
-        current = self._table.current.get(inode.ino)
-        is_begun = current is not None and current.base.version == inode.version
-        if by_copy and is_begun and current is not content:
-            if content.state is not State.REPLACING:
-                self._table.supersede(content)  # its descriptors go on with it
-        elif content.state is State.REPLACING:
-            if current is not None:
-                self._table.supersede(current)
-        elif current is not content:
-            self._table.make_current(content)  # even if others have joined it meanwhile
+        return True
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
         """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for
@@ -458,20 +439,35 @@ class Publisher(OnHost):
         finally:
             os.close(fd)
 
-    async def _set_aside(
-        self, content: Content, name: str, status: os.stat_result, outdated: Outdated
+    async def _conflict(
+        self, content: Content, version: NewVersion, status: os.stat_result, outdated: Outdated
     ) -> OSError:
         """Return the error of a file that others published while it was written in place here. The bytes
         written are kept in a file beside it, and its descriptors go on with the newest version."""
-        where = self._store.namespace.describe(content.ino)
-        error = fail(
+        where, base = self._store.namespace.describe(content.ino), content.base.version
+        name = await self._save_aside(content, version, status)
+        return fail(
             errno.ESTALE,
-            f"{where}: version {outdated.version} was published while version {content.base.version} "
+            f"{where}: version {outdated.version} was published while version {base} "
             f"was written in place here; what was written is in {name}",
         )
+
+    async def _save_aside(
+        self, content: Content, version: NewVersion, status: os.stat_result
+    ) -> str:
+        """Keep bytes of the content, which may be a copy already, in a file beside its own, and show the
+        newest version; `status` is the content's stat. Return the file's name."""
+        try:
+            if version.extent == content.extent:
+                version = version.with_bytes_of(*await self._copy(content))
+            name = await self._store.save_aside(version)
+        except BaseException:
+            if version.extent != content.extent:
+                self._store.extents.free(version.extent)
+            raise
         content.be_set_aside(stamp_of(status))
         await self._in_place.show_after_conflict(content)
-        return error
+        return name
 
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""

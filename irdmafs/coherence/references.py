@@ -22,7 +22,8 @@ class References:
     """Opens that were announced to keep no references, each by a thread for a file."""
 
     def __init__(self) -> None:
-        self._announced: dict[tuple[int, int], float] = {}  # the oldest first
+        # Until when each is waited for, the oldest first. Opens check whether it is empty without a call.
+        self.announced: dict[tuple[int, int], float] = {}
         self._believed = {0, os.geteuid()}
 
     def announce(self, thread: int, ino: int, uid: int) -> bool:
@@ -30,18 +31,17 @@ class References:
         believed."""
         if uid not in self._believed:
             return False
-        self._announced.pop((thread, ino), None)
-        while len(self._announced) >= _ANNOUNCED_MAX:
-            del self._announced[next(iter(self._announced))]
-        self._announced[thread, ino] = time.monotonic() + _WAIT_S
+        self.announced.pop((thread, ino), None)
+        while len(self.announced) >= _ANNOUNCED_MAX:
+            del self.announced[next(iter(self.announced))]
+        self.announced[thread, ino] = time.monotonic() + _WAIT_S
         return True
 
     def opens(self, thread: int, ino: int, uid: int) -> None:
         """Note who the thread is that opens a file: another one may have had its number."""
-        if self._announced and uid not in self._believed:
-            self._announced.pop((thread, ino), None)
+        if uid not in self._believed:
+            self.announced.pop((thread, ino), None)
 
     def may_stay(self, thread: int, ino: int) -> bool:
         """Return whether an open that is made now may keep references; this ends what was announced."""
-        until = self._announced.pop((thread, ino), 0.0) if self._announced else 0.0
-        return time.monotonic() > until
+        return time.monotonic() > self.announced.pop((thread, ino), 0.0)

@@ -85,7 +85,9 @@ class Routes(OnHost):
             promise.looked_up = True
             return promise.node
         node = self._nodes.main.get(inode.ino)
-        if node is None or ((node.opens or node.promised) and not self._shows_current(node, inode)):
+        if node is None:
+            return self._nodes.add(inode)
+        if (node.opens or node.promised) and not self._shows_current(node, inode):
             for node in self._nodes.of(inode.ino):
                 if self._shows_current(node, inode):
                     break
@@ -158,7 +160,7 @@ class Routes(OnHost):
         content, cut = self._sharing.content_for(inode, flags)
         # Lookups of the name must not find a private content.
         bindable = content.state is not State.REPLACING or nameless
-        if node.content is content if node.is_bound else bindable:
+        if node.content is content if node.opens or node.promised else bindable:
             return content, cut
         self._promise(inode, flags, pid, name, node, content, cut=cut)
         raise fail(errno.ESTALE)

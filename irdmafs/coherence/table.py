@@ -1,18 +1,27 @@
-"""The contents of this host, by file, and what keeps their extents."""
+"""The contents of this host, by file: what keeps their extents, and whether they were written.
+
+With passthrough the daemon sees no writes: only the size and the times of an extent tell.
+"""
 
 import itertools
 import os
+import platform
+import time
 from contextlib import suppress
+from typing import Final
 
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
-from .content import Content, Stamp, State
+from .content import Content, Stamp
+from .nodes import Handle
 
 # The unit of st_blocks.
 BLOCK_BYTES = 512
 # The limit of descriptors kept for contents that are being written, so that no program exhausts them.
 _DESCRIPTORS_MAX = 16
+# Before 6.13 a write may leave the times of a file unchanged within a timer tick (1-10 ms).
+_TIMESTAMP_GRAIN_NS: Final = 20_000_000
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
@@ -28,11 +37,19 @@ def changed_ns(content: Content, status: os.stat_result) -> int:
     return status.st_ctime_ns
 
 
+def _stamps_are_fine() -> bool:
+    """Return whether a write always moves a time that was looked at before (Linux 6.13)."""
+    major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return (major, minor) >= (6, 13)
+
+
 class ContentTable:
     """All contents that are open, or may be opened again."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._inodes = store.namespace.inodes
+        self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
         self.current: dict[int, Content] = {}
         # Contents that replace their files when they are published, the newest one last.
         self.private: dict[int, list[Content]] = {}
@@ -71,12 +88,57 @@ class ContentTable:
         written = [*self.current.values(), *itertools.chain(*self.private.values())]
         blocks = 0
         for content in written:
-            has_name = bool(self.store.namespace.inodes[content.ino].nlink)
+            has_name = bool(self._inodes[content.ino].nlink)
             if has_name and content.is_changing and content.extent:
                 with suppress(OSError):  # a store node has removed it with its session
                     before = content.base.blocks if content.seen is not None else 0
                     blocks += max(0, self.stat(content).st_blocks - before)
         return blocks * BLOCK_BYTES
+
+    # -- whether it was written ------------------------------------------------------------------
+
+    def is_written(
+        self, content: Content, status: os.stat_result | None = None, *, surely: bool = False
+    ) -> bool:
+        """Return whether anybody may have written to the content since it was published or begun, as far as
+        stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if known;
+        `surely`: a write counts only if it moved the times."""
+        if content.dirty:
+            return True
+        if not content.extent:
+            return False
+        status = status or self.stat(content)
+        if (status.st_size, status.st_mtime_ns) != (content.seen or content.begun):
+            return True
+        return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
+
+    def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
+        """Return whether a write after the publication may have left the times unchanged."""
+        if not self._grain_ns or content.seen is None or not content.extent:
+            return False
+        return time.time_ns() - (status or self.stat(content)).st_mtime_ns < self._grain_ns
+
+    def is_changed(self, handle: Handle, content: Content) -> bool:
+        """Return whether closing the handle has anything to publish, as far as stat can tell."""
+        if handle.since is not None and self.stamp(content) == handle.since:
+            return False  # nothing was written through it
+        if content.seen is not None:
+            # In a cluster, bytes are compared before anything is published whose times have not moved.
+            return self.is_written(content, surely=self.store.sends)
+        if self.store.sends and not content.base.version:
+            stamp = self.stamp(content)
+            if not stamp[0] and (not content.extent or stamp == content.begun):
+                return False  # a new file that stays empty is known to be empty by its name
+        inode = self._inodes[content.ino]
+        # An unwritten empty copy gives way to a version that was published meanwhile.
+        return inode.version == content.base.version or self.is_written(content)
+
+    def may_hide_writes(self, content: Content) -> bool:
+        """Return whether only a comparison of bytes can tell that the content was written. A store through
+        a mapping changes no time if its page was stored to before, or (in a tmpfs) read before."""
+        if content.mapped and content.seen is not None:
+            return True
+        return self._grain_ns > 0 and self._may_share_a_tick(content)
 
     # -- where it lies ---------------------------------------------------------------------------
 
@@ -100,23 +162,16 @@ class ContentTable:
                 if content.own:
                     self.supersede(content)  # nobody else has it
                 raise
-        content.holds += 1
         if lends:
             try:
                 self.store.lend(content.extent)
             except BaseException:
-                self.let_go(content)
+                if not content.holds:
+                    self.store.unpin(content.extent)
+                    if content.fd >= 0:
+                        self.close(content)
                 raise
-
-    def let_go(self, content: Content) -> bool:
-        """Undo one `hold`. Return whether it was the last one."""
-        content.holds -= 1
-        if content.holds:
-            return False
-        self.store.unpin(content.extent)
-        if content.fd >= 0:
-            self.close(content)
-        return True
+        content.holds += 1
 
     def close(self, content: Content) -> None:
         """Close the descriptor of a content, as when nobody writes it any more."""
@@ -213,16 +268,6 @@ class ContentTable:
             del self.current[content.ino]
         if not content.holds and content.own:
             self.store.retire(content.extent)
-
-    def rest(self, content: Content, inode: Inode) -> None:
-        """Note that nobody holds the content any more."""
-        if content.state is State.LEFT and inode.nlink:
-            return
-        is_private = content.state is State.REPLACING
-        if content.state.ended or is_private or not content.is_version_of(inode):
-            self.supersede(content)
-        else:
-            content.rest()
 
     def _forget_private(self, content: Content) -> None:
         left = self.private.get(content.ino)

@@ -23,7 +23,7 @@ from typing import Any
 from ..backend.model.values import human_bytes, meminfo, memory_limit
 from ..backend.process import has_capability, own_status
 from ..backend.transport.verbs.rdma import Choice
-from ..fuse import passthrough, wakeups
+from ..fuse import wakeups
 from ..fuse.connection import Connection, ProtocolError
 from ..mount import mounting
 from ..mount.stores import SHM_ROOT, mount_tmpfs
@@ -177,29 +177,29 @@ def negotiate_passthrough() -> tuple[bool, bool]:
         device = os.open(_FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
         try:
             mounting.mount_fuse(device, path, MountOptions(fsname="irdmafs-doctor"))
-            if not _answer_init(device):
+            connection = _answer_init(device)
+            if connection is None:
                 return False, False
-            return True, _accepts_backing(device)
+            return True, _accepts_backing(connection)
         finally:
             # Closing ends the connection: a process that entered the mount gets an error instead of
             # waiting.
             os.close(device)
 
 
-def _answer_init(device: int) -> bool:
+def _answer_init(device: int) -> Connection | None:
     if not select.select([device], [], [], _INIT_TIMEOUT_S)[0]:
         raise OSError(errno.ETIMEDOUT, "the kernel sent no INIT")
     try:
-        Connection(device)
+        return Connection(device)
     except ProtocolError:
-        return False
-    return True
+        return None
 
 
-def _accepts_backing(device: int) -> bool:
+def _accepts_backing(connection: Connection) -> bool:
     file = os.memfd_create("irdmafs-doctor", os.MFD_CLOEXEC)
     try:
-        passthrough.unregister(device, passthrough.register(device, file))
+        connection.unregister(connection.register(file))
     except OSError:
         return False
     finally:

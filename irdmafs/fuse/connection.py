@@ -1,8 +1,14 @@
-"""The connection to the kernel: its descriptor, and what both sides agree on before the first request."""
+"""The connection to the kernel: its descriptor, what both sides agree on before the first request, and the
+files from which the kernel serves reads and writes by itself (passthrough).
+
+Passthrough needs Linux 6.9, CAP_SYS_ADMIN, and a stack depth of at least 1 agreed in INIT.
+"""
 
 import errno
+import fcntl
 import logging
 import os
+import struct
 from typing import Final
 
 from . import wire
@@ -16,6 +22,11 @@ _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096
 _BACKGROUND_MAX: Final = 65535
 
 _WANTED: Final = sum(Init)
+
+_BACKING_OPEN: Final = 0x4010E501
+_BACKING_CLOSE: Final = 0x4004E502
+_MAP: Final = struct.Struct("<iIQ")
+_ID: Final = struct.Struct("<I")
 
 
 class ProtocolError(Exception):
@@ -65,7 +76,8 @@ class Connection:
             _BACKGROUND_MAX, _BACKGROUND_MAX, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0,
             agreed >> 32, stack_depth, 0,
         )  # fmt: skip
-        os.write(device_fd, wire.reply(request.unique, answer))
+        size = wire.OUT_HEADER.size + len(answer)
+        os.write(device_fd, wire.OUT_HEADER.pack(size, 0, request.unique) + answer)
         os.set_blocking(device_fd, False)
 
     def _refused(self, request: Request, why: str) -> ProtocolError:
@@ -75,7 +87,8 @@ class Connection:
     def answer(self, unique: int, payload: bytes) -> None:
         """Send the answer to a request."""
         try:
-            os.write(self.fd, wire.reply(unique, payload))
+            size = wire.OUT_HEADER.size + len(payload)
+            os.write(self.fd, wire.OUT_HEADER.pack(size, 0, unique) + payload)
         except OSError as error:
             self.not_answered(error)
 
@@ -103,6 +116,21 @@ class Connection:
             if error.errno not in (errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
         return True
+
+    def register(self, backing_fd: int) -> int:
+        """Give the kernel a file to serve reads and writes of a node from. Return its backing id (> 0).
+
+        The kernel keeps its own reference; the descriptor may be closed. Raises OSError (EPERM: no
+        CAP_SYS_ADMIN; ELOOP: the file lies on a filesystem that is stacked itself).
+        """
+        # A mutable buffer: for an immutable one fcntl.ioctl returns the buffer, not the id.
+        backing_id: int = fcntl.ioctl(
+            self.fd, _BACKING_OPEN, bytearray(_MAP.pack(backing_fd, 0, 0))
+        )
+        return backing_id
+
+    def unregister(self, backing_id: int) -> None:
+        fcntl.ioctl(self.fd, _BACKING_CLOSE, bytearray(_ID.pack(backing_id)))
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -23,11 +23,9 @@ from .. import inline
 from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
-from .deferred import Deferred
-from .interrupts import Waiting, WaitingRequests
 from .notices import Notices
 from .requests import NoPayload, Requests, Row
-from .tasks import Tasks
+from .tasks import Deferred, Tasks, Waiting, WaitingRequests
 from .wakeups import FastWakeups
 from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request, decode_names
 

@@ -2,8 +2,10 @@
 reads and writes of nodes (passthrough)."""
 
 import os
+import re
 import select
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import trio
@@ -13,12 +15,42 @@ from ..backend.model.records import NO_CONTENT, ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.atimes import Atimes
-from . import passthrough, wire
+from . import wire
 from .connection import Connection
-from .submounts import Submounts
 from .tasks import Tasks
 
 _CAUGHT_UP_S: Final = 0.1
+_MOUNTS: Final = "/proc/self/mountinfo"
+# Id, id of the mount below, device.
+_MOUNT: Final = re.compile(rb"^(\d+) (\d+) (\S+)", re.MULTILINE)
+
+
+class Submounts:
+    """The filesystems below the mount with this device number ("0:37") that this process can see: there was
+    any, or not, when it was last asked to `look`. To be done again when poll tells of `changes`.
+
+    When the kernel finds that a directory's name was forgotten by a new epoch, it unmounts the filesystem
+    mounted there, in every mount namespace. So while there is such a filesystem, names are forgotten one by
+    one.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device.encode()
+        self._fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)
+        # The kernel tells by POLLPRI that the table changed since the last question.
+        self.changes = select.poll()
+        self.changes.register(self._fd, select.POLLPRI)
+        self.look()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def look(self) -> None:
+        """Find out whether there is any."""
+        with open(_MOUNTS, "rb") as file:
+            table = _MOUNT.findall(file.read())
+        ours = {mount for mount, _, device in table if device == self._device}
+        self.exist = not ours.isdisjoint(map(itemgetter(1), table))
 
 
 class Notices(KernelCache):
@@ -106,7 +138,7 @@ class Notices(KernelCache):
             fd = self._extents.open(extent)
         try:
             node.read_ns = os.fstat(fd).st_atime_ns
-            node.backing_id = passthrough.register(self._connection.fd, fd)
+            node.backing_id = self._connection.register(fd)
         finally:
             if fd != content.fd:
                 os.close(fd)
@@ -116,7 +148,7 @@ class Notices(KernelCache):
     def drop_backing(self, node: Node) -> None:
         if node.backing_id:
             self._atimes.gone(node)
-            passthrough.unregister(self._connection.fd, node.backing_id)
+            self._connection.unregister(node.backing_id)
             self._remove(node)
             node.backing_id, node.backing_extent = 0, NO_CONTENT
 

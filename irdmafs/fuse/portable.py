@@ -168,8 +168,8 @@ class _LeavingWriters:
 
 def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any, Any, Any]]]:
     """Return the operations that pyfuse3 carries, by its names, with its arguments."""
-    names, opens, files = filesystem.names, filesystem.opens, filesystem.files
-    metadata, xattrs, directories = filesystem.metadata, filesystem.xattrs, filesystem.directories
+    names, files = filesystem.names, filesystem.files
+    metadata, xattrs = filesystem.metadata, filesystem.xattrs
     nodes = filesystem.cache.nodes
     leaving = _LeavingWriters(nodes)
 
@@ -188,7 +188,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
     async def open_file(inode: int, flags: int, ctx: Caller) -> Handle:
         if flags & os.O_TRUNC:
             await leaving.wait(nodes.inode_of(inode).ino)
-        return await opens.open(inode, flags, ctx)
+        return await files.open(inode, flags, ctx)
 
     async def write(fh: int, offset: int, data: bytes) -> int:
         leaving.settle(fh)
@@ -196,7 +196,8 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
 
     async def flush(fh: int) -> None:
         try:
-            await files.close(fh)
+            handle = nodes.handles[fh]
+            await files.close(handle, handle.pid, 0)
         finally:
             leaving.flushed(fh)
 
@@ -212,11 +213,11 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
                 entry.st_mode = mode
             return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
 
-        await directories.readdir(fh, start_id, add, one_number=True)
+        await names.readdir(fh, start_id, add, one_number=True)
 
     return {
-        "lookup": filesystem.lookups.lookup,
-        "forget": filesystem.lookups.forget,
+        "lookup": names.lookup,
+        "forget": names.forget,
         "mknod": lambda parent, name, mode, rdev, ctx: names.mknod(
             parent, name, mode, ctx.umask, rdev, ctx
         ),
@@ -235,7 +236,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "listxattr": xattrs.listxattr,
         "removexattr": xattrs.removexattr,
         "open": open_file,
-        "create": lambda parent, name, mode, flags, ctx: opens.create(
+        "create": lambda parent, name, mode, flags, ctx: files.create(
             parent, name, mode, ctx.umask, flags, ctx
         ),
         "read": files.read,
@@ -243,10 +244,10 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "flush": flush,
         "release": release,
         "fsync": files.fsync,
-        "opendir": directories.opendir,
+        "opendir": names.opendir,
         "readdir": list_names,
-        "releasedir": directories.releasedir,
-        "fsyncdir": lambda fh, datasync: directories.sync(),
+        "releasedir": names.releasedir,
+        "fsyncdir": lambda fh, datasync: names.sync(),
     }
 
 

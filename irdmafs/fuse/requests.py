@@ -11,28 +11,16 @@ from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, fail
 from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
-from ..inline import detach
+from ..inline import Rest, detach
 from ..posix.calls import Attributes
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
-from ..posix.own_xattrs import PREFIX as OWN_XATTRS
-from ..posix.privileges import CAPABILITY, SET_IDS
+from ..posix.permissions import CAPABILITY, SET_IDS
+from ..posix.xattrs import PREFIX as OWN_XATTRS
 from . import wire
 from .connection import Connection
-from .deferred import Deferred
-from .interrupts import WaitingRequests
 from .notices import Notices
-from .replies import (
-    DirectoryReply,
-    pack_attributes,
-    pack_entry,
-    pack_found,
-    pack_lock,
-    pack_statfs,
-    pack_statx,
-    pack_written,
-    sized,
-)
+from .tasks import Deferred, WaitingRequests
 from .wire import BODY, Malformed, Opcode, Request, Valid
 
 _NO_FIELDS: Final = Struct("")
@@ -124,6 +112,7 @@ class Requests:
         self._view = memoryview(connection.buffer)
         self._fs = filesystem
         self._nodes = filesystem.cache.nodes
+        self._publishing_waits = filesystem.cache.host.store.waits
         self._posix_locks = filesystem.locking.posix
         self._notices = notices
         self._deferred = deferred
@@ -138,16 +127,16 @@ class Requests:
                 self.rows[opcode] = row._replace(carry_out=self._told_to_others(row, locks))
 
     def _table(self) -> dict[int, Row]:
-        names, files, directories = self._fs.names, self._fs.files, self._fs.directories
+        names, files = self._fs.names, self._fs.files
         rows = {
             # Names
-            Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, pack_found, names=1),
+            Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, wire.pack_found, names=1),
             Opcode.FORGET: _row(wire.FORGET_IN, self._forget),
             Opcode.BATCH_FORGET: _row(wire.BATCH_FORGET_IN, self._batch_forget),
-            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, pack_entry, names=1),
-            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, pack_entry, names=1),
-            Opcode.SYMLINK: _row(_NO_FIELDS, self._symlink, pack_entry, names=2),
-            Opcode.LINK: _row(wire.LINK_IN, self._link, pack_entry, names=1),
+            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, wire.pack_entry, names=1),
+            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, wire.pack_entry, names=1),
+            Opcode.SYMLINK: _row(_NO_FIELDS, self._symlink, wire.pack_entry, names=2),
+            Opcode.LINK: _row(wire.LINK_IN, self._link, wire.pack_entry, names=1),
             Opcode.UNLINK: _row(
                 _NO_FIELDS, lambda asked, name: names.unlink(asked.nodeid, name, asked), names=1
             ),
@@ -158,11 +147,11 @@ class Requests:
             Opcode.RENAME2: _row(wire.RENAME2_IN, self._rename2, names=2),
             Opcode.READLINK: _row(_NO_FIELDS, lambda asked: names.readlink(asked.nodeid, asked)),
             # Attributes
-            Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, pack_attributes),
-            Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, pack_attributes),
+            Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, wire.pack_attributes),
+            Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, wire.pack_attributes),
             Opcode.STATX: _row(_NO_FIELDS, self._statx),
             Opcode.STATFS: _row(
-                _NO_FIELDS, lambda asked: self._fs.metadata.statfs(asked.nodeid), pack_statfs
+                _NO_FIELDS, lambda asked: self._fs.metadata.statfs(asked.nodeid), wire.pack_statfs
             ),
             Opcode.SETXATTR: _row(wire.SETXATTR_IN, self._setxattr, names=1),
             Opcode.GETXATTR: _row(wire.GETXATTR_IN, self._getxattr, names=1),
@@ -173,10 +162,8 @@ class Requests:
             Opcode.CREATE: _row(wire.CREATE_IN, self._create, self._pack_created, names=1),
             Opcode.TMPFILE: _row(wire.CREATE_IN, self._tmpfile, self._pack_created),
             Opcode.READ: _row(wire.READ_IN, lambda asked, *part: files.read(*part)),
-            Opcode.WRITE: _row(wire.WRITE_IN, self._write, pack_written),
-            Opcode.FLUSH: _row(
-                wire.FLUSH_IN, lambda asked, fh, _, __, owner: files.close(fh, asked.pid, owner)
-            ),
+            Opcode.WRITE: _row(wire.WRITE_IN, self._write, wire.pack_written),
+            Opcode.FLUSH: _row(wire.FLUSH_IN, self._flush),
             Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
             Opcode.FSYNC: _row(
                 wire.FSYNC_IN, lambda asked, fh, flags, _: files.fsync(fh, bool(flags & 1))
@@ -188,20 +175,18 @@ class Requests:
             Opcode.COPY_FILE_RANGE: _row(
                 wire.COPY_FILE_RANGE_IN,
                 lambda asked, *parts: files.copy_file_range(*parts),
-                pack_written,
+                wire.pack_written,
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories
             Opcode.OPENDIR: _row(wire.OPEN_IN, self._opendir, self._pack_opendir),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
-            Opcode.RELEASEDIR: _row(
-                wire.RELEASE_IN, lambda asked, fh, *_: directories.releasedir(fh)
-            ),
-            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: directories.sync()),
-            Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: directories.sync()),
+            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, *_: names.releasedir(fh)),
+            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: names.sync()),
+            Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: names.sync()),
             # Locks and signals
-            Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, pack_lock),
+            Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, wire.pack_lock),
             Opcode.SETLK: _row(wire.LOCK_IN, self._setlk),
             Opcode.SETLKW: _row(wire.LOCK_IN, self._setlk),
             Opcode.INTERRUPT: _row(wire.INTERRUPT_IN, self._interrupt),
@@ -229,8 +214,8 @@ class Requests:
     # -- names -----------------------------------------------------------------------------------
 
     def _lookup(self, asked: Request, name: bytes) -> Result:
-        found = self._fs.lookups.find(asked.nodeid, name, asked.pid)
-        return self._fs.lookups.lookup_fresh(asked.nodeid, name, asked) if found is None else found
+        found = self._fs.names.find(asked.nodeid, name, asked.pid)
+        return self._fs.names.lookup_fresh(asked.nodeid, name, asked) if found is None else found
 
     def _forget(self, asked: Request, lookups: int) -> NoPayload:
         self._deferred.forgotten.append((asked.nodeid, lookups))
@@ -300,7 +285,7 @@ class Requests:
 
     def _statx(self, asked: Request) -> bytes:
         entry = self._fs.metadata.attributes(asked.nodeid)
-        return pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
+        return wire.pack_statx(entry, self._nodes.inode_of(asked.nodeid).birth_ns)
 
     def _setxattr(self, asked: Request, size: int, flags: int, more: int, name: bytes) -> Result:
         start = BODY + wire.SETXATTR_IN.size + len(name) + 1
@@ -319,11 +304,11 @@ class Requests:
         return self._sized(self._fs.xattrs.getxattr(asked.nodeid, name, asked), room)
 
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
-        return sized(await asking, room)
+        return wire.sized(await asking, room)
 
     async def _listxattr(self, asked: Request, room: int, _: int) -> bytes:
         names = await self._fs.xattrs.listxattr(asked.nodeid, asked)
-        return sized(b"".join(name + b"\0" for name in names), room)
+        return wire.sized(b"".join(name + b"\0" for name in names), room)
 
     def _removexattr(self, asked: Request, name: bytes) -> Result:
         return self._fs.xattrs.removexattr(asked.nodeid, name, asked)
@@ -334,19 +319,19 @@ class Requests:
         if self._deferred.released and flags & (os.O_ACCMODE | os.O_TRUNC):
             self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
-        return self._fs.opens.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
+        return self._fs.files.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
 
     def _create(
         self, asked: Request, flags: int, mode: int, umask: int, _: int, name: bytes
     ) -> Result:
-        return self._fs.opens.create(asked.nodeid, name, mode, umask, flags, asked)
+        return self._fs.files.create(asked.nodeid, name, mode, umask, flags, asked)
 
     def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
-        return self._fs.opens.tmpfile(asked.nodeid, mode, umask, flags, asked)
+        return self._fs.files.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
     def _pack_created(self, created: tuple[Handle, Attributes]) -> bytes:
         handle, entry = created
-        return pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
+        return wire.pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
 
     def _pack_open(self, handle: Handle, *lookups: tuple[int, int]) -> bytes:
         """Answer an open, which came with `lookups` of its node."""
@@ -367,8 +352,8 @@ class Requests:
         return wire.OPEN_OUT.pack(handle.fh, flags | _PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
-        await self._fs.opens.cancel_open(handle)
-        await self._fs.lookups.forget(lookups)
+        await self._fs.files.cancel_open(handle)
+        await self._fs.names.forget(lookups)
 
     async def _write(self, asked: Request, fh: int, offset: int, size: int, flags: int) -> int:
         start = BODY + wire.WRITE_IN.size
@@ -378,6 +363,14 @@ class Requests:
             await detach()
             await self._fs.metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
+
+    def _flush(self, asked: Request, fh: int, _: int, __: int, owner: int) -> Result:
+        handle = self._nodes.handles[fh]
+        if handle.content is None:
+            raise fail(errno.EBADF)  # a directory
+        closing = self._fs.files.close(handle, asked.pid or handle.pid, owner)
+        # A file that was written anew is published, which waits.
+        return Rest(closing) if self._publishing_waits and handle.content.whole else closing
 
     def _release(self, asked: Request, fh: int, _: int, flags: int, __: int) -> Result:
         if fh in self._deferred.released:
@@ -407,14 +400,14 @@ class Requests:
     # -- directories -----------------------------------------------------------------------------
 
     def _opendir(self, asked: Request, flags: int, _: int) -> Result:
-        return self._fs.directories.opendir(asked.nodeid, asked)
+        return self._fs.names.opendir(asked.nodeid, asked)
 
     def _pack_opendir(self, fh: int) -> bytes:
         return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
-        for entry in self._fs.directories.names(fh, offset):
+        for entry in self._fs.names.listed(fh, offset):
             record = wire.dirent(*entry)
             size -= len(record)
             if size < 0:
@@ -423,8 +416,8 @@ class Requests:
         return b"".join(parts)
 
     async def _readdirplus(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
-        listing = DirectoryReply(size)
-        await self._fs.directories.readdir(fh, offset, listing.add)
+        listing = wire.DirectoryReply(size)
+        await self._fs.names.readdir(fh, offset, listing.add)
         return b"".join(listing.parts)
 
     # -- locks and signals -----------------------------------------------------------------------

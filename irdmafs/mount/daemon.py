@@ -26,8 +26,7 @@ from ..coherence.shared import Shared
 from ..fuse.connection import Connection, ProtocolError
 from ..fuse.counts import Counts
 from ..fuse.kernel import KernelSession
-from ..fuse.notices import Notices
-from ..fuse.submounts import Submounts
+from ..fuse.notices import Notices, Submounts
 from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
 from ..mount_options import MountConfig, MountError

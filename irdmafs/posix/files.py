@@ -1,26 +1,32 @@
-"""Operations on open files: data, locks, and closing."""
+"""Files: opened by a name that is there, by one that is created, and without one; data, locks, closing."""
 
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any, Final
 
 import trio
 
-from ..backend.namespace import fail
+from ..backend.namespace import Inode, fail
 from ..coherence.content import Content
+from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
-from ..inline import Rest, detach
-from .calls import OFFSET_MAX
+from ..inline import detach
+from .calls import OFFSET_MAX, Attributes, Caller, refuse_other_than_file
 from .lock_tables import Lock
 from .locking import Locking
-from .metadata import Metadata
-from .privileges import SET_IDS, Closer, privileges_of
+from .permissions import SET_IDS, Closer, privileges_of
+from .since import Since
 from .superblock import Part, Superblock
 from .waits import Waits
 
+# Others may remove a name and make it again each time that it is found taken.
+_CREATES_MAX: Final = 20
+# Flags of opens that change the file, or may.
+_CHANGES: Final = os.O_ACCMODE | os.O_TRUNC
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 
@@ -28,16 +34,109 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class OpenFiles(Part):
-    """Reads, writes, locks and closes by file handle. An unknown handle is a KeyError."""
+class Files(Part):
+    """Opens files, each on the content that the cache decides on, and reads, writes, locks and closes them
+    by file handle. An unknown handle is a KeyError."""
 
-    def __init__(
-        self, block: Superblock, metadata: Metadata, locking: Locking, waits: Waits
-    ) -> None:
+    def __init__(self, block: Superblock, locking: Locking, waits: Waits, since: Since) -> None:
         super().__init__(block)
-        self._metadata = metadata
         self._locking = locking
         self._waits = waits
+        self._since = since
+
+    # -- opened ----------------------------------------------------------------------------------
+
+    async def open(
+        self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
+    ) -> Handle:
+        node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
+        if not stat.S_ISREG(found.mode):
+            refuse_other_than_file(found)
+        if flags & _CHANGES:
+            self._namespace.check_writable(found.ino)
+        if flags & os.O_TRUNC:
+            await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
+            found = self._inodes[found.ino]
+        if self._cache.references.announced:
+            self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
+        handle = await self._cache.open(found, node, flags, ctx.pid, name)
+        handle.name = name
+        return handle
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, umask: int, flags: int, ctx: Caller
+    ) -> tuple[Handle, Attributes]:
+        directory = self._nodes.directory(parent_inode)
+        if directory.xattrs:
+            self._since.refuse(directory, name)
+        writing = flags & os.O_ACCMODE != os.O_RDONLY
+        for _ in range(_CREATES_MAX):
+            # A file nobody writes is published as it is: empty. Else the name is made durable
+            # together with the first version; a crash before that leaves neither.
+            try:
+                inode = await self._namespace.create(
+                    directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
+                    version=0 if writing else 1, durable=not writing, umask=umask,
+                    layout=self._store.layout(directory.ino, name),
+                    seen=not (self._store.sends and self._cache.sharing.isolates_below(directory.ino)),
+                )  # fmt: skip
+                return self._created(inode, flags, ctx, (directory.ino, name))
+            except FileExistsError:
+                if flags & os.O_EXCL:
+                    raise
+            # Another host may be making the file: two that open it share it.
+            await self._namespace.show(directory.ino, name)
+            found = self._namespace.lookup(directory.ino, name)
+            if found is not None:
+                return await self._open_found(found, flags, ctx, (directory.ino, name))
+        raise fail(errno.EEXIST)
+
+    async def _open_found(
+        self, found: Inode, flags: int, ctx: Caller, name: Name
+    ) -> tuple[Handle, Attributes]:
+        """Open the file that a name led to by the time that it was to be created."""
+        refuse_other_than_file(self._namespace.inode(found.ino))
+        if flags & _CHANGES:
+            self._namespace.check_writable(found.ino)
+        found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
+        handle = await self._cache.open_any(found, flags, ctx.pid)
+        handle.name = name
+        handle.node.lookups += 1
+        answer = self._metadata.describe(handle.node, found)
+        self._coherence.changed(answer, handle.node)
+        return handle, answer
+
+    async def tmpfile(
+        self, parent_inode: int, mode: int, umask: int, flags: int, ctx: Caller
+    ) -> tuple[Handle, Attributes]:
+        """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
+        directory = self._nodes.directory(parent_inode)
+        mode = mode & 0o7777 | stat.S_IFREG
+        inode = await self._namespace.orphan(
+            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=umask
+        )
+        return self._created(inode, flags, ctx)
+
+    def _created(
+        self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
+    ) -> tuple[Handle, Attributes]:
+        handle = self._cache.create(inode, flags, ctx.pid)
+        handle.name = name
+        node = handle.node
+        node.lookups += 1
+        answer = self._metadata.describe(node, inode, is_new=True)
+        if name is not None:
+            self._coherence.made(answer, *name, node, inode)
+        else:
+            self._coherence.changed(answer, node)
+        return handle, answer
+
+    async def cancel_open(self, handle: Handle) -> None:
+        """Close an open file whose open cannot be answered: nobody will release it."""
+        handle.aborted = True
+        await self._cache.release(handle.fh)
+
+    # -- open ------------------------------------------------------------------------------------
 
     def _handle(self, fh: int, *, writing: bool = False) -> Handle:
         """Return an open file. Raises KeyError if there is none, EBADF if it is not open for that."""
@@ -180,20 +279,10 @@ class OpenFiles(Part):
         ino = self._handle(fh).node.ino
         await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
 
-    def close(
-        self, fh: int, pid: int = 0, owner: int = 0
-    ) -> Coroutine[Any, Any, None] | Rest[None]:
-        """Return what carries out close(2) of one descriptor. The kernel session tells who closes it, and
-        whose locks on the file end with it. The next owner of such a lock sees what was written under it,
-        also if the process is being killed."""
-        handle = self._nodes.handles[fh]
-        if handle.content is None:
-            raise fail(errno.EBADF)  # a directory
-        closing = self._close(handle, pid or handle.pid, owner)
-        # A file that was written anew is published, which waits.
-        return Rest(closing) if self._store.waits and handle.content.whole else closing
-
-    async def _close(self, handle: Handle, pid: int, owner: int) -> None:
+    async def close(self, handle: Handle, pid: int, owner: int) -> None:
+        """Carry out close(2) of one descriptor. The kernel session tells who closes it, and whose locks on
+        the file end with it. The next owner of such a lock sees what was written under it, also if the
+        process is being killed."""
         locking, node = self._locking, handle.node
         posix, ino = locking.posix, node.ino
         shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)
@@ -211,5 +300,5 @@ class OpenFiles(Part):
                     await self._cache.publisher.flush(handle, pid)
                 published = True
             finally:
-                if locking.closes_matter:
+                if locking.lost_by or locking.lockers or posix.inodes:
                     await locking.closed(handle.fh, ino, owner, pid, published=published)

@@ -8,13 +8,9 @@ tmpfile: pyfuse3 has no names for them.
 from collections.abc import Callable
 from typing import Any
 
-from .directories import Directories
-from .files import OpenFiles
+from .files import Files
 from .locking import Locking
-from .lookups import Lookups
-from .metadata import Metadata
 from .names import Names
-from .opens import Opens
 from .since import Since
 from .superblock import Superblock
 from .waits import Waits
@@ -46,10 +42,7 @@ class Filesystem:
             store.namespace, block.processes, block.kernel, shared=store.freshness is not None
         )
         since = Since(block, self.waits)
-        self.lookups = Lookups(block, since)
         self.names = Names(block, since)
-        self.metadata = Metadata(block)
+        self.metadata = block.metadata
         self.xattrs = Xattrs(block, self.waits, status, acls=acls)
-        self.opens = Opens(block, self.metadata, since)
-        self.files = OpenFiles(block, self.metadata, locking, self.waits)
-        self.directories = Directories(block)
+        self.files = Files(block, locking, self.waits, since)

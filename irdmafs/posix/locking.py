@@ -202,15 +202,10 @@ class Locking(LockHolder):
         """Return how many locks the processes of this host hold."""
         return self.posix.count() + self.flocks.count()
 
-    @property
-    def closes_matter(self) -> bool:
-        """Return whether a close may have to give a lock back, or to tell of a lost one."""
-        return bool(self.lost_by or self.lockers or self.posix.inodes)
-
     async def closed(self, fh: int, ino: int, owner: int, pid: int, *, published: bool) -> None:
-        """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Raises
-        OSError if bytes written under them cannot be published, or a lock was lost. `published`: else the
-        close fails in any case."""
+        """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Without
+        locks, `lockers` and lost ones there are none to drop. Raises OSError if bytes written under them
+        cannot be published, or a lock was lost. `published`: else the close fails in any case."""
         owners = self.lockers.get(fh)
         if owners is not None:
             owners.discard(owner)

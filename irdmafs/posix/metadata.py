@@ -1,24 +1,135 @@
-"""The attributes of inodes: asked for, set by their owners, and taken by others' changes."""
+"""The attributes of inodes: shown, set by their owners, and taken by others' changes."""
 
 import errno
 import os
+from typing import Final
 
 from ..backend.namespace import ROOT_INO, Inode, fail
+from ..backend.store.api import Store
+from ..coherence.cache import Cache
+from ..coherence.nodes import Node
+from ..coherence.protocol import Coherence
 from ..inline import detach
+from ..mount_options import MountOptions
 from . import quotas
+from .atimes import Atimes
 from .calls import OFFSET_MAX, Attributes, Caller, Space, refuse_other_than_file
-from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left, refuse_stranger
-from .superblock import Part
+from .permissions import (
+    CAPABILITY,
+    SET_IDS,
+    may_keep_set_ids,
+    mode_left,
+    privileges_of,
+    refuse_stranger,
+)
+
+# The mask of a generation, which tells an inode in a file handle from an earlier one of its number. The
+# kernel keeps 32 bits.
+_GENERATION: Final = 2**31 - 1
 
 
-class Metadata(Part):
-    """Shows and changes the attributes that stat(2) and statfs(2) show."""
+class Metadata:
+    """Shows and changes the attributes that stat(2) and statfs(2) show, and makes the kernel ask again for
+    those that changed."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Cache,
+        coherence: Coherence,
+        options: MountOptions,
+        atimes: Atimes,
+    ) -> None:
+        self._store = store
+        self._namespace = store.namespace
+        self._inodes = store.namespace.inodes
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._processes = cache.processes
+        self._coherence = coherence
+        self._options = options
+        self._umask = options.umask or 0
+        self._atimes = atimes
+
+    # -- shown -----------------------------------------------------------------------------------
 
     def attributes(self, node_id: int) -> Attributes:
         node, found = self._nodes.get(node_id)
-        answer = self._answers.attributes(node, found)
+        answer = self.describe(node, found)
         self._coherence.attributes(answer, node, found)
         return answer
+
+    def describe(self, node: Node, inode: Inode, *, is_new: bool = False) -> Attributes:
+        """Return the attributes of a node as stat(2) shows them; the kernel may not keep them. `is_new`:
+        nobody can have written it."""
+        entry = Attributes()
+        mode = inode.mode
+        entry.ino = inode.ino
+        entry.st_ino = node.id
+        entry.st_size, entry.st_blocks = inode.size, inode.blocks
+        entry.st_mtime_ns, entry.st_ctime_ns = inode.mtime_ns, inode.ctime_ns
+        if inode.is_file and not is_new:
+            looks = self._cache.looks
+            if (content := looks.changing(node, inode)) is not None:
+                look = looks.look_of(content, inode)
+                entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = look
+        options = self._options
+        entry.st_mode = mode & ~self._umask
+        entry.st_nlink = inode.nlink
+        node.told = privileges_of(inode) if mode & SET_IDS or inode.xattrs else 0
+        entry.st_uid = inode.uid if options.uid is None else options.uid
+        entry.st_gid = inode.gid if options.gid is None else options.gid
+        entry.st_rdev = inode.rdev
+        entry.st_atime_ns = inode.atime_ns if is_new else self._atimes.of(inode)
+        entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
+        return entry
+
+    def entry(
+        self, parent: int, name: bytes, inode: Inode, pid: int, *, is_made: bool = False
+    ) -> Attributes:
+        """Return the answer to a lookup of a name, or (`is_made`) to a request that made it. The kernel
+        then holds one more reference to the node."""
+        node = self._cache.routes.node_of(inode, pid)
+        node.lookups += 1
+        answer = self.describe(node, inode)
+        believe = self._coherence.made if is_made else self._coherence.entry
+        believe(answer, parent, name, node, inode)
+        return answer
+
+    def hidden(self, node: Node, inode: Inode) -> Attributes:
+        """Return the answer to a lookup of a name that the kernel may not keep."""
+        node.lookups += 1
+        answer = self.describe(node, inode)
+        if inode.is_dir:
+            self._coherence.attributes(answer, node, inode)
+        return answer
+
+    async def statfs(self, node_id: int = ROOT_INO) -> Space:
+        """Return the space of the filesystem, or what quotas leave of it at the node."""
+        below = self._store.statvfs()
+        data = Space(
+            f_bsize=below.f_bsize, f_frsize=below.f_frsize, f_blocks=below.f_blocks,
+            f_bfree=below.f_bfree, f_bavail=below.f_bavail, f_files=below.f_files,
+            f_ffree=below.f_ffree, f_favail=below.f_ffree, f_namemax=255,
+        )  # fmt: skip
+        node = self._nodes.by_id.get(node_id)
+        if self._namespace.quotas.in_use and node is not None:
+            for usage in self._namespace.quotas.around(node.ino):
+                quotas.limit(data, usage)
+        return data
+
+    def refresh_other_nodes(self, node: Node | None, ino: int) -> None:
+        """Have the kernel ask for an inode's attributes that changed through one of its nodes."""
+        for other in self._nodes.of(ino):
+            if other is not node:
+                self._cache.kernel.invalidate_attributes(other)
+
+    def refresh_several(self, ino: int) -> None:
+        """Make the kernel ask for attributes that it changed by itself for only one of several nodes."""
+        if self._nodes.has_siblings(ino):
+            self.refresh_other_nodes(None, ino)
+
+    # -- changed ---------------------------------------------------------------------------------
 
     async def change(
         self,
@@ -36,7 +147,7 @@ class Metadata(Part):
         node, found = self._nodes.get(node_id)
         if size is not None:
             await self._truncate(found, size, fh)
-            self._answers.refresh_other_nodes(node, node.ino)  # one may show the cut content
+            self.refresh_other_nodes(node, node.ino)  # one may show the cut content
             found = self._nodes.inode_of(node_id)
         if lose_set_ids or "uid" in changes or "gid" in changes:
             left = await mode_left(found, ctx, self._processes)
@@ -51,8 +162,8 @@ class Metadata(Part):
             changes.setdefault("atime_ns", self._atimes.of(found))
             await self._namespace.set_attributes(node.ino, **changes)
             self._atimes.saved(self._inodes[node.ino])
-            self._answers.refresh_other_nodes(node, node.ino)
-        answer = self._answers.attributes(node, self._inodes[node.ino])
+            self.refresh_other_nodes(node, node.ino)
+        answer = self.describe(node, self._inodes[node.ino])
         self._coherence.changed(answer, node)
         return answer
 
@@ -73,7 +184,7 @@ class Metadata(Part):
     async def lose_privileges(
         self, ino: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> None:
-        """Take the privileges of a file whose content is about to change (see privileges). `lose_set_ids`
+        """Take the privileges of a file whose content is about to change (see permissions). `lose_set_ids`
         is None if the session does not say whether the caller may keep them."""
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
@@ -88,18 +199,4 @@ class Metadata(Part):
             mode = await mode_left(found, ctx, self._processes) if lose else found.mode
             if mode != found.mode:
                 await self._namespace.set_attributes(ino, mode=mode)
-                self._answers.refresh_other_nodes(None, ino)
-
-    async def statfs(self, node_id: int = ROOT_INO) -> Space:
-        """Return the space of the filesystem, or what quotas leave of it at the node."""
-        below = self._store.statvfs()
-        data = Space(
-            f_bsize=below.f_bsize, f_frsize=below.f_frsize, f_blocks=below.f_blocks,
-            f_bfree=below.f_bfree, f_bavail=below.f_bavail, f_files=below.f_files,
-            f_ffree=below.f_ffree, f_favail=below.f_ffree, f_namemax=255,
-        )  # fmt: skip
-        node = self._nodes.by_id.get(node_id)
-        if self._namespace.quotas.in_use and node is not None:
-            for usage in self._namespace.quotas.around(node.ino):
-                quotas.limit(data, usage)
-        return data
+                self.refresh_other_nodes(None, ino)

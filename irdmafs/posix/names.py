@@ -1,24 +1,108 @@
-"""Changes of names: create, link, remove and rename."""
+"""The names in directories: looked up, made, removed, renamed and listed."""
 
 import errno
+import os
 import stat
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
+from ..coherence.nodes import INO_BITS, Handle
+from ..inline import detach
 from .calls import Attributes, Caller
 from .since import Since
 from .superblock import Part, Superblock
 
+# In every directory of a cluster, though no listing has it: a view of its files for programs that open them
+# as this mount knows them, and keep no references to their pages (docs/mount.md).
+PRIVATE_VIEW: Final = b".irdmafs-private"
 # The types that mknod makes; 0 stands for a regular file, as in mknod(2).
-_NODES = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
+_NODES: Final = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
+# A program that lists names with attributes uses them within this time.
+_USED_WITHIN_S: Final = 0.5
 
 
 class Names(Part):
-    """Changes directories. Files are created by opening them, see opens."""
+    """Looks names up, changes and lists directories. Files are created by opening them (files.py)."""
 
     def __init__(self, block: Superblock, since: Since) -> None:
         super().__init__(block)
         self._since = since
+
+    # -- looked up, and forgotten ----------------------------------------------------------------
+
+    def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
+        """Return the answer to a lookup by a thread; None: use `lookup_fresh`."""
+        if name == b".":
+            return self._found_by_handle(parent_inode)
+        parent = self._nodes.inode_of(parent_inode)
+        if name == b"..":
+            return self._found_by_handle(self._namespace.parent_of(parent.ino))
+        if parent_inode != parent.ino:
+            return None  # lookup() is told who asks
+        inode = self._coherence.find(parent.ino, name, pid)
+        if inode is not None:
+            return self._metadata.entry(parent.ino, name, inode, pid)
+        valid_s = self._coherence.missing_s(parent, name, pid)
+        if valid_s is None or name == PRIVATE_VIEW:
+            return None
+        if parent.xattrs and (link := self._since.find(parent, name)) is not None:
+            return link
+        if self._cache.routes.promises:
+            self._cache.routes.withdraw(pid, 0)  # its open that was to come again did not
+        missing = Attributes()
+        missing.entry_timeout = valid_s
+        return missing
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        found = self.find(parent_inode, name, ctx.pid)
+        return found or await self.lookup_fresh(parent_inode, name, ctx)
+
+    async def lookup_fresh(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        """Return the answer to a lookup for which `find` has none."""
+        parent = self._nodes.inode_of(parent_inode)
+        if parent_inode != parent.ino:
+            return self._found_privately(parent, name, ctx)
+        inode = await self._coherence.find_fresh(parent, name, ctx.pid)
+        if inode is None:
+            directory = self._inodes[parent.ino]
+            if name == PRIVATE_VIEW and self._coherence.has_private_views:
+                return self._metadata.hidden(self._nodes.private_view(directory), directory)
+            if directory.xattrs and (link := self._since.find(directory, name)) is not None:
+                return link
+            self._cache.routes.withdraw(ctx.pid, 0)
+            return Attributes()
+        return self._metadata.entry(parent.ino, name, inode, ctx.pid)
+
+    def _found_privately(self, directory: Inode, name: bytes, ctx: Caller) -> Attributes:
+        inode = self._coherence.find_privately(directory.ino, name, ctx.pid, ctx.uid)
+        if inode is None:
+            return Attributes()
+        return self._metadata.hidden(self._cache.routes.node_of(inode, ctx.pid), inode)
+
+    def _found_by_handle(self, node_id: int) -> Attributes:
+        """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
+        forgotten it."""
+        node = self._nodes.by_id.get(node_id)
+        inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
+        if inode is None:
+            raise fail(errno.ESTALE)
+        if node is None:
+            node = self._cache.routes.node_of(inode, 0)
+            if node.id != node_id:
+                node = self._nodes.add(inode, node_id)
+        node.lookups += 1
+        answer = self._metadata.describe(node, inode)
+        self._coherence.attributes(answer, node, inode)
+        return answer
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for node_id, lookups in inode_list:
+            self._nodes.forget(node_id, lookups)
+        await self._cache.host.forget_nameless()
+
+    # -- changed ---------------------------------------------------------------------------------
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
@@ -27,7 +111,7 @@ class Names(Part):
         if directory.xattrs:
             self._since.refuse(directory, name)
         inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
-        return self._answers.entry(directory.ino, name, inode, ctx.pid, is_made=True)
+        return self._metadata.entry(directory.ino, name, inode, ctx.pid, is_made=True)
 
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, umask: int, rdev: int, ctx: Caller
@@ -65,8 +149,8 @@ class Names(Part):
             linked = self._namespace.inode(node.ino)
         else:
             linked = await self._namespace.link(node.ino, directory.ino, new_name)
-        self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
-        return self._answers.entry(directory.ino, new_name, linked, ctx.pid, is_made=True)
+        self._metadata.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
+        return self._metadata.entry(directory.ino, new_name, linked, ctx.pid, is_made=True)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         directory = self._nodes.directory(parent_inode)
@@ -88,7 +172,7 @@ class Names(Part):
         """Tell the kernel and the store that an inode lost a name."""
         nodes = self._nodes.count(inode.ino)
         if inode.nlink or nodes > 1:
-            self._answers.refresh_other_nodes(None, inode.ino)
+            self._metadata.refresh_other_nodes(None, inode.ino)
         elif not nodes:
             self._cache.host.unnamed(inode)
             self._store.retire(inode.extent)
@@ -122,10 +206,10 @@ class Names(Part):
             )  # fmt: skip
         if exchanged is not None:
             self._coherence.renamed(exchanged.ino, (new, name_new), (old, name_old))
-            self._answers.refresh_several(exchanged.ino)
+            self._metadata.refresh_several(exchanged.ino)
         if moved is not None:
             self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
-            self._answers.refresh_several(moved.ino)
+            self._metadata.refresh_several(moved.ino)
         if unnamed is not None:
             self._unnamed(unnamed)
 
@@ -135,3 +219,95 @@ class Names(Part):
             return await self._since.target(found, ctx)
         self._atimes.read(found)
         return found.target
+
+    # -- listed ----------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int, ctx: Caller) -> int:
+        self._nodes.directory(inode)
+        node, found = await self._coherence.settle_names(inode, ctx.pid, by_name=False)
+        if not found.is_dir:
+            raise fail(errno.ENOTDIR)
+        return self._nodes.open(node, None, os.O_RDONLY, ctx.pid).fh
+
+    def _directory_handle(self, fh: int) -> Handle:
+        handle = self._nodes.handles[fh]
+        if not handle.is_directory:
+            raise fail(errno.ENOTDIR)
+        return handle
+
+    def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
+        """Return the names of a directory as they were when its listing began."""
+        if handle.entries is None or start_id == 0:
+            ino = handle.node.ino
+            inode = self._inodes[ino]
+            self._atimes.read(inode)
+            handle.entries = [(b".", ino), (b"..", inode.parent or ino)]
+            handle.entries += self._namespace.children(ino)
+        return handle.entries
+
+    async def readdir(
+        self,
+        fh: int,
+        start_id: int,
+        add: Callable[[bytes, int, int, Attributes | None, int], bool],
+        *,
+        one_number: bool = False,
+    ) -> None:
+        """Give a session names with attributes. `add` takes a name, the number and mode of its inode, its
+        attributes and the id of the name after it; it returns False if there is no room left. Without
+        attributes the kernel is to take no reference: it has them, and will for a while, or they are those
+        of "." and "..". `one_number`: the session has one number for a node and its inode."""
+        handle = self._directory_handle(fh)
+        entries, inodes = self._listing(handle, start_id), self._inodes
+        directory = handle.node.ino
+        valid_s = self._coherence.listing_s(directory)
+        known_until = time.monotonic() + min(valid_s / 2, _USED_WITHIN_S)
+        for index in range(start_id, len(entries)):
+            name, ino = entries[index]
+            try:
+                inode = inodes[ino]
+            except KeyError:
+                continue
+            if index < 2:
+                if not add(name, ino, stat.S_IFDIR, None, index + 1):
+                    return
+                continue
+            main = node = self._cache.routes.node_of(inode, 0)
+            if one_number:
+                node = self._nodes.numbered(inode)
+            known = node.lookups > 0 and valid_s > 0
+            if known and self._coherence.knows((directory, name), node, known_until):
+                if not add(name, ino, inode.mode, None, index + 1):
+                    return
+                continue
+            entry = self._metadata.describe(node, inode)
+            if node is main:
+                self._coherence.listed(entry, (directory, name), node, inode, valid_s)
+            else:
+                self._coherence.attributes(entry, node, inode)
+            if not add(name, ino, entry.st_mode, entry, index + 1):
+                self._nodes.drop_unused(node)
+                return
+            node.lookups += 1
+
+    def listed(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
+        """Yield names without attributes: number of the inode, id of the name after it, name, mode."""
+        entries, inodes = self._listing(self._directory_handle(fh), start_id), self._inodes
+        for index in range(start_id, len(entries)):
+            name, ino = entries[index]
+            try:
+                inode = inodes[ino]
+            except KeyError:
+                continue
+            yield ino, index + 1, name, inode.mode
+
+    async def releasedir(self, fh: int) -> None:
+        self._directory_handle(fh)
+        self._nodes.drop_unused(self._nodes.close(fh).node)
+        await self._cache.host.forget_nameless()
+
+    async def sync(self) -> None:
+        """Make all changes of names that were answered survive a crash."""
+        if self._store.sends:
+            await detach()
+        await self._namespace.flush()

@@ -2,15 +2,15 @@
 
 import errno
 import os
-from typing import Any
+from typing import Any, Final
 
 from ..backend.namespace import Namespace, fail
 from ..backend.namespace.quotas import Usage
-from ..callers.credentials import CAP_SYS_ADMIN
-from ..callers.processes import Processes
+from ..callers.processes import CAP_SYS_ADMIN, Processes
 from .calls import Space
-from .own_xattrs import QUOTA_USED_BYTES as USED_BYTES
 
+USED_BYTES: Final = b"user.irdmafs.quota_used_bytes"
+USED_INODES: Final = b"user.irdmafs.quota_used_inodes"
 # An attribute's value is at most 64 KiB.
 _REPORTED_MAX = 32
 

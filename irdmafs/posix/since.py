@@ -65,7 +65,7 @@ class Since(Part):
         self._found.add(node.id)
         if len(self._found) >= self._prune_at:
             self._prune()
-        return self._answers.attributes(node, link)
+        return self._metadata.describe(node, link)
 
     def _prune(self) -> None:
         """Have the kernel drop the links that nobody uses."""

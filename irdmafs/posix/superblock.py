@@ -4,8 +4,8 @@ from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.protocol import Coherence
 from ..mount_options import MountOptions
-from .answers import Answers
 from .atimes import Atimes
+from .metadata import Metadata
 from .permissions import Permissions
 
 
@@ -30,7 +30,7 @@ class Superblock:
         self.kernel = cache.kernel
         self.coherence = coherence
         self.atimes = atimes
-        self.answers = Answers(cache, coherence, options, atimes)
+        self.metadata = Metadata(store, cache, coherence, options, atimes)
         self.permissions = Permissions(cache.processes, options)
 
 
@@ -45,5 +45,5 @@ class Part:
         self._nodes = block.nodes
         self._processes = block.processes
         self._coherence = block.coherence
-        self._answers = block.answers
+        self._metadata = block.metadata
         self._atimes = block.atimes

@@ -1,7 +1,7 @@
 """Callers that wait for a change, as long as it takes: how many may, and how that ends.
 
 They wait for a change below a directory, in a request, or for one of a file, in poll(2). The kernel session
-is told of signals that end a request (see interrupts). pyfuse3 is not, so there each caller is looked at
+is told of signals that end a request (see fuse/tasks.py). pyfuse3 is not, so there each caller is looked at
 from time to time, and few may wait: each takes one of the tasks that answer requests.
 """
 

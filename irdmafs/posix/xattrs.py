@@ -1,28 +1,82 @@
-"""Extended attributes: those that are kept, and our own, which tell or do something."""
+"""Extended attributes: those that are kept, and our own (user.irdmafs.…), which tell or do something.
+
+Some of our own are kept with an inode, and some report. The rest are requests of programs (docs/mount.md
+says why these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
+descriptors the mount takes from the caller, `keeps_no_pages` announces an open, `prefetch_now` begins a
+prefetch, and setting `discard` gives a written content up.
+"""
 
 import errno
 import json
+import logging
+import math
 import os
-from collections.abc import Callable
+import re
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from ..backend.namespace import ROOT_INO, Inode, acl, fail
-from ..backend.namespace.attributes import AWAITS
+from ..backend.namespace import ROOT_INO, Inode, Namespace, acl, fail
+from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, FOLLOW, ISOLATION, NAMES, check
 from ..backend.namespace.quotas import QUOTA_NAMES
-from ..callers.credentials import CAP_SYS_ADMIN
-from ..callers.processes import ids_of, open_thread
+from ..callers.processes import CAP_SYS_ADMIN, ids_of, open_thread
+from ..coherence.content import Content
 from ..inline import detach
-from . import own_xattrs, quotas
+from . import quotas
 from .calls import Caller
-from .listing import tree_below
-from .privileges import privileges_of
+from .permissions import privileges_of
+from .quotas import USED_BYTES, USED_INODES
 from .superblock import Part, Superblock
 from .waits import Waits
 
+log = logging.getLogger(__name__)
+
+PREFIX: Final = b"user.irdmafs."
+# The counter of changes below a directory; followed by ".N" or ".N.SECONDS", once it is not N.
+CHANGES: Final = PREFIX + b"changes"
+# All that is below a directory; followed as CHANGES is, once its counter is not N. A program that waits for
+# changes would otherwise look at each name by requests of its own, and in a cluster ask etcd for each. This
+# is what the mount has been told so far, at one revision, with the counter that belongs to it: a program
+# that waits for another counter misses nothing.
+TREE: Final = PREFIX + b"tree"
+DISCARD: Final = PREFIX + b"discard"
+# The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
+PREFETCH: Final = PREFIX + b"prefetch"
+# Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
+KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
+PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
+# Followed by the numbers of two descriptors of the caller: ".5.6".
+READ_INTO: Final = PREFIX + b"read_into"
+STATUS: Final = PREFIX + b"status"
+# Which store nodes keep a file, in a cluster.
+NODES: Final = PREFIX + b"nodes"
+VERSION: Final = PREFIX + b"version"
+VERSIONS: Final = PREFIX + b"versions"
+
+_TELLING = {
+    *(CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH),
+    *(USED_BYTES, USED_INODES),
+}
+_OF_DIRECTORIES = {FOLLOW, ISOLATION, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
+# The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
+_KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
+_SETTABLE = {DISCARD, *_KEPT}
+_REFUSALS_MAX: Final = 4
+_TOLD_FOR_S: Final = 600
+_SHOWN_BYTES: Final = 64
+_CHANGED_SINCE: Final = re.compile(rb"\.([0-9]{1,20})(?:\.([0-9]+(?:\.[0-9]+)?))?")
 _DESCRIPTOR_MAX: Final = 2**31 - 1
 _WHY_MAX: Final = 96
 _TRUSTED: Final = b"trusted."
 _XATTR_NAMESPACES: Final = (b"user.", _TRUSTED, b"security.")
+# The largest value of an attribute that Linux takes.
+_VALUE_MAX: Final = 65536
+# What an entry needs at least beside its name: '"":[1],'.
+_ENTRY_BYTES: Final = 7
+_ALL: Final = stat.S_IROTH | stat.S_IXOTH
 
 
 class Xattrs(Part):
@@ -36,7 +90,7 @@ class Xattrs(Part):
         self._waits = waits
         self._status = status
         self._acls = acls
-        self._refusals = own_xattrs.Refusals(block.namespace)
+        self._refusals = _Refusals(block.namespace)
 
     async def setxattr(
         self,
@@ -50,18 +104,18 @@ class Xattrs(Part):
     ) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
-        if name.startswith(own_xattrs.PREFIX):
+        if name.startswith(PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
-                if name == own_xattrs.DISCARD:
+                if name == DISCARD:
                     self._cache.sharing.discard(self._nodes.get(inode)[0])
                     return
                 self._namespace.check_writable(found.ino)
-                own_xattrs.refuse_nonsense(found, name, value)
+                _refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
                     await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
                 await self._store.prepare_attribute(found, name, value)
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
-        self._answers.refresh_several(found.ino)
+        self._metadata.refresh_several(found.ino)
         if name == AWAITS and self._cache.kernel.can_forget:
             # The kernel may remember that names do not exist in this directory.
             self._cache.kernel.forget((), names=True)
@@ -86,33 +140,33 @@ class Xattrs(Part):
         value = found.xattrs.get(name)
         if value is not None:
             return value
-        if name == own_xattrs.VERSION and found.is_file:
+        if name == VERSION and found.is_file:
             node, _ = self._nodes.get(inode)
             return b"%d" % self._cache.looks.version(node, found)
-        if name == own_xattrs.VERSIONS and found.is_file:
-            return json.dumps(own_xattrs.versions(found, self._cache, self._nodes)).encode()
-        if name == own_xattrs.KEEPS_NO_PAGES and found.is_file:
+        if name == VERSIONS and found.is_file:
+            return json.dumps(self._versions(found)).encode()
+        if name == KEEPS_NO_PAGES and found.is_file:
             return b"%d" % self._cache.references.announce(ctx.pid, found.ino, ctx.uid)
-        if name == own_xattrs.PREFETCH_NOW:
+        if name == PREFETCH_NOW:
             self._store.prefetch(found.ino)
-        if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
+        if name in (PREFETCH, PREFETCH_NOW):
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
-        if name.startswith(own_xattrs.CHANGES) and found.is_dir:
-            return b"%d" % await self._count(found.ino, name, own_xattrs.CHANGES, ctx)
-        if name.startswith(own_xattrs.TREE) and found.is_dir:
-            counter = await self._count(found.ino, name, own_xattrs.TREE, ctx)
+        if name.startswith(CHANGES) and found.is_dir:
+            return b"%d" % await self._count(found.ino, name, CHANGES, ctx)
+        if name.startswith(TREE) and found.is_dir:
+            counter = await self._count(found.ino, name, TREE, ctx)
             found = self._namespace.inode(found.ino)
-            return tree_below(self._namespace, found, counter, ctx.uid)
-        if name == own_xattrs.STATUS and found.ino == ROOT_INO:
+            return _tree_below(self._namespace, found, counter, ctx.uid)
+        if name == STATUS and found.ino == ROOT_INO:
             status = self._status()
             status["warnings"] += self._refusals.warnings()
             return json.dumps(status).encode()
-        if name == own_xattrs.NODES and found.is_file:
+        if name == NODES and found.is_file:
             return await self._nodes_of(found)
-        if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):
+        if name in (USED_BYTES, USED_INODES):
             await self._coherence.freshen(found)
             return quotas.used(self._namespace, found.ino, name)
-        if name.startswith(own_xattrs.READ_INTO) and found.is_file and self._store.reads_into:
+        if name.startswith(READ_INTO) and found.is_file and self._store.reads_into:
             try:
                 answer = await self._read_into(inode, name, ctx)
             except OSError as error:
@@ -121,6 +175,31 @@ class Xattrs(Part):
                 answer = {"why_not": str(error.strerror)[:_WHY_MAX]}
             return json.dumps(answer).encode()
         raise fail(errno.ENODATA)
+
+    def _versions(self, inode: Inode) -> dict[str, Any]:
+        """Return every content of a file that is kept, newest first, and who keeps it."""
+        openers: dict[Content, list[int]] = {}
+        for handle in self._nodes.handles.values():
+            if handle.content is not None and handle.node.ino == inode.ino:
+                openers.setdefault(handle.content, []).append(handle.pid)
+        working: list[dict[str, Any]] = []
+        old: list[dict[str, Any]] = []
+        current_openers: set[int] = set()
+        for content, pids in openers.items():
+            if not content.is_changing and not content.state.ended:
+                current_openers.update(pids)
+                continue
+            size, _, mtime_ns, _ = self._cache.looks.look_of(content, inode)
+            row = _version_row(
+                None if content.is_changing else content.base.version, size, mtime_ns,
+                "working" if content.is_changing else "open", pids,
+            )  # fmt: skip
+            (working if content.is_changing else old).append(row)
+        current = _version_row(
+            inode.version, inode.size, inode.mtime_ns, "current", current_openers
+        )
+        old.sort(key=lambda row: row["version"] or 0, reverse=True)
+        return {"ino": inode.ino, "versions": [*working, current, *old]}
 
     async def _nodes_of(self, inode: Inode) -> bytes:
         await self._coherence.freshen(inode)
@@ -131,7 +210,7 @@ class Xattrs(Part):
 
     async def _count(self, directory: int, name: bytes, attribute: bytes, ctx: Caller) -> int:
         """Return the counter of changes below a directory, as the name of an attribute asks for it."""
-        asked = own_xattrs.changes_asked(name, attribute)
+        asked = _changes_asked(name, attribute)
         if asked is not None:
             count, seconds = asked
             await self._waits.changed(directory, count, seconds, ctx)
@@ -141,7 +220,7 @@ class Xattrs(Part):
         """Read a file's current version, as an open would find it, into memory that the caller lends. An
         answer fits the buffer of a first getxattr(2) call. Raises OSError EOPNOTSUPP, with the reason, if
         the file should be opened instead."""
-        _, *numbers = name.removeprefix(own_xattrs.READ_INTO).split(b".")
+        _, *numbers = name.removeprefix(READ_INTO).split(b".")
         if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
             raise fail(errno.EINVAL)
         lent = [*map(int, numbers)]
@@ -177,4 +256,126 @@ class Xattrs(Part):
         if name in QUOTA_NAMES:
             await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
         await self._namespace.remove_xattr(found.ino, name)
-        self._answers.refresh_several(found.ino)
+        self._metadata.refresh_several(found.ino)
+
+
+class _Refusals:
+    """The attributes that were refused lately. Callers get only an error code; the log and the warnings of
+    the mount say which value is wrong, and what is allowed."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        # The newest ones, with the time at which each came, in seconds of time.monotonic().
+        self._newest: deque[tuple[float, str]] = deque(maxlen=_REFUSALS_MAX)
+
+    @contextmanager
+    def saying_why(self, inode: Inode, name: bytes, value: bytes, pid: int) -> Iterator[None]:
+        """Note why an attribute is refused, if it is."""
+        try:
+            yield
+        except OSError as error:
+            shown = os.fsdecode(value[:_SHOWN_BYTES])
+            what = f"{os.fsdecode(name)!r} is refused: {error.strerror}"
+            log.info(
+                "%s: %s (process %d gave %r)", self._namespace.describe(inode.ino), what, pid, shown
+            )
+            self._newest.append((time.monotonic(), f"{what} (process {pid} gave {shown!r}"))
+            raise
+
+    def warnings(self) -> list[str]:
+        """Return a line for each of the last minutes. They name no directory: everybody may read them."""
+        now = time.monotonic()
+        return [
+            f"{what} {now - then:.0f} s ago; the log names the directory)"
+            for then, what in self._newest
+            if now - then < _TOLD_FOR_S
+        ]
+
+
+def _refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
+    """Raise OSError EINVAL or EPERM for an unknown attribute or value, so that typing errors are not
+    stored."""
+    if name in _TELLING:
+        raise fail(errno.EPERM, "it tells something, and cannot be set")
+    if name not in _KEPT:
+        known = ", ".join(sorted(map(os.fsdecode, _SETTABLE)))
+        raise fail(errno.EINVAL, f"it means nothing; there are {known}")
+    if name in _OF_DIRECTORIES:
+        if not inode.is_dir:
+            raise fail(errno.EINVAL, "only directories have it, for what is below")
+        try:
+            check(name, value)
+        except ValueError as error:
+            raise fail(errno.EINVAL, str(error)) from None
+
+
+def _changes_asked(name: bytes, attribute: bytes) -> tuple[int, float] | None:
+    """Return which counter of changes a request waits out, and for how many seconds, by a name that begins
+    with CHANGES or TREE; None: it does not wait. Raises OSError EINVAL."""
+    asked = name.removeprefix(attribute)
+    if not asked:
+        return None
+    found = _CHANGED_SINCE.fullmatch(asked)
+    if found is None:
+        raise fail(errno.EINVAL)
+    count, seconds = found.groups()
+    return int(count), float(seconds) if seconds is not None else math.inf
+
+
+def _version_row(
+    version: int | None, size: int, mtime_ns: int, state: str, pids: Collection[int]
+) -> dict[str, Any]:
+    return {
+        "version": version,
+        "size": size,
+        "mtime_ns": mtime_ns,
+        "state": state,
+        "openers": sorted(set(pids)),
+    }
+
+
+def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) -> bytes:
+    """Return what a user may see below a directory as JSON: the counter and its entries, by name. Of a file
+    [ino, ctime_ns, size, version, nlink], as published; of a directory [ino, entries], or [ino, null] if
+    it is not sure that the user may look there; of anything else [ino]. Raises OSError EACCES for the
+    directory itself, and E2BIG if there is too much for an attribute."""
+    if not _may_look(directory, uid):
+        raise fail(errno.EACCES, "only its owner, or everybody, may ask for all that is below it")
+    room = _VALUE_MAX
+
+    def entries(ino: int) -> dict[str, Any]:
+        nonlocal room
+        found = {}
+        for name, child in namespace.children(ino):
+            room -= len(name) + _ENTRY_BYTES
+            if room < 0:
+                raise _too_much()
+            inode = namespace.inodes.get(child)
+            if inode is not None:
+                found[os.fsdecode(name)] = entry(inode)
+        return found
+
+    def entry(inode: Inode) -> list[Any]:
+        if inode.is_file:
+            return [inode.ino, inode.ctime_ns, inode.size, inode.version, inode.nlink]
+        if inode.is_dir:
+            return [inode.ino, entries(inode.ino) if _may_look(inode, uid) else None]
+        return [inode.ino]
+
+    answer = json.dumps([counter, entries(directory.ino)], separators=(",", ":")).encode()
+    if len(answer) > _VALUE_MAX:
+        raise _too_much()
+    return answer
+
+
+def _may_look(directory: Inode, uid: int) -> bool:
+    """Return whether a user may surely list a directory and see its files' status. Who is in a group, and
+    what ACLs and capabilities allow, is left to the kernel."""
+    mode = directory.mode
+    if uid == directory.uid:
+        return mode >> 6 & _ALL == _ALL
+    return acl.ACCESS not in directory.xattrs and mode & mode >> 3 & _ALL == _ALL
+
+
+def _too_much() -> OSError:
+    return fail(errno.E2BIG, "there is too much below it for one answer")

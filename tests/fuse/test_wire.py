@@ -29,12 +29,11 @@ from irdmafs.callers.processes import Processes
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.protocol import Coherence
-from irdmafs.fuse import passthrough, wire
+from irdmafs.fuse import wire
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
 from irdmafs.fuse.kernel import KernelSession
-from irdmafs.fuse.notices import Notices
-from irdmafs.fuse.submounts import Submounts
+from irdmafs.fuse.notices import Notices, Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wakeups import FastWakeups
 from irdmafs.fuse.wire import Malformed, Opcode, Request
@@ -345,13 +344,13 @@ class Ioctls:
         self.registered: set[int] = set()
         self._next = 1
 
-    def register(self, device_fd: int, backing_fd: int) -> int:
+    def register(self, backing_fd: int) -> int:
         os.fstat(backing_fd)
         self._next += 1
         self.registered.add(self._next)
         return self._next
 
-    def unregister(self, device_fd: int, backing_id: int) -> None:
+    def unregister(self, backing_id: int) -> None:
         self.registered.remove(backing_id)
 
 
@@ -388,8 +387,8 @@ async def serving(mode: str = "cached") -> AsyncIterator[Served]:
         patch.setattr(store_node, "in_memory", lambda path: True)
         patch.setattr(logging.root, "disabled", True)
         if mode == "passthrough":
-            patch.setattr(passthrough, "register", backings.register)
-            patch.setattr(passthrough, "unregister", backings.unregister)
+            patch.setattr(Connection, "register", backings.register)
+            patch.setattr(Connection, "unregister", backings.unregister)
         async with (
             embedded_store(directory) as store,
             trio.open_nursery() as telling,
@@ -711,7 +710,7 @@ async def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
 async def test_a_failed_open_leaves_the_file_as_it_was(
     flags: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(device_fd: int, backing_fd: int) -> int:
+    def fails(connection: Connection, backing_fd: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     async with serving("passthrough") as served:
@@ -720,7 +719,7 @@ async def test_a_failed_open_leaves_the_file_as_it_was(
         before, inode = open_files(), served.store.namespace.lookup(ROOT, b"file")
         assert inode is not None
         with monkeypatch.context() as patch:
-            patch.setattr(passthrough, "register", fails)
+            patch.setattr(Connection, "register", fails)
             error, _ = opened(served, lookup(served, b"file"), flags)
             if error == errno.ESTALE:
                 error, _ = opened(served, lookup(served, b"file"), flags)
