@@ -48,7 +48,7 @@ def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
     cluster: Cluster, maker: ClusterMount, there: Path
 ) -> None:
     here = maker.path / there.name
-    claim(maker, here)
+    claim(here)
     before = transactions(maker)
     for number in range(FILES):
         fd = make(here / f"unseen{number}")
@@ -87,9 +87,9 @@ def test_a_directory_costs_one_transaction_and_each_file_in_it_one(
 
 
 def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
-    hosts: list[ClusterMount], pair: list[Path], here: Path, there: Path
+    pair: list[Path], here: Path, there: Path
 ) -> None:
-    claim(hosts[0], here)
+    claim(here)
     fd = make(here / "file")
     os.fchmod(fd, 0o640)
     os.chown(here / "file", 7, 8)
@@ -119,14 +119,12 @@ def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
     assert (there / "replaced").read_bytes() == b""
 
 
-def test_another_host_that_makes_a_name_ends_the_claim(
-    hosts: list[ClusterMount], here: Path, there: Path
-) -> None:
-    claim(hosts[0], here)
-    before = claimed(hosts[0])
+def test_another_host_that_makes_a_name_ends_the_claim(here: Path, there: Path) -> None:
+    claim(here)
+    before = claimed(here)
     opened = {number: make(here / f"file{number}") for number in range(3)}
     os.close(make(there / "other"))
-    eventually(lambda: claimed(hosts[0]) < before, "it is given up")
+    eventually(lambda: claimed(here) < before, "it is given up")
     for number, fd in opened.items():
         with pytest.raises(FileExistsError):
             make(there / f"file{number}")
@@ -137,23 +135,21 @@ def test_another_host_that_makes_a_name_ends_the_claim(
         make(here / "other")
 
 
-def test_what_is_not_to_be_followed_is_not_claimed(
-    cluster: Cluster, hosts: list[ClusterMount], pair: list[Path]
-) -> None:
+def test_what_is_not_to_be_followed_is_not_claimed(cluster: Cluster, pair: list[Path]) -> None:
     """Hosts take turns there: each would have to recall what another has claimed."""
     os.setxattr(pair[0], "user.irdmafs.follow", b"off")
-    claims, rounds = sum(map(claimed, hosts)), FILES // 5
+    claims, rounds = sum(map(claimed, pair)), FILES // 5
     for number in range(rounds):
         for host, path in enumerate(pair):
             folder = path / f"{number}-{host}"
             folder.mkdir()
             for name in ("a", "b", "c"):
                 (folder / name).write_bytes(b"content")
-    assert sum(map(claimed, hosts)) <= claims
+    assert sum(map(claimed, pair)) <= claims
     # Nor are claims kept that were taken before, while they are used: each use makes more of them.
     os.setxattr(pair[0], "user.irdmafs.follow", b"on")
     (pair[0] / "before").mkdir()
-    claim(hosts[0], pair[0] / "before")
+    claim(pair[0] / "before")
     os.setxattr(pair[0], "user.irdmafs.follow", b"off")
 
     def is_given_up() -> bool:
@@ -184,7 +180,7 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
     holder, other = own_cluster.mounts
     for name in ("stopped", "killed"):
         (holder.path / name).mkdir()
-        claim(holder, holder.path / name)
+        claim(holder.path / name)
     fd = make(holder.path / "stopped" / "file")
     os.write(fd, b"lost")
     holder.pause()
@@ -197,7 +193,7 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
     for mount in (holder, other):
         assert (mount.path / "stopped" / "file").read_bytes() == b"content"
     eventually(lambda: bool(counters(holder)["session_valid_seconds"]), "it has a session again")
-    claim(holder, holder.path / "killed")
+    claim(holder.path / "killed")
     fd = make(holder.path / "killed" / "file")
     holder.kill9()
     os.close(make(other.path / "killed" / "file"))
@@ -209,7 +205,7 @@ def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
 ) -> None:
     holder, other = own_cluster.mounts
     (holder.path / "directory").mkdir()
-    claim(holder, holder.path / "directory")
+    claim(holder.path / "directory")
     fd = make(holder.path / "directory" / "file")
     os.write(fd, b"content")
     holder.pause()
@@ -224,7 +220,7 @@ def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
 def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
     mount, holder = own_cluster.mounts
     (holder.path / "held").mkdir()
-    claim(holder, holder.path / "held")
+    claim(holder.path / "held")
     held = (holder.path / "held").stat().st_ino
     directories = [mount.path / f"directory{number}" for number in range(5)]
     for directory in directories:

@@ -54,12 +54,10 @@ def copies(cluster: Cluster) -> set[Path]:
 
 
 @pytest.fixture(params=["claimed", "not claimed"])
-def makers(
-    pair: list[Path], hosts: list[ClusterMount], request: pytest.FixtureRequest
-) -> list[Path]:
+def makers(pair: list[Path], request: pytest.FixtureRequest) -> list[Path]:
     """Two hosts of which the first one may have made so many files that it has the directory's claim."""
     if request.param == "claimed":
-        claim(hosts[0], pair[0])
+        claim(pair[0])
     return pair
 
 

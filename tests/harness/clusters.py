@@ -1,6 +1,8 @@
 """Clusters for tests, with skips where it cannot run and logs of what failed."""
 
+import json
 import os
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +13,8 @@ from harness.cluster import LONG_LEASE_S, MIB, Plan
 from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
-from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.parts import STATUS_XATTR, ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.scratch import mount_points
 from harness.training import train
 
 __all__ = [
@@ -29,14 +32,24 @@ __all__ = [
     "need_cluster",
     "need_network",
     "run_irdmafs",
+    "status_at",
     "train",
 ]
 
 
-def counters(mount: ClusterMount) -> dict[str, Any]:
-    """Return what `irdmafs status` tells of a mount and its cluster."""
-    found: dict[str, Any] = mount.status()["cluster"]
+def counters(place: ClusterMount | Path) -> dict[str, Any]:
+    """Return what a mount, or that of a path if it works, tells of itself and its cluster."""
+    status = status_at(place) if isinstance(place, Path) else place.status()
+    found: dict[str, Any] = status["cluster"]
     return found
+
+
+def status_at(path: Path) -> dict[str, Any]:
+    """Return the status of the mount that a path is on, which is found without a request to it."""
+    points = set(mount_points())
+    top = next(place for place in (path, *path.parents) if str(place) in points)
+    answer: dict[str, Any] = json.loads(os.getxattr(top, STATUS_XATTR))
+    return answer
 
 
 def need_cluster() -> None:
