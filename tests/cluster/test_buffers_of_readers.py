@@ -5,12 +5,13 @@ import fcntl
 import itertools
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from harness.beside import repeating
 from harness.clusters import LONG_LEASE_S, MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
 from harness.errors import fails_with
 from harness.mountpoint import eventually
@@ -120,26 +121,16 @@ def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, striped
     one, other = cluster.mounts[:2]
     path = one.path / striped / "file"
     path.write_bytes(pattern(1, 2 * MIB))
-    over = threading.Event()
-
-    def publish() -> None:
-        for number in itertools.count(2):
-            path.write_bytes(pattern(number, 2 * MIB))
-            if over.is_set():
-                return
-
-    writer = threading.Thread(target=publish)
-    writer.start()
+    numbers = itertools.count(2)
     seen = []
-    try:
-        with client.Buffer(2 * MIB) as buffer:
-            for _ in range(ROUNDS):
-                buffer.fill(f"{other.path}/{striped}/file")
-                seen.append(version_of(held(buffer)))
-                assert buffer.version == seen[-1]
-    finally:
-        over.set()
-        writer.join()
+    with (
+        repeating(lambda: path.write_bytes(pattern(next(numbers), 2 * MIB))),
+        client.Buffer(2 * MIB) as buffer,
+    ):
+        for _ in range(ROUNDS):
+            buffer.fill(f"{other.path}/{striped}/file")
+            seen.append(version_of(held(buffer)))
+            assert buffer.version == seen[-1]
     assert seen == sorted(seen) and len(set(seen)) > 1
 
 
@@ -149,14 +140,9 @@ def test_several_buffers_are_read_into_at_once(cluster: Cluster, striped: str) -
     for number, content in enumerate(contents):
         (one.path / striped / f"file{number}").write_bytes(content)
     buffers = [client.Buffer(2 * MIB) for _ in contents]
-    threads = [
-        threading.Thread(target=buffer.fill, args=[f"{other.path}/{striped}/file{number}"])
-        for number, buffer in enumerate(buffers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    paths = [f"{other.path}/{striped}/file{number}" for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert len([*threads.map(client.Buffer.fill, buffers, paths)]) == 8
     for buffer, content in zip(buffers, contents, strict=True):
         assert buffer.filled_by == "mount" and held(buffer) == content
         buffer.close()
