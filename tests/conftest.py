@@ -406,6 +406,26 @@ def cluster(shared_cluster: SharedCluster, request: pytest.FixtureRequest) -> It
             yield made
 
 
+@pytest.fixture(scope="session")
+def shared_failing_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster(Plan(nodes=1, replicas=1))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def failing(shared_failing_cluster: SharedCluster) -> Iterator[Cluster]:
+    """A store node and two mounts, with empty logs, to be cut off, stopped or killed. They work again after
+    the test."""
+    cluster = shared_failing_cluster.get()
+    if not cluster.network.links:
+        pytest.skip("links cannot be cut")
+    for mount in cluster.mounts:
+        mount.log.write_text("")
+    yield cluster
+    cluster.mend()
+
+
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> list[ClusterMount]:
     """Two mounts of one cluster."""
@@ -414,9 +434,12 @@ def hosts(cluster: Cluster) -> list[ClusterMount]:
 
 @pytest.fixture
 def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
-    """A directory that no other test uses, as two hosts see it."""
+    """A directory that no other test uses, as two hosts see it. A module's STRIPE_SIZE is that of its
+    files."""
     name = re.sub(r"\W+", "_", f"{request.path.stem}_{request.node.name}")
     (hosts[0].path / name).mkdir()
+    if stripe_size := getattr(request.module, "STRIPE_SIZE", None):
+        os.setxattr(hosts[0].path / name, "user.irdmafs.stripe_size", stripe_size)
     return [host.path / name for host in hosts]
 
 
@@ -430,15 +453,6 @@ def here(pair: list[Path]) -> Path:
 def there(pair: list[Path]) -> Path:
     """Return the directory of `pair` as the second host sees it."""
     return pair[1]
-
-
-@pytest.fixture
-def striped(cluster: Cluster, request: pytest.FixtureRequest) -> str:
-    """A directory of this test's own, whose files have stripes of 1 MiB."""
-    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
-    (cluster.mounts[0].path / name).mkdir()
-    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
-    return name
 
 
 _idle_processes: list[Process] = []

@@ -161,23 +161,8 @@ def test_what_is_not_to_be_followed_is_not_claimed(cluster: Cluster, pair: list[
         assert len([*path.glob("*/[abc]")]) == 2 * 3 * rounds
 
 
-@pytest.fixture(scope="module")
-def failing_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster of which a mount is stopped or killed. It works again after the test."""
-    yield failing_cluster
-    for mount in failing_cluster.mounts:
-        if not mount.alive:
-            mount.restart()
-
-
-def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster: Cluster) -> None:
-    holder, other = own_cluster.mounts
+def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(failing: Cluster) -> None:
+    holder, other = failing.mounts
     for name in ("stopped", "killed"):
         (holder.path / name).mkdir()
         claim(holder.path / name)
@@ -201,9 +186,9 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
 
 
 def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
-    own_cluster: Cluster,
+    failing: Cluster,
 ) -> None:
-    holder, other = own_cluster.mounts
+    holder, other = failing.mounts
     (holder.path / "directory").mkdir()
     claim(holder.path / "directory")
     fd = make(holder.path / "directory" / "file")
@@ -217,8 +202,15 @@ def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
         assert (mount.path / "directory" / "file").read_bytes() == b"content"
 
 
-def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
-    mount, holder = own_cluster.mounts
+@pytest.fixture
+def loopback() -> Iterator[Cluster]:
+    """A cluster whose etcd this process can speak to."""
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as made:
+        yield made
+
+
+def test_a_member_that_gives_no_claim_up_is_waited_for_once(loopback: Cluster) -> None:
+    mount, holder = loopback.mounts
     (holder.path / "held").mkdir()
     claim(holder.path / "held")
     held = (holder.path / "held").stat().st_ino
@@ -228,7 +220,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     numbers = [directory.stat().st_ino for directory in directories]
 
     async def hold(done: threading.Event) -> None:
-        async with own_cluster.engine("mount") as engine, trio.open_nursery() as nursery:
+        async with loopback.engine("mount") as engine, trio.open_nursery() as nursery:
             lease = await engine.leases.grant(60)
             record = MountRecord("elsewhere", "/nowhere", 1, "1", key_digest=b"m" * 32)
             claims = [Put(claim_key(ino), lease.to_bytes(8, "big"), lease) for ino in numbers[:2]]
@@ -250,7 +242,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     holding = threading.Thread(target=trio.run, args=(hold, done))
     holding.start()
     try:
-        eventually(lambda: len(own_cluster.status()["mounts"]) == 3, "the other member is there")
+        eventually(lambda: len(loopback.status()["mounts"]) == 3, "the other member is there")
         assert not os.listdir(directories.pop())  # the claim is an exclusive one
         for directory in directories:
             (directory / "file").write_bytes(b"content")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -293,38 +293,20 @@ def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(h
         assert counters(here)["transactions"] < before + 8
 
 
-@pytest.fixture(scope="module")
-def failing_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster whose first mount is cut off, stopped or killed. It works again after the test."""
-    yield failing_cluster
-    failing_cluster.heal_all()
-    holder = failing_cluster.mounts[0]
-    if not holder.alive:
-        holder.restart()
-    eventually(lambda: counters(holder)["session_valid_seconds"] > 0, "it has a session", 30)
-    holder.log.write_text("")
-
-
 Apart = tuple[ClusterMount, Path, Path]
 
 
 @pytest.fixture
-def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> Apart:
+def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
     """The first mount of that cluster, and a directory as it and another mount see it."""
     name = re.sub(r"\W+", "_", request.node.name)
-    here, there = (mount.path / name for mount in own_cluster.mounts)
+    here, there = (mount.path / name for mount in failing.mounts)
     here.mkdir()
-    return own_cluster.mounts[0], here, there
+    return failing.mounts[0], here, there
 
 
 @pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])
-def test_what_was_changed_before_it_survives(own_cluster: Cluster, apart: Apart, by: str) -> None:
+def test_what_was_changed_before_it_survives(failing: Cluster, apart: Apart, by: str) -> None:
     holder, here, there = apart
     (here / "old").touch()
     (holder.path / "elsewhere").touch()
@@ -338,7 +320,7 @@ def test_what_was_changed_before_it_survives(own_cluster: Cluster, apart: Apart,
         holder.terminate()
     else:
         fsync(here if by.endswith("directory") else holder.path / "elsewhere")
-    own_cluster.lose(holder)
+    failing.lose(holder)
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
 
 
@@ -363,7 +345,7 @@ os.write(1, b"given up")
     [("lockf", "unlock"), ("flock", "share"), ("lockf", "close"), ("flock", "close")],
 )
 def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
-    own_cluster: Cluster, apart: Apart, kind: str, by: str
+    failing: Cluster, apart: Apart, kind: str, by: str
 ) -> None:
     """As SQLite removes its journal, and unlocks the database."""
     holder, here, there = apart
@@ -376,21 +358,21 @@ def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
         assert program.stdout is not None
         assert program.stdout.read(8) == b"given up"
         assert deferred(holder) > before
-        own_cluster.lose(holder)
+        failing.lose(holder)
     assert sorted(os.listdir(there)) == ["changed", "lock"]
     assert stat.S_IMODE((there / "changed").stat().st_mode) == 0o600
 
 
 def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     claim_exclusively(here)
-    (member,) = own_cluster.etcd.members
+    (member,) = failing.etcd.members
     member.pause()
     before = deferred(holder)
     made = 0
-    back = threading.Timer(3 * own_cluster.plan.lease_ttl_s, member.resume)
+    back = threading.Timer(3 * failing.plan.lease_ttl_s, member.resume)
     back.start()
     while back.is_alive():
         (here / f"{made:04}").touch()
@@ -402,20 +384,20 @@ def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
 
 
 def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "old").write_bytes(b"content")
     (here / "changed").write_bytes(b"content")
     claim_exclusively(here)
-    own_cluster.isolate(holder)
+    failing.isolate(holder)
     (here / "old").unlink()
     (here / "changed").chmod(0o600)
     (here / "new").touch()
     assert sorted(os.listdir(there)) == ["changed", "old"]
     (there / "other").touch()
     (there / "changed").chmod(0o644)
-    own_cluster.heal_all()
+    failing.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")
     assert (here / "old").read_bytes() == b"content"
@@ -429,19 +411,19 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
 
 
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "name").write_bytes(b"content")
     (here / "folder").mkdir()
     for directory in (here, here / "folder"):
         claim_exclusively(directory)
-    own_cluster.isolate(holder)
+    failing.isolate(holder)
     (here / "name").unlink()
     (here / "folder/new").touch()
     (there / "name").write_bytes(b"of the other")
     (there / "folder").rmdir()
-    own_cluster.heal_all()
+    failing.heal_all()
     assert (here / "name").read_bytes() == b"of the other"
     assert not can_be_opened(here / "folder")
     for folder in (here, there):
@@ -452,7 +434,7 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
 
 
 def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for name in ("used", "unused"):
@@ -460,12 +442,12 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
     claim_exclusively(here)
     for name in ("used", "unused"):
         claim_exclusively(here / name)
-    own_cluster.isolate(holder)
+    failing.isolate(holder)
     for name in ("used", "unused"):
         (here / name).rmdir()
     (here / "made").mkdir()
     (there / "used/file").write_bytes(b"content")
-    own_cluster.heal_all()
+    failing.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     for folder in (here, there):
         eventually(lambda: (folder / "used/file").exists(), "the tree is right")  # noqa: B023
@@ -478,7 +460,7 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
 
 
 def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for number in range(5):
@@ -487,13 +469,13 @@ def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
     claim_exclusively(here)
     for number in range(5):
         claim_exclusively(here / f"old{number}")
-    own_cluster.isolate(holder)
+    failing.isolate(holder)
     for number in range(5):
         (here / f"new{number}").mkdir()
         (here / f"old{number}").rmdir()
     assert len(os.listdir(there)) == 5
     (there / "other").touch()
-    own_cluster.heal_all()
+    failing.heal_all()
     expected = ["new0", "new1", "new2", "new3", "new4", "other"]
     eventually(lambda: sorted(os.listdir(there)) == expected, "all are stored")
     assert sorted(os.listdir(here)) == expected
@@ -526,12 +508,12 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
 
 
 def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     """A busy machine runs neither for a while: the time that a holder has is up when its answer is read."""
     holder, here, there = apart
-    other = own_cluster.mounts[1]
-    ttl_s = own_cluster.plan.lease_ttl_s
+    other = failing.mounts[1]
+    ttl_s = failing.plan.lease_ttl_s
     claim_exclusively(here)
     (here / "file").touch()
     holder.pause()

@@ -491,11 +491,7 @@ def failing_cluster() -> Iterator[Cluster]:
 def failing(failing_cluster: Cluster) -> Iterator[Cluster]:
     """A cluster whose nodes are killed or stopped. All work again after the test."""
     yield failing_cluster
-    failing_cluster.heal_all()
-    for node in failing_cluster.nodes:
-        if not node.alive:
-            node.start()
-    failing_cluster.wait_healthy()
+    failing_cluster.mend()
 
 
 def test_a_killed_node_loses_nothing_and_service_goes_on(failing: Cluster) -> None:

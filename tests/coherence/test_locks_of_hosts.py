@@ -13,7 +13,8 @@ from harness.mountpoint import eventually
 from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.seeds import chosen_seed
 
-TTL_S = 4  # short, and longer than a busy machine stops a host
+# The lease is short, and longer than a busy machine stops a host.
+PLAN = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=4)
 SLOTS = 6
 TURNS = 10
 NEVER_S = 0.3  # what must not happen is looked for so long
@@ -49,12 +50,6 @@ number
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=TTL_S)) as made:
-        yield made
-
-
 @pytest.fixture
 def failing(cluster: Cluster) -> Iterator[ClusterMount]:
     """The first host, to be stopped, cut off from the others or killed. It works again after the test."""
@@ -62,10 +57,7 @@ def failing(cluster: Cluster) -> Iterator[ClusterMount]:
         pytest.skip("links cannot be cut")
     mount = cluster.mounts[0]
     yield mount
-    cluster.heal_all()
-    if not mount.alive:
-        mount.restart()
-    eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)
+    cluster.mend()
 
 
 Two = tuple[Process, Process]

@@ -12,6 +12,7 @@ import harness.cluster
 from harness.cluster import LONG_LEASE_S, MIB, Plan
 from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
+from harness.mountpoint import eventually
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
 from harness.parts import STATUS_XATTR, ClusterMount, StoreNode, run_instead, run_irdmafs
 from harness.scratch import mount_points
@@ -91,6 +92,17 @@ class Cluster(harness.cluster.Cluster):
     ) -> ClusterMount:
         made = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(made, self._mount_program)
+
+    def mend(self) -> None:
+        """Have all work again: end what was done to parts of it, and start those that were killed."""
+        self.heal_all()
+        for part in (*self.nodes, *self.mounts):
+            if not part.alive:
+                part.start()
+        self.wait_healthy()
+        for mount in self.mounts:
+            mount.wait_ready()
+            eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)  # noqa: B023
 
     def __exit__(
         self,
