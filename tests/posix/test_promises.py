@@ -186,17 +186,6 @@ def test_killed_writer_publishes_nothing(
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 3
 
 
-def test_every_open_sees_the_last_close_in_a_long_chain_of_hand_overs(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "token"
-    pair = process(), process()
-    pair[0].do("open(file, 'w').write('0')", file=str(file))
-    step = "n = int(open(file).read()); f = open(file, 'w'); f.write(str(n + 1)); f.close(); n"
-    for turn in range(60):
-        assert pair[turn % 2].do(step, file=str(file)) == turn
-
-
 # Commands, each of which leaves a file `f`.
 SHELL = (
     "echo x > f",
@@ -257,6 +246,12 @@ SCENARIOS = {
         a: put(3, lambda size: size // 2)
         b: seen()
     """,
+    "every open sees the last close in a long chain of hand-overs": "a: write('token', '0')"
+    + 30
+    * """
+        a: n = int(read('token')); write('token', str(n + 1)); n
+        b: n = int(read('token')); write('token', str(n + 1)); n
+    """.rstrip(),
     "a new file opened for reading and writing is shared": """
         a: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
         b: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
