@@ -30,6 +30,7 @@ from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
+from harness.roce import find_ways
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
@@ -505,7 +506,7 @@ def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
     """The run of tests in a guest beside all others (guest_tests.py): begun here, if it is asked for."""
     with GuestTests() as run:
         asked = any(item.get_closest_marker("guest_tests") for item in request.session.items)
-        if asked and starts_guest() and is_at_hand() and not rdma.ports():
+        if asked and starts_guest() and is_at_hand() and not find_ways():
             run.start()
         yield run
 
