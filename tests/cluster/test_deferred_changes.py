@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from harness.claims import claim_exclusively, often
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
+from harness.processes import Program
 
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
@@ -353,10 +353,8 @@ def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
         (here / name).write_bytes(b"content")
     claim_exclusively(here)
     before = deferred(holder)
-    command = [sys.executable, "-c", CHANGE_UNDER_A_LOCK, kind, by]
-    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
-        assert program.stdout.read(8) == b"given up"
+    with Program(sys.executable, "-c", CHANGE_UNDER_A_LOCK, kind, by, cwd=here) as program:
+        assert program.stdout.read(8) == "given up"
         assert deferred(holder) > before
         failing.lose(holder)
     assert sorted(os.listdir(there)) == ["changed", "lock"]

@@ -20,7 +20,7 @@ from conftest import make_mount
 from harness.claims import often
 from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.mountpoint import Mount, eventually
-from harness.processes import TakeProcess
+from harness.processes import Program, TakeProcess
 
 ROUNDS = 12
 # Longer than a busy machine stops a host, and yet to be waited for once.
@@ -517,13 +517,11 @@ except OSError as error:
 
 
 @contextlib.contextmanager
-def changing(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+def changing(folder: Path, name: str) -> Iterator[Program]:
     """A process that makes and removes files in a directory, and exits with the error that ends it."""
-    command = [sys.executable, "-c", CHANGE, os.fspath(folder), name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as changer:
+    with Program(sys.executable, "-c", CHANGE, folder, name) as changer:
         try:
-            assert changer.stdout is not None
-            assert changer.stdout.readline() == b"going on\n", os.strerror(changer.wait(30))
+            assert changer.stdout.readline() == "going on\n", os.strerror(changer.wait(30))
             yield changer
         finally:
             changer.kill()

@@ -14,7 +14,7 @@ from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process, TakeProcess
+from harness.processes import Process, Program, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
@@ -280,10 +280,9 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
 def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(file: Path) -> None:
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     os.write(fd, b"a")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=fd) as child:
-        assert child.stdin is not None
+    with Program("cat", stdout=fd) as child:
         os.close(fd)
-        child.stdin.write(b"b")
+        child.stdin.write("b")
         child.stdin.flush()
         eventually(lambda: file.stat().st_size == 2, "the child writes")
         before = file.stat()
