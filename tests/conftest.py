@@ -1,8 +1,4 @@
-"""Fixtures: a mount for each session, a directory of its own for each test, other processes.
-
-With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only irdmafs promises is
-skipped: a check of the tests themselves against the POSIX behaviour of another filesystem.
-"""
+"""Fixtures: a mount for each session, a directory of its own for each test, other processes."""
 
 import functools
 import gc
@@ -27,7 +23,7 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
-from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
+from harness.mountpoint import IRDMAFS, Mount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways
@@ -53,7 +49,6 @@ ROOMS = (
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
 PR_SET_DUMPABLE = 4
-PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,9 +61,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "beyond_posix: promised by irdmafs, not by other filesystems"
-    )
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     sweep()
@@ -148,9 +140,6 @@ def make_mount(
     session: str, *arguments: str, store_size: str | None = None, command: tuple[str, ...] = IRDMAFS
 ) -> Mount:
     """A mount that is not mounted yet. Skips the test where the session cannot run."""
-    if session == PLAIN:
-        assert PLAIN_DIRECTORY is not None
-        return PlainMount(Path(PLAIN_DIRECTORY))
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse on this machine")
     if os.geteuid() != 0:
@@ -164,18 +153,15 @@ def make_mount(
 
 
 def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:
-    if session == PLAIN and item.get_closest_marker("beyond_posix"):
-        pytest.skip("promised by irdmafs, not by POSIX")
     marker = item.get_closest_marker("kernel_session")
-    if marker and session not in ("kernel", CLUSTER, PLAIN):
+    if marker and session not in ("kernel", CLUSTER):
         pytest.skip(f"only in the kernel session: {marker.args[0]}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "session" in metafunc.fixturenames:
         sessions = getattr(metafunc.module, "SESSIONS", SESSIONS)
-        params = [PLAIN] if PLAIN_DIRECTORY else sessions
-        metafunc.parametrize("session", params, indirect=True, scope="module")
+        metafunc.parametrize("session", sessions, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -570,8 +556,6 @@ def training_mount() -> Iterator[Mount]:
 @pytest.fixture
 def place(training_mount: Mount, tmp_path: Path) -> Path:
     """A directory of a mount for training runs."""
-    if PLAIN_DIRECTORY:
-        pytest.skip("a training needs irdmafs")
     path = training_mount.path / tmp_path.name
     path.mkdir()
     return path

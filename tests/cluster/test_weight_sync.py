@@ -14,8 +14,6 @@ import pytest
 from harness.beside import beside
 from harness.mountpoint import can_be_opened
 
-pytestmark = pytest.mark.beyond_posix
-
 STEPS = 10
 KEPT = 3
 SHARDS = 3

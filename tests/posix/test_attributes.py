@@ -85,7 +85,6 @@ def test_set_group_id_stays_for_a_member_when_nobody_may_execute(folder: Path, t
 
 
 @needs_root
-@pytest.mark.beyond_posix
 def test_privileges_given_while_a_copy_is_written_are_not_those_of_the_copy(
     folder: Path, nobody: Process, process: TakeProcess
 ) -> None:
@@ -378,7 +377,6 @@ def test_access_times_move_when_they_move_on_tmpfs(as_on_tmpfs: AsOnTmpfs) -> No
 
 
 @needs_root
-@pytest.mark.beyond_posix
 def test_access_time_moves_by_the_read_after_a_change_though_the_kernel_had_forgotten_the_file(
     mount: Mount, file: Path
 ) -> None:
@@ -396,7 +394,6 @@ def test_access_time_moves_by_the_read_after_a_change_though_the_kernel_had_forg
     assert asked["FORGET"] + asked["BATCH_FORGET"]
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("option", ["relatime", "noatime"])
 def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmount(
     session: str, new_mount: Callable[..., Mount], process: TakeProcess, option: str
@@ -413,7 +410,6 @@ def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmo
         assert file.stat().st_atime_ns == atime_ns
 
 
-@pytest.mark.beyond_posix
 def test_access_times_stay_on_a_read_only_mount(
     session: str, own_mount: Mount, process: TakeProcess
 ) -> None:
@@ -433,7 +429,6 @@ def test_access_times_stay_on_a_read_only_mount(
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
 
 
-@pytest.mark.beyond_posix
 def test_file_tells_its_store_nodes_in_a_cluster_only(folder: Path, session: str) -> None:
     (folder / "file").write_bytes(b"content")
     if session == CLUSTER:

@@ -20,7 +20,6 @@ KIB = 1 << 10
 MIB = 1 << 20
 BYTES, INODES = "user.irdmafs.quota_bytes", "user.irdmafs.quota_inodes"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-pytestmark = pytest.mark.beyond_posix
 
 
 def limit(directory: Path, *, size: str | None = None, inodes: int | None = None) -> None:

@@ -67,7 +67,6 @@ def version(file: Path) -> int:
     return int(os.getxattr(file, "user.irdmafs.version"))
 
 
-@pytest.mark.beyond_posix
 def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     file: Path, process: TakeProcess
 ) -> None:
@@ -84,7 +83,6 @@ def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     assert reader.do("f.read()") == b"the old version"
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
 def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(file: Path) -> None:
     file.write_bytes(b"old")
@@ -96,7 +94,6 @@ def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(file: 
     assert file.read_bytes() == b"synced"
 
 
-@pytest.mark.beyond_posix
 def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> None:
     """As on a tmpfs: it was seen as it grew."""
     log = folder / "log"
@@ -109,7 +106,6 @@ def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> Non
     assert log.read_text() == "step 1\nstep 2\n"
 
 
-@pytest.mark.beyond_posix
 def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
     file: Path,
 ) -> None:
