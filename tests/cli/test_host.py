@@ -14,6 +14,7 @@ from typing import Self
 import pytest
 from click.testing import CliRunner
 from harness import forks
+from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import IRDMAFS, needs_fuse, run_checked
@@ -280,7 +281,7 @@ def test_systemd_takes_the_units(tmp_path: Path, kind: str) -> None:
 # -- Type=notify
 
 
-class Manager:
+class Manager(Closing):
     """The socket on which a service manager waits, and what it is told."""
 
     def __init__(self, address: str) -> None:
@@ -289,10 +290,7 @@ class Manager:
         self._socket.bind(address.replace("@", "\0", 1) if address.startswith("@") else address)
         self.environment = os.environ | {"NOTIFY_SOCKET": address}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def told(self) -> list[str]:

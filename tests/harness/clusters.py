@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -104,13 +103,8 @@ class Cluster(harness.cluster.Cluster):
             mount.wait_ready()
             eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)  # noqa: B023
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and not isinstance(error, pytest.skip.Exception):
+    def __exit__(self, *error: object) -> None:
+        if error[1] is not None and not isinstance(error[1], pytest.skip.Exception):
             # conftest comes too late for a cluster that is the test's own.
             print(self.logs())
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*error)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
+from harness.closing import Closing
 from harness.daemons import wait_until
 from harness.mount_namespaces import none_is_made
 from harness.processes import has_ended
@@ -86,7 +87,7 @@ def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0)
     wait_until(condition, f"not within {within_s} s: {what}", within_s, error=AssertionError)
 
 
-class Mount:
+class Mount(Closing):
     """One mountpoint with a store of its own. A context manager: mounts, and cleans up at the end.
 
     Attributes: `path` and `store` (directories), `log` (the daemon's log file), `session`.
@@ -263,9 +264,6 @@ class Mount:
             self.close()
             raise
         return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 def run_checked(*command: str | os.PathLike[str]) -> str:

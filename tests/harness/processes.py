@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from harness.closing import Closing
+
 STEP_TIMEOUT_S = 60.0
 # For a step: what tries to lock a file.
 TRY_LOCKS = """
@@ -105,7 +107,7 @@ def many_waiting(call: str, count: int) -> Iterator[Callable[[], set[Any]]]:
         yield answers
 
 
-class Process:
+class Process(Closing):
     """A Python interpreter of its own. A context manager; leaving it kills the process."""
 
     def __init__(self, launcher: tuple[str, ...] = (), pass_fds: tuple[int, ...] = ()) -> None:
@@ -182,12 +184,6 @@ class Process:
                 print(f"process {self.pid} does not die: stuck in the kernel", file=sys.stderr)
         self._sender.close()
         self._receiver.close()
-
-    def __enter__(self) -> "Process":
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 TakeProcess = Callable[[], Process]
