@@ -476,20 +476,15 @@ def test_documented_options_exist() -> None:
     """Every option of the README is one of a command."""
     text = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
-    known = set(re.findall(r"--[a-z][a-z-]+", "".join(_helps())))
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(_options(main))))
     for line in blocks.splitlines() + re.findall(r"^\| `(irdmafs .*?)` \|", text, re.MULTILINE):
         if line.lstrip().startswith("irdmafs"):
             assert set(re.findall(r"--[a-z][a-z-]+", line.partition("#")[0])) <= known, line
 
 
-def _helps() -> Iterator[str]:
-    import click
-
-    def walk(command: click.Command) -> Iterator[str]:
-        for parameter in command.params:
-            yield " ".join((*parameter.opts, *parameter.secondary_opts, ""))
-        if isinstance(command, click.Group):
-            for inner in command.commands.values():
-                yield from walk(inner)
-
-    yield from walk(main)
+def _options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield " ".join((*parameter.opts, *parameter.secondary_opts, ""))
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from _options(inner)

@@ -14,6 +14,7 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
+from harness.models.namespace import error_of
 from harness.mountpoint import Mount
 from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs, outcomes
@@ -309,13 +310,6 @@ def test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_tha
 # -- extended attributes -------------------------------------------------------------------------
 
 
-def outcome(step: Callable[[], Any]) -> Any:
-    try:
-        return step()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-
-
 @needs_root
 def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
     folder: Path, tmpfs: Path
@@ -331,7 +325,7 @@ def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
             if user.do("failed"):
                 pytest.skip("no user namespaces")
             chown = partial(user.do, "os.chown(f, -1, -1)", f=str(program))
-            return outcome(chown), user.do("os.listxattr(f)"), program.stat().st_mode
+            return error_of(chown), user.do("os.listxattr(f)"), program.stat().st_mode
 
     assert seen(folder) == seen(tmpfs)
 
