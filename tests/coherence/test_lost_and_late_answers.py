@@ -90,10 +90,11 @@ def published_untold(cluster: Cluster, fd: int, content: bytes, *paths: Path) ->
     here = cluster.mounts[0]
     os.kill(here.pid, misbehaving.DELAY)
     os.statvfs(here.path)  # it handles the signal before this
-    with beside(lambda: os.close(fd)):
+    with beside(lambda: os.close(fd)) as closing:
         try:
             eventually(lambda: all(path.read_bytes() == content for path in paths), "all see it")
             yield
+            assert not closing.done()
         finally:
             os.kill(here.pid, misbehaving.DELAY)
 
