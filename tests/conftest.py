@@ -1,8 +1,4 @@
-"""Fixtures: a mount for each session, a directory of its own for each test, other processes.
-
-With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only irdmafs promises is
-skipped: a check of the tests themselves against the POSIX behaviour of another filesystem.
-"""
+"""Fixtures: a mount for each session, a directory of its own for each test, other processes."""
 
 import functools
 import gc
@@ -27,9 +23,10 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
-from harness.mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living, run_checked
+from harness.mountpoint import IRDMAFS, Mount, living, run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
+from harness.roce import find_ways
 from harness.scenarios import AsOnTmpfs, outcomes
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running, tier_of
@@ -52,7 +49,6 @@ ROOMS = (
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
 PR_SET_DUMPABLE = 4
-PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,9 +61,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "beyond_posix: promised by irdmafs, not by other filesystems"
-    )
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     sweep()
@@ -147,9 +140,6 @@ def make_mount(
     session: str, *arguments: str, store_size: str | None = None, command: tuple[str, ...] = IRDMAFS
 ) -> Mount:
     """A mount that is not mounted yet. Skips the test where the session cannot run."""
-    if session == PLAIN:
-        assert PLAIN_DIRECTORY is not None
-        return PlainMount(Path(PLAIN_DIRECTORY))
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse on this machine")
     if os.geteuid() != 0:
@@ -163,18 +153,15 @@ def make_mount(
 
 
 def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:
-    if session == PLAIN and item.get_closest_marker("beyond_posix"):
-        pytest.skip("promised by irdmafs, not by POSIX")
     marker = item.get_closest_marker("kernel_session")
-    if marker and session not in ("kernel", CLUSTER, PLAIN):
+    if marker and session not in ("kernel", CLUSTER):
         pytest.skip(f"only in the kernel session: {marker.args[0]}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "session" in metafunc.fixturenames:
         sessions = getattr(metafunc.module, "SESSIONS", SESSIONS)
-        params = [PLAIN] if PLAIN_DIRECTORY else sessions
-        metafunc.parametrize("session", params, indirect=True, scope="module")
+        metafunc.parametrize("session", sessions, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -406,6 +393,26 @@ def cluster(shared_cluster: SharedCluster, request: pytest.FixtureRequest) -> It
             yield made
 
 
+@pytest.fixture(scope="session")
+def shared_failing_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster(Plan(nodes=1, replicas=1))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def failing(shared_failing_cluster: SharedCluster) -> Iterator[Cluster]:
+    """A store node and two mounts, with empty logs, to be cut off, stopped or killed. They work again after
+    the test."""
+    cluster = shared_failing_cluster.get()
+    if not cluster.network.links:
+        pytest.skip("links cannot be cut")
+    for mount in cluster.mounts:
+        mount.log.write_text("")
+    yield cluster
+    cluster.mend()
+
+
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> list[ClusterMount]:
     """Two mounts of one cluster."""
@@ -414,9 +421,12 @@ def hosts(cluster: Cluster) -> list[ClusterMount]:
 
 @pytest.fixture
 def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
-    """A directory that no other test uses, as two hosts see it."""
+    """A directory that no other test uses, as two hosts see it. A module's STRIPE_SIZE is that of its
+    files."""
     name = re.sub(r"\W+", "_", f"{request.path.stem}_{request.node.name}")
     (hosts[0].path / name).mkdir()
+    if stripe_size := getattr(request.module, "STRIPE_SIZE", None):
+        os.setxattr(hosts[0].path / name, "user.irdmafs.stripe_size", stripe_size)
     return [host.path / name for host in hosts]
 
 
@@ -430,15 +440,6 @@ def here(pair: list[Path]) -> Path:
 def there(pair: list[Path]) -> Path:
     """Return the directory of `pair` as the second host sees it."""
     return pair[1]
-
-
-@pytest.fixture
-def striped(cluster: Cluster, request: pytest.FixtureRequest) -> str:
-    """A directory of this test's own, whose files have stripes of 1 MiB."""
-    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
-    (cluster.mounts[0].path / name).mkdir()
-    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
-    return name
 
 
 _idle_processes: list[Process] = []
@@ -491,7 +492,7 @@ def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
     """The run of tests in a guest beside all others (guest_tests.py): begun here, if it is asked for."""
     with GuestTests() as run:
         asked = any(item.get_closest_marker("guest_tests") for item in request.session.items)
-        if asked and starts_guest() and is_at_hand() and not rdma.ports():
+        if asked and starts_guest() and is_at_hand() and not find_ways():
             run.start()
         yield run
 
@@ -555,8 +556,6 @@ def training_mount() -> Iterator[Mount]:
 @pytest.fixture
 def place(training_mount: Mount, tmp_path: Path) -> Path:
     """A directory of a mount for training runs."""
-    if PLAIN_DIRECTORY:
-        pytest.skip("a training needs irdmafs")
     path = training_mount.path / tmp_path.name
     path.mkdir()
     return path

@@ -9,7 +9,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import trio
 from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import INTERRUPTED, Mount, eventually, irdmafs, one_line
-from harness.processes import has_ended
+from harness.mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, one_line
+from harness.processes import Program, has_ended
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members
@@ -134,11 +133,10 @@ def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) ->
 
 def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
-    command = (sys.executable, "-m", "irdmafs", "cluster", "init", "--etcd", "127.0.0.1:1")
-    with subprocess.Popen([*command, "--out", made], stderr=subprocess.PIPE, text=True) as init:
+    command = (*IRDMAFS, "cluster", "init", "--etcd", "127.0.0.1:1", "--out", made)
+    with Program(*command, stderr=subprocess.PIPE) as init:
         eventually((made / "cluster.toml").exists, "all files are made")
         init.send_signal(signal.SIGINT)
-        assert init.stderr is not None
         assert init.stderr.read() == ""
     assert init.returncode in INTERRUPTED
     assert list(made.iterdir()) == []
@@ -240,7 +238,7 @@ def test_mount_without_store_nodes_says_so_and_what_is_lost(mounted: OneNodeMoun
     assert "nothing was changed; --yes agrees" in done.stderr
     assert "  /kept\n" in done.stderr
     keyboard, terminal = pty.openpty()
-    command = (sys.executable, "-m", "irdmafs", "cluster", "remove", node, "--force")
+    command = (*IRDMAFS, "cluster", "remove", node, "--force")
     with open(keyboard, "wb", 0) as typed, open(terminal, "rb", 0) as stdin:
         typed.write(b"n\n")
         done = subprocess.run(
@@ -465,8 +463,7 @@ def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Pa
 def test_umount_names_a_namespace_that_has_the_mount_still(mounted: OneNodeMount) -> None:
     pid = mounted.status()["pid"]
     command = in_new_mount_namespace("sh", "-c", "echo; exec sleep 99", keep=mounted.path)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
+    with Program(*command) as other:
         other.stdout.readline()
         line = one_line(irdmafs("umount", mounted.path))
         assert f"process {other.pid} is in it" in line
@@ -479,20 +476,15 @@ def test_documented_options_exist() -> None:
     """Every option of the README is one of a command."""
     text = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
-    known = set(re.findall(r"--[a-z][a-z-]+", "".join(_helps())))
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(_options(main))))
     for line in blocks.splitlines() + re.findall(r"^\| `(irdmafs .*?)` \|", text, re.MULTILINE):
         if line.lstrip().startswith("irdmafs"):
             assert set(re.findall(r"--[a-z][a-z-]+", line.partition("#")[0])) <= known, line
 
 
-def _helps() -> Iterator[str]:
-    import click
-
-    def walk(command: click.Command) -> Iterator[str]:
-        for parameter in command.params:
-            yield " ".join((*parameter.opts, *parameter.secondary_opts, ""))
-        if isinstance(command, click.Group):
-            for inner in command.commands.values():
-                yield from walk(inner)
-
-    yield from walk(main)
+def _options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield " ".join((*parameter.opts, *parameter.secondary_opts, ""))
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from _options(inner)

@@ -15,8 +15,8 @@ import pytest
 import trio
 from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
-from harness.mountpoint import INTERRUPTED, eventually, irdmafs, one_line
-from harness.processes import has_ended
+from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line
+from harness.processes import Program, has_ended
 from harness.secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster import overview
@@ -58,6 +58,10 @@ class Cluster:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return irdmafs(*arguments, "--cluster", self.file)
+
+    def begin(self, *arguments: str) -> Program:
+        """Start a command that takes its time."""
+        return Program(*IRDMAFS, *arguments, "--cluster", self.file, stderr=subprocess.PIPE)
 
     def status(self, code: int) -> dict[str, Any]:
         done = self.run("cluster", "status", "--json")
@@ -366,11 +370,7 @@ def test_status_says_what_is_being_moved_and_how_long_it_takes(cluster: Cluster)
 def test_drain_waits_until_the_node_is_empty(cluster: Cluster) -> None:
     cluster.admit(A, B, C)
     cluster.keep(GroupConfig(1, (A, B)), GroupConfig(1, (B, A)))
-    command = [sys.executable, "-m", "irdmafs", "cluster", "drain", "a1"]
-    with subprocess.Popen(
-        [*command, "--cluster", str(cluster.file)], stdout=subprocess.PIPE, text=True
-    ) as drain:
-        assert drain.stdout is not None
+    with cluster.begin("cluster", "drain", "a1") as drain:
         assert drain.stdout.readline() == f"draining {A:016x}: 0 of 2 groups\n"
         states = {node["id"]: node["state"] for node in cluster.status(0)["nodes"]}
         assert states[f"{A:016x}"] == "draining"
@@ -388,15 +388,7 @@ def test_drain_waits_until_the_node_is_empty(cluster: Cluster) -> None:
 def test_drain_can_be_interrupted_and_cancelled(cluster: Cluster) -> None:
     cluster.admit(A, B)
     cluster.keep(GroupConfig(1, (A, B)))
-    command = [sys.executable, "-m", "irdmafs", "cluster", "drain", f"127.0.0.1:{nobodys_port(A)}"]
-    with subprocess.Popen(
-        [*command, "--cluster", str(cluster.file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as drain:
-        assert drain.stdout is not None
-        assert drain.stderr is not None
+    with cluster.begin("cluster", "drain", f"127.0.0.1:{nobodys_port(A)}") as drain:
         drain.stdout.readline()
         drain.send_signal(signal.SIGINT)
         assert "the draining goes on" in drain.stderr.read()
@@ -499,9 +491,7 @@ def test_rebalance_waits_until_everything_is_in_its_place(cluster: Cluster) -> N
     assert "no store node is up" in one_line(cluster.run("rebalance"))
     cluster.admit(A, B, C)
     cluster.keep(*[GroupConfig(1, (A, B))] * 4)
-    command = [sys.executable, "-m", "irdmafs", "rebalance", "--cluster", str(cluster.file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as wait:
-        assert wait.stdout is not None
+    with cluster.begin("rebalance") as wait:
         first = wait.stdout.readline()
         moves = json.loads(cluster.run("rebalance", "--dry-run", "--json").stdout)["moves"]
         assert first == f"rebalancing: 0 of {len(moves)} replicas\n"

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.mountpoint import Mount, eventually, irdmafs, needs_fuse, one_line
+from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line
+from harness.processes import Program
 
 from irdmafs import __version__
 from irdmafs.mount import mounting, stores
@@ -211,14 +212,8 @@ def test_daemon_that_fails_unforeseen_names_its_log(own: Mount) -> None:
 def test_foreground_mount_ends_by_signal_and_leaves_nothing_mounted(
     own: Mount, number: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "irdmafs", "mount", "-f", str(own.path)]
-    with subprocess.Popen(
-        [*command, "--store", str(own.store)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+    command = (*IRDMAFS, "mount", "-f", own.path, "--store", own.store)
+    with Program(*command, stderr=subprocess.DEVNULL) as process:
         assert "mounted" in process.stdout.readline()
         (own.path / "file").write_bytes(b"closed")
         process.send_signal(number)

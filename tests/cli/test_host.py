@@ -14,9 +14,11 @@ from typing import Self
 import pytest
 from click.testing import CliRunner
 from harness import forks
+from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import IRDMAFS, needs_fuse, run_checked
+from harness.processes import Program
 from test_careless import config_of, mounted, shared
 
 from irdmafs.cli.command import main
@@ -49,8 +51,7 @@ class InstalledHost:
 
     def __enter__(self) -> Self:
         command = in_new_mount_namespace("sh", "-c", "echo; exec cat")
-        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._holder.stdout is not None
+        self._holder = Program(*command)
         self._holder.stdout.readline()
         layers = self._directory / "layers"
         layers.mkdir()
@@ -69,11 +70,7 @@ class InstalledHost:
     def __exit__(self, *_exc: object) -> None:
         for _ in range(2):
             self.run("umount", "-l", self.mountpoint)
-        assert self._holder.stdin is not None
-        self._holder.stdin.close()
-        self._holder.wait()
-        assert self._holder.stdout is not None
-        self._holder.stdout.close()
+        self._holder.communicate()
 
     def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         command = ("nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", "--", *map(str, words))
@@ -191,13 +188,10 @@ def test_remount_changes_what_the_kernel_obeys_and_says_what_it_does_not(
 ) -> None:
     assert host.mount(host.store, "noatime,nosuid").returncode == 0
     assert "nodev" not in host.shown()[2]  # mount(8) has dev and suid by default
-    writes = subprocess.Popen(
-        ["nsenter", f"--mount=/proc/{host._holder.pid}/ns/mnt", "sh", "-c",
-         f"exec 3>{host.mountpoint}/file; echo; cat"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    with writes:
-        assert writes.stdout is not None
+    script = f"exec 3>{host.mountpoint}/file; echo; cat"
+    with Program(
+        "nsenter", f"--mount=/proc/{host._holder.pid}/ns/mnt", "sh", "-c", script
+    ) as writes:
         writes.stdout.readline()
         done = host.run("mount", "-o", "remount,ro", host.mountpoint)
         assert done.returncode == FAILED
@@ -287,7 +281,7 @@ def test_systemd_takes_the_units(tmp_path: Path, kind: str) -> None:
 # -- Type=notify
 
 
-class Manager:
+class Manager(Closing):
     """The socket on which a service manager waits, and what it is told."""
 
     def __init__(self, address: str) -> None:
@@ -296,10 +290,7 @@ class Manager:
         self._socket.bind(address.replace("@", "\0", 1) if address.startswith("@") else address)
         self.environment = os.environ | {"NOTIFY_SOCKET": address}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def told(self) -> list[str]:

@@ -22,7 +22,7 @@ from harness.mountpoint import (
     one_line,
     run_checked,
 )
-from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, has_ended
+from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, Program, has_ended
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
@@ -386,13 +386,12 @@ def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
 ) -> None:
     config = tmp_path / "cluster.toml"
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
-    command = (*IRDMAFS, "mount", str(place), "--cluster", str(config))
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as mount:
+    command = (*IRDMAFS, "mount", place, "--cluster", config)
+    with Program(*command, stderr=subprocess.PIPE) as mount:
         eventually(lambda: stores.default_store_path(str(place)) is not None, "it has a store")
         store = Path(stores.default_store_path(str(place)) or "")
         eventually((store / "irdmafs.log").exists, "its daemon waits for etcd")
         mount.send_signal(signal.SIGINT)
-        assert mount.stderr is not None
         assert mount.stderr.read() == ""
     assert mount.returncode in INTERRUPTED
     assert not store.exists()

@@ -5,13 +5,13 @@ import fcntl
 import mmap
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from harness.mountpoint import needs_fuse
+from harness.processes import Program
 
 from irdmafs.backend.model.values import memory_limit, parse_size
 from irdmafs.mount import mounting, stores
@@ -248,23 +248,16 @@ _HOLDERS = {
 
 @needs_root
 def test_processes_that_keep_a_mount_busy_are_named(mountpoint: str) -> None:
-    holders: dict[str, subprocess.Popen[bytes]] = {}
+    holders: dict[str, Program] = {}
     with mounted_tmpfs(mountpoint):
         Path(mountpoint, "file").write_bytes(bytes(mmap.PAGESIZE))
         for how, holds in _HOLDERS.items():
             program = f"import mmap, os, sys; path = sys.argv[1]; {holds}; print(); input()"
-            holders[how] = subprocess.Popen(
-                [sys.executable, "-c", program, mountpoint],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-            )
-            stdout = holders[how].stdout
-            assert stdout is not None
-            stdout.readline()
+            holders[how] = Program(sys.executable, "-c", program, mountpoint, cwd="/")
+            holders[how].stdout.readline()
         found = users_of(mountpoint)
         for holder in holders.values():
-            holder.communicate(b"\n")
+            holder.communicate("\n")
     for how, holder in holders.items():
         users = [user for user in found if user.pid == holder.pid]
         assert [user.how for user in users] == [how]

@@ -11,8 +11,6 @@ from harness.mountpoint import irdmafs
 
 from irdmafs import client
 
-pytestmark = pytest.mark.beyond_posix
-
 STEPS = 20
 # Much longer than anything takes here.
 LONG_S = 60.0

@@ -48,7 +48,7 @@ def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
     cluster: Cluster, maker: ClusterMount, there: Path
 ) -> None:
     here = maker.path / there.name
-    claim(maker, here)
+    claim(here)
     before = transactions(maker)
     for number in range(FILES):
         fd = make(here / f"unseen{number}")
@@ -87,9 +87,9 @@ def test_a_directory_costs_one_transaction_and_each_file_in_it_one(
 
 
 def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
-    hosts: list[ClusterMount], pair: list[Path], here: Path, there: Path
+    pair: list[Path], here: Path, there: Path
 ) -> None:
-    claim(hosts[0], here)
+    claim(here)
     fd = make(here / "file")
     os.fchmod(fd, 0o640)
     os.chown(here / "file", 7, 8)
@@ -119,14 +119,12 @@ def test_what_was_done_to_a_file_before_its_first_version_is_seen_with_it(
     assert (there / "replaced").read_bytes() == b""
 
 
-def test_another_host_that_makes_a_name_ends_the_claim(
-    hosts: list[ClusterMount], here: Path, there: Path
-) -> None:
-    claim(hosts[0], here)
-    before = claimed(hosts[0])
+def test_another_host_that_makes_a_name_ends_the_claim(here: Path, there: Path) -> None:
+    claim(here)
+    before = claimed(here)
     opened = {number: make(here / f"file{number}") for number in range(3)}
     os.close(make(there / "other"))
-    eventually(lambda: claimed(hosts[0]) < before, "it is given up")
+    eventually(lambda: claimed(here) < before, "it is given up")
     for number, fd in opened.items():
         with pytest.raises(FileExistsError):
             make(there / f"file{number}")
@@ -137,43 +135,26 @@ def test_another_host_that_makes_a_name_ends_the_claim(
         make(here / "other")
 
 
-def test_what_is_not_to_be_followed_is_not_claimed(
-    hosts: list[ClusterMount], pair: list[Path]
-) -> None:
+def test_what_is_not_to_be_followed_is_not_claimed(pair: list[Path]) -> None:
     """Hosts take turns there: each would have to recall what another has claimed."""
     os.setxattr(pair[0], "user.irdmafs.follow", b"off")
-    claims, rounds = sum(map(claimed, hosts)), FILES // 5
+    claims, rounds = sum(map(claimed, pair)), FILES // 5
     for number in range(rounds):
         for host, path in enumerate(pair):
             folder = path / f"{number}-{host}"
             folder.mkdir()
             for name in ("a", "b", "c"):
                 (folder / name).write_bytes(b"content")
-    assert sum(map(claimed, hosts)) <= claims
+    assert sum(map(claimed, pair)) <= claims
     for path in pair:
         assert len([*path.glob("*/[abc]")]) == 2 * 3 * rounds
 
 
-@pytest.fixture(scope="module")
-def failing_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster of which a mount is stopped or killed. It works again after the test."""
-    yield failing_cluster
-    for mount in failing_cluster.mounts:
-        if not mount.alive:
-            mount.restart()
-
-
-def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster: Cluster) -> None:
-    holder, other = own_cluster.mounts
+def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(failing: Cluster) -> None:
+    holder, other = failing.mounts
     for name in ("stopped", "killed"):
         (holder.path / name).mkdir()
-        claim(holder, holder.path / name)
+        claim(holder.path / name)
     fd = make(holder.path / "stopped" / "file")
     os.write(fd, b"lost")
     holder.pause()
@@ -186,7 +167,7 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
     for mount in (holder, other):
         assert (mount.path / "stopped" / "file").read_bytes() == b"content"
     eventually(lambda: bool(counters(holder)["session_valid_seconds"]), "it has a session again")
-    claim(holder, holder.path / "killed")
+    claim(holder.path / "killed")
     fd = make(holder.path / "killed" / "file")
     holder.kill9()
     os.close(make(other.path / "killed" / "file"))
@@ -194,11 +175,11 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(own_cluster:
 
 
 def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
-    own_cluster: Cluster,
+    failing: Cluster,
 ) -> None:
-    holder, other = own_cluster.mounts
+    holder, other = failing.mounts
     (holder.path / "directory").mkdir()
-    claim(holder, holder.path / "directory")
+    claim(holder.path / "directory")
     fd = make(holder.path / "directory" / "file")
     os.write(fd, b"content")
     holder.pause()
@@ -210,10 +191,17 @@ def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
         assert (mount.path / "directory" / "file").read_bytes() == b"content"
 
 
-def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster) -> None:
-    mount, holder = own_cluster.mounts
+@pytest.fixture
+def loopback() -> Iterator[Cluster]:
+    """A cluster whose etcd this process can speak to."""
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as made:
+        yield made
+
+
+def test_a_member_that_gives_no_claim_up_is_waited_for_once(loopback: Cluster) -> None:
+    mount, holder = loopback.mounts
     (holder.path / "held").mkdir()
-    claim(holder, holder.path / "held")
+    claim(holder.path / "held")
     held = (holder.path / "held").stat().st_ino
     directories = [mount.path / f"directory{number}" for number in range(5)]
     for directory in directories:
@@ -221,7 +209,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     numbers = [directory.stat().st_ino for directory in directories]
 
     async def hold(done: threading.Event) -> None:
-        async with own_cluster.engine("mount") as engine, trio.open_nursery() as nursery:
+        async with loopback.engine("mount") as engine, trio.open_nursery() as nursery:
             lease = await engine.leases.grant(60)
             record = MountRecord("elsewhere", "/nowhere", 1, "1", key_digest=b"m" * 32)
             claims = [Put(claim_key(ino), lease.to_bytes(8, "big"), lease) for ino in numbers[:2]]
@@ -243,7 +231,7 @@ def test_a_member_that_gives_no_claim_up_is_waited_for_once(own_cluster: Cluster
     holding = threading.Thread(target=trio.run, args=(hold, done))
     holding.start()
     try:
-        eventually(lambda: len(own_cluster.status()["mounts"]) == 3, "the other member is there")
+        eventually(lambda: len(loopback.status()["mounts"]) == 3, "the other member is there")
         assert not os.listdir(directories.pop())  # the claim is an exclusive one
         for directory in directories:
             (directory / "file").write_bytes(b"content")

@@ -4,11 +4,10 @@ import errno
 import os
 import re
 import stat
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from harness.claims import claim_exclusively, often
 from harness.clusters import Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
+from harness.processes import Program
 
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
@@ -24,72 +24,62 @@ from irdmafs.backend.model.records import claim_key
 FILES = 200
 
 
-@pytest.fixture
-def holder(hosts: list[ClusterMount]) -> ClusterMount:
-    """Return the first mount of `pair`."""
-    return hosts[0]
+def deferred(place: ClusterMount | Path) -> int:
+    return int(counters(place)["deferred_changes"])
 
 
-def deferred(mount: ClusterMount) -> int:
-    return int(counters(mount)["deferred_changes"])
-
-
-def test_many_changes_cost_one_transaction(holder: ClusterMount, here: Path, there: Path) -> None:
-    claim_exclusively(holder, here)
-    before = counters(holder)["transactions"]
+def test_many_changes_cost_one_transaction(here: Path, there: Path) -> None:
+    claim_exclusively(here)
+    before = counters(here)["transactions"]
     for number in range(FILES):
         (here / f"file{number}").touch()
         os.chmod(here / f"file{number}", 0o600)
     for number in range(0, FILES, 2):
         (here / f"file{number}").unlink()
     os.symlink("target", here / "link")
-    assert counters(holder)["transactions"] - before < FILES / 5
+    assert counters(here)["transactions"] - before < FILES / 5
     assert len(os.listdir(there)) == 1 + FILES // 2
     assert stat.S_IMODE((there / "file1").stat().st_mode) == 0o600
     assert os.readlink(there / "link") == "target"
 
 
-def test_a_version_or_a_rename_takes_what_was_deferred_along(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
+def test_a_version_or_a_rename_takes_what_was_deferred_along(here: Path, there: Path) -> None:
     """As `tar x` works: it sets times and modes of files that it has closed."""
     (here / "moved0").write_bytes(b"content")
-    claim_exclusively(holder, here)
-    before = counters(holder)["transactions"]
+    claim_exclusively(here)
+    before = counters(here)["transactions"]
     for number in range(FILES):
         file = here / f"file{number}"
         file.write_bytes(b"content")
         os.utime(file, ns=(number, number))
         file.chmod(0o600)
         (here / f"moved{number}").rename(here / f"moved{number + 1}")
-    assert counters(holder)["transactions"] - before < FILES * 2.25
+    assert counters(here)["transactions"] - before < FILES * 2.25
     for number in range(FILES):
         found = (there / f"file{number}").stat()
         assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (number, 0o600)
 
 
-def test_directories_are_made_and_removed_many_at_a_time(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
-    claim_exclusively(holder, here)
-    before = counters(holder)["transactions"]
+def test_directories_are_made_and_removed_many_at_a_time(here: Path, there: Path) -> None:
+    claim_exclusively(here)
+    before = counters(here)["transactions"]
     for number in range(FILES):
         (here / f"{number}").mkdir()
     assert here.stat().st_nlink == FILES + 2
-    made = counters(holder)["transactions"]
+    made = counters(here)["transactions"]
     assert made - before < FILES / 5
     for number in range(0, FILES, 2):
         (here / f"{number}").rmdir()
-    assert counters(holder)["transactions"] - made < FILES / 5
+    assert counters(here)["transactions"] - made < FILES / 5
     assert here.stat().st_nlink == FILES // 2 + 2
     assert sorted(os.listdir(there)) == sorted(f"{number}" for number in range(1, FILES, 2))
 
 
 def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
-    holder: ClusterMount, here: Path, there: Path
+    here: Path, there: Path
 ) -> None:
     (here / "file").write_bytes(b"content")
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     for name in ("moved", "linked", "nested", "made", "set"):
         (here / name).mkdir()
     (here / "file").rename(here / "moved/file")
@@ -112,22 +102,22 @@ def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
 
 
 def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_removed(
-    holder: ClusterMount, here: Path, there: Path
+    here: Path, there: Path
 ) -> None:
-    claim_exclusively(holder, here)
-    before = deferred(holder)
+    claim_exclusively(here)
+    before = deferred(here)
     os.utime(here, (1, 2))
     (here / "made").mkdir()
     os.utime(here, (3, 4))
     assert here.stat().st_mtime == 4
     (here / "removed").mkdir()
-    assert deferred(holder) == before + 2
+    assert deferred(here) == before + 2
     (there / "made/file").write_bytes(b"content")
     assert (here / "made/file").read_bytes() == b"content"
     with pytest.raises(FileExistsError):
         (there / "removed").mkdir()
     inside = os.open(there / "removed", os.O_RDONLY | os.O_DIRECTORY)
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     (here / "removed").rmdir()
     assert os.listdir(inside) == []
     with pytest.raises(FileNotFoundError):
@@ -139,19 +129,19 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
 
 
 def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
-    holder: ClusterMount, here: Path, there: Path
+    here: Path, there: Path
 ) -> None:
     """Another host has it open, and changes something where nobody follows."""
     os.setxattr(there, "user.irdmafs.follow", b"off")
     (there / "inside/removed").mkdir(parents=True)
     os.setxattr(there / "inside", "user.irdmafs.follow", b"on")
     opened = os.open(there / "inside/removed", os.O_PATH)
-    claim_exclusively(holder, here / "inside")
-    claim_exclusively(holder, here / "inside/removed")
+    claim_exclusively(here / "inside")
+    claim_exclusively(here / "inside/removed")
 
     def is_followed() -> bool:
         often(lambda: os.listdir(here / "inside/removed"))
-        return bool(counters(holder)["followed_directories"])
+        return bool(counters(here)["followed_directories"])
 
     eventually(is_followed, "it is followed")
     (here / "inside/removed").rmdir()
@@ -163,8 +153,8 @@ def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
     os.close(opened)
 
 
-def test_a_deferred_change_is_counted_once(holder: ClusterMount, here: Path, there: Path) -> None:
-    claim_exclusively(holder, here)
+def test_a_deferred_change_is_counted_once(here: Path, there: Path) -> None:
+    claim_exclusively(here)
     before = os.getxattr(here, "user.irdmafs.changes")
     (here / "file").touch()
     counted = os.getxattr(here, "user.irdmafs.changes")
@@ -194,12 +184,12 @@ LOOKS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("is_made", [True, False], ids=["made", "removed"])
 def test_a_name_that_was_just_made_or_removed_is_known_to_whoever_looks(
-    holder: ClusterMount, here: Path, there: Path, look: str, *, is_made: bool
+    here: Path, there: Path, look: str, *, is_made: bool
 ) -> None:
     if not is_made:
         (here / "file").touch()
-    claim_exclusively(holder, here)
-    before = deferred(holder)
+    claim_exclusively(here)
+    before = deferred(here)
     if is_made:
         (here / "file").touch()
         LOOKS[look](there / "file")
@@ -207,16 +197,14 @@ def test_a_name_that_was_just_made_or_removed_is_known_to_whoever_looks(
         (here / "file").unlink()
         with pytest.raises(FileNotFoundError):
             LOOKS[look](there / "file")
-    assert deferred(holder) > before
+    assert deferred(here) > before
 
 
-def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
+def test_attributes_that_were_just_set_are_seen_by_whoever_looks(here: Path, there: Path) -> None:
     (here / "file").write_bytes(b"content")
     os.stat(there / "file")
-    claim_exclusively(holder, here)
-    before = deferred(holder)
+    claim_exclusively(here)
+    before = deferred(here)
     os.chmod(here / "file", 0o611)
     os.chown(here / "file", 7, 8)
     os.utime(here / "file", (1, 2))
@@ -227,26 +215,22 @@ def test_attributes_that_were_just_set_are_seen_by_whoever_looks(
     assert (found.st_mtime, found.st_size) == (2, 7)
     assert os.getxattr(there / "file", "user.note") == b"set"
     assert os.stat(there).st_mtime == 4
-    assert deferred(holder) >= before + 4
+    assert deferred(here) >= before + 4
 
 
-def test_large_attributes_do_not_come_together(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
+def test_large_attributes_do_not_come_together(here: Path, there: Path) -> None:
     for number in range(40):
         (here / f"{number}").touch()
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     for number in range(40):
         os.setxattr(here / f"{number}", "user.note", bytes(1000 + number * 1500))
     for number in range(40):
         assert len(os.getxattr(there / f"{number}", "user.note")) == 1000 + number * 1500
 
 
-def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
+def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(here: Path, there: Path) -> None:
     (here / "old").write_bytes(b"old")
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     (here / "old").unlink()
     (here / "new").touch()
     with pytest.raises(FileExistsError):
@@ -257,11 +241,11 @@ def test_a_removed_name_is_free_for_others_and_a_made_one_is_taken(
 
 @pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "with a file"])
 def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
-    holder: ClusterMount, here: Path, there: Path, *, is_empty: bool
+    here: Path, there: Path, *, is_empty: bool
 ) -> None:
     here, there = here / "directory", there / "directory"
     here.mkdir()
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     (here / "file").touch()
     if is_empty:
         (here / "file").unlink()
@@ -273,11 +257,11 @@ def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
 
 
 def test_a_file_that_another_host_has_open_is_published_without_its_name(
-    holder: ClusterMount, here: Path, there: Path
+    here: Path, there: Path
 ) -> None:
     (here / "file").write_bytes(b"first")
     with (there / "file").open("r+b") as file:
-        claim_exclusively(holder, here)
+        claim_exclusively(here)
         (here / "file").unlink()
         (here / "file").write_bytes(b"another")
         file.write(b"second")
@@ -285,10 +269,8 @@ def test_a_file_that_another_host_has_open_is_published_without_its_name(
         assert (folder / "file").read_bytes() == b"another"
 
 
-def test_a_name_that_is_removed_and_made_again_and_again_is_there(
-    holder: ClusterMount, here: Path, there: Path
-) -> None:
-    claim_exclusively(holder, here)
+def test_a_name_that_is_removed_and_made_again_and_again_is_there(here: Path, there: Path) -> None:
+    claim_exclusively(here)
     for number in range(20):
         (here / "file").write_bytes(b"%d" % number)
         (here / "file").unlink()
@@ -301,54 +283,34 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(
         assert (folder / "file").read_bytes() == b"last"
 
 
-def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(
-    hosts: list[ClusterMount], here: Path
-) -> None:
-    claim_exclusively(hosts[0], here)
+def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(here: Path) -> None:
+    claim_exclusively(here)
     for _ in range(3):
         (here / "file").write_bytes(b"content")
-        before = counters(hosts[0])["transactions"]
+        before = counters(here)["transactions"]
         (here / "file").unlink()
         (here / "file").write_bytes(b"content")
-        assert counters(hosts[0])["transactions"] < before + 8
-
-
-@pytest.fixture(scope="module")
-def failing_cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1), links=True) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def own_cluster(failing_cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster whose first mount is cut off, stopped or killed. It works again after the test."""
-    yield failing_cluster
-    failing_cluster.heal_all()
-    holder = failing_cluster.mounts[0]
-    if not holder.alive:
-        holder.restart()
-    eventually(lambda: counters(holder)["session_valid_seconds"] > 0, "it has a session", 30)
-    holder.log.write_text("")
+        assert counters(here)["transactions"] < before + 8
 
 
 Apart = tuple[ClusterMount, Path, Path]
 
 
 @pytest.fixture
-def apart(own_cluster: Cluster, request: pytest.FixtureRequest) -> Apart:
+def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
     """The first mount of that cluster, and a directory as it and another mount see it."""
     name = re.sub(r"\W+", "_", request.node.name)
-    here, there = (mount.path / name for mount in own_cluster.mounts)
+    here, there = (mount.path / name for mount in failing.mounts)
     here.mkdir()
-    return own_cluster.mounts[0], here, there
+    return failing.mounts[0], here, there
 
 
 @pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])
-def test_what_was_changed_before_it_survives(own_cluster: Cluster, apart: Apart, by: str) -> None:
+def test_what_was_changed_before_it_survives(failing: Cluster, apart: Apart, by: str) -> None:
     holder, here, there = apart
     (here / "old").touch()
     (holder.path / "elsewhere").touch()
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     for number in range(50):
         (here / f"{number:02}").touch()
     (here / "old").unlink()
@@ -358,7 +320,7 @@ def test_what_was_changed_before_it_survives(own_cluster: Cluster, apart: Apart,
         holder.terminate()
     else:
         fsync(here if by.endswith("directory") else holder.path / "elsewhere")
-    own_cluster.lose(holder)
+    failing.lose(holder)
     assert sorted(os.listdir(there)) == [f"{number:02}" for number in range(50)]
 
 
@@ -383,34 +345,32 @@ os.write(1, b"given up")
     [("lockf", "unlock"), ("flock", "share"), ("lockf", "close"), ("flock", "close")],
 )
 def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
-    own_cluster: Cluster, apart: Apart, kind: str, by: str
+    failing: Cluster, apart: Apart, kind: str, by: str
 ) -> None:
     """As SQLite removes its journal, and unlocks the database."""
     holder, here, there = apart
     for name in ("lock", "old", "changed"):
         (here / name).write_bytes(b"content")
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     before = deferred(holder)
-    command = [sys.executable, "-c", CHANGE_UNDER_A_LOCK, kind, by]
-    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
-        assert program.stdout.read(8) == b"given up"
+    with Program(sys.executable, "-c", CHANGE_UNDER_A_LOCK, kind, by, cwd=here) as program:
+        assert program.stdout.read(8) == "given up"
         assert deferred(holder) > before
-        own_cluster.lose(holder)
+        failing.lose(holder)
     assert sorted(os.listdir(there)) == ["changed", "lock"]
     assert stat.S_IMODE((there / "changed").stat().st_mode) == 0o600
 
 
 def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
-    claim_exclusively(holder, here)
-    (member,) = own_cluster.etcd.members
+    claim_exclusively(here)
+    (member,) = failing.etcd.members
     member.pause()
     before = deferred(holder)
     made = 0
-    back = threading.Timer(3 * own_cluster.plan.lease_ttl_s, member.resume)
+    back = threading.Timer(3 * failing.plan.lease_ttl_s, member.resume)
     back.start()
     while back.is_alive():
         (here / f"{made:04}").touch()
@@ -422,20 +382,20 @@ def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
 
 
 def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "old").write_bytes(b"content")
     (here / "changed").write_bytes(b"content")
-    claim_exclusively(holder, here)
-    own_cluster.isolate(holder)
+    claim_exclusively(here)
+    failing.isolate(holder)
     (here / "old").unlink()
     (here / "changed").chmod(0o600)
     (here / "new").touch()
     assert sorted(os.listdir(there)) == ["changed", "old"]
     (there / "other").touch()
     (there / "changed").chmod(0o644)
-    own_cluster.heal_all()
+    failing.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     eventually(lambda: sorted(os.listdir(here)) == ["changed", "old", "other"], "the tree is right")
     assert (here / "old").read_bytes() == b"content"
@@ -443,25 +403,25 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     with fails_with(errno.EIO):
         fsync(here)
     fsync(here)
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     (here / "new").touch()
     assert (there / "new").exists()
 
 
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     (here / "name").write_bytes(b"content")
     (here / "folder").mkdir()
     for directory in (here, here / "folder"):
-        claim_exclusively(holder, directory)
-    own_cluster.isolate(holder)
+        claim_exclusively(directory)
+    failing.isolate(holder)
     (here / "name").unlink()
     (here / "folder/new").touch()
     (there / "name").write_bytes(b"of the other")
     (there / "folder").rmdir()
-    own_cluster.heal_all()
+    failing.heal_all()
     assert (here / "name").read_bytes() == b"of the other"
     assert not can_be_opened(here / "folder")
     for folder in (here, there):
@@ -472,20 +432,20 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
 
 
 def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for name in ("used", "unused"):
         (here / name).mkdir()
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     for name in ("used", "unused"):
-        claim_exclusively(holder, here / name)
-    own_cluster.isolate(holder)
+        claim_exclusively(here / name)
+    failing.isolate(holder)
     for name in ("used", "unused"):
         (here / name).rmdir()
     (here / "made").mkdir()
     (there / "used/file").write_bytes(b"content")
-    own_cluster.heal_all()
+    failing.heal_all()
     eventually(lambda: "are lost" in holder.log.read_text(), "it is told")
     for folder in (here, there):
         eventually(lambda: (folder / "used/file").exists(), "the tree is right")  # noqa: B023
@@ -498,22 +458,22 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
 
 
 def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     holder, here, there = apart
     for number in range(5):
         (here / f"old{number}").mkdir()
     # The first one may have to wait for long; a claim that is not used meanwhile is given up.
-    claim_exclusively(holder, here)
+    claim_exclusively(here)
     for number in range(5):
-        claim_exclusively(holder, here / f"old{number}")
-    own_cluster.isolate(holder)
+        claim_exclusively(here / f"old{number}")
+    failing.isolate(holder)
     for number in range(5):
         (here / f"new{number}").mkdir()
         (here / f"old{number}").rmdir()
     assert len(os.listdir(there)) == 5
     (there / "other").touch()
-    own_cluster.heal_all()
+    failing.heal_all()
     expected = ["new0", "new1", "new2", "new3", "new4", "other"]
     eventually(lambda: sorted(os.listdir(there)) == expected, "all are stored")
     assert sorted(os.listdir(here)) == expected
@@ -532,7 +492,7 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
             async with cluster.engine("mount") as engine:
                 await engine.transact((), [Delete(key)])
 
-        claim_exclusively(holder, here)
+        claim_exclusively(here)
         for number in range(50):
             (here / f"{number:02}").touch()
         trio.run(delete_claim)
@@ -546,13 +506,13 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
 
 
 def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
-    own_cluster: Cluster, apart: Apart
+    failing: Cluster, apart: Apart
 ) -> None:
     """A busy machine runs neither for a while: the time that a holder has is up when its answer is read."""
     holder, here, there = apart
-    other = own_cluster.mounts[1]
-    ttl_s = own_cluster.plan.lease_ttl_s
-    claim_exclusively(holder, here)
+    other = failing.mounts[1]
+    ttl_s = failing.plan.lease_ttl_s
+    claim_exclusively(here)
     (here / "file").touch()
     holder.pause()
     asked = time.monotonic()
@@ -565,7 +525,7 @@ def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
     other.resume()
     looking.join()
     (here / "next").mkdir()
-    claim_exclusively(holder, here / "next")
+    claim_exclusively(here / "next")
     for number in range(20):
         (here / "next" / f"{number}").touch()
         assert (there / "next" / f"{number}").exists()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from harness.cluster import Cluster, Plan
 from harness.clusters import need_network
 from harness.network import NETNS_DIRECTORY, Host, Loopback, Network
+from harness.processes import Program
 from harness.scratch import sweep
 
 PORT = 5000
@@ -34,13 +34,12 @@ except TimeoutError:
 """
 
 
-def start(host: Host, source: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [*host.launcher, sys.executable, "-c", source, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
+def start(host: Host, source: str, *arguments: object) -> Program:
+    return Program(*host.launcher, sys.executable, "-c", source, *arguments, cwd="/")
 
 
 def reaches(sender: Host, receiver: Host) -> bool:
-    asked = start(sender, ASK, receiver.address, str(PORT))
+    asked = start(sender, ASK, receiver.address, PORT)
     answer = asked.communicate()[0].strip()
     assert answer in ("True", "lost")
     return answer == "True"
@@ -56,9 +55,8 @@ def network() -> Iterator[Network]:
 def hosts(network: Network) -> Iterator[list[Host]]:
     """Three hosts that answer each other."""
     made = network.add_hosts(["a", "b", "c"])
-    servers = [start(host, ECHO, host.address, str(PORT)) for host in made]
+    servers = [start(host, ECHO, host.address, PORT) for host in made]
     for server in servers:
-        assert server.stdout is not None
         server.stdout.readline()
     yield made
     for server in servers:
@@ -113,8 +111,7 @@ cluster.etcd.start()
 print(cluster.directory, cluster.etcd.members[0].pid, flush=True)
 time.sleep(60)
 """
-    maker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert maker.stdout is not None
+    maker = Program(sys.executable, "-c", script)
     directory, pid = maker.stdout.readline().split()
     # From its death on, tests in other workers may sweep it away, too.
     assert Path(directory).exists()

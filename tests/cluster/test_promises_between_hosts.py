@@ -8,12 +8,12 @@ import mmap
 import os
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.beside import repeating
 from harness.claims import claim, often
 from harness.clusters import (
     LONG_LEASE_S,
@@ -54,12 +54,10 @@ def copies(cluster: Cluster) -> set[Path]:
 
 
 @pytest.fixture(params=["claimed", "not claimed"])
-def makers(
-    pair: list[Path], hosts: list[ClusterMount], request: pytest.FixtureRequest
-) -> list[Path]:
+def makers(pair: list[Path], request: pytest.FixtureRequest) -> list[Path]:
     """Two hosts of which the first one may have made so many files that it has the directory's claim."""
     if request.param == "claimed":
-        claim(hosts[0], pair[0])
+        claim(pair[0])
     return pair
 
 
@@ -247,9 +245,9 @@ def test_what_a_mapping_leaves_is_read_while_it_is_published(
 
     def asks_nobody() -> bool:
         often((here / "file").read_bytes)
-        before = counters(cluster.mounts[0])["barriers"]
+        before = counters(here)["barriers"]
         (here / "file").read_bytes()
-        return bool(counters(cluster.mounts[0])["barriers"] == before)
+        return bool(counters(here)["barriers"] == before)
 
     eventually(asks_nobody, "the directory is followed")
     mapped = Mapped(here / "file")
@@ -361,10 +359,10 @@ def test_superseded_and_unlinked_versions_leave_the_nodes(cluster: Cluster, here
 
 @pytest.mark.parametrize("size", [5000, MIB])
 def test_a_version_is_fetched_once_and_every_open_counts_as_a_hit_or_a_miss(
-    cluster: Cluster, here: Path, there: Path, size: int
+    here: Path, there: Path, size: int
 ) -> None:
     def found() -> tuple[int, int, int]:
-        now = counters(cluster.mounts[1])
+        now = counters(there)
         return now["cache_hits"], now["cache_misses"], now["fetched_bytes"]
 
     write(here / "file", pattern(1, size))
@@ -379,15 +377,13 @@ def test_a_version_is_fetched_once_and_every_open_counts_as_a_hit_or_a_miss(
     assert found() == (hits + 4, misses + 2, fetched + 2 * size)
 
 
-def test_what_is_overwritten_is_not_fetched_first(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_what_is_overwritten_is_not_fetched_first(here: Path, there: Path) -> None:
     write(here / "small", pattern(1, 5000))
     write(here / "large", pattern(1, MIB))
-    before = counters(cluster.mounts[1])["fetched_bytes"]
+    before = counters(there)["fetched_bytes"]
     for name in ("small", "large"):
         write(there / name, pattern(2, 5000))
-    assert counters(cluster.mounts[1])["fetched_bytes"] == before
+    assert counters(there)["fetched_bytes"] == before
     assert read_version(here / "small") == read_version(here / "large") == 2
 
 
@@ -413,22 +409,13 @@ def test_a_file_larger_than_the_cache_is_readable(
 def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -> None:
     """What changes faster than it comes is pinned on its nodes after some tries."""
     rng = seeded()
-    over = threading.Event()
+    versions = itertools.cycle(range(1, 100))
     pinned: set[bytes] = set()
     with Cluster(Plan(nodes=2, replicas=1), links=True) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         write(one / "file", pattern(0, 4 * MIB))
         cluster.slow_down(cluster.mounts[1], 100e6)
-
-        def replace() -> None:
-            for i in itertools.count(1):
-                write(one / "file", pattern(i % 100, 4 * MIB))
-                if over.wait(0.02):
-                    return
-
-        writer = threading.Thread(target=replace)
-        writer.start()
-        try:
+        with repeating(lambda: write(one / "file", pattern(next(versions), 4 * MIB)), 0.02):
             deadline = time.monotonic() + 60
             while len(pinned) < READERS_KILLED:
                 assert time.monotonic() < deadline, f"pinned only {len(pinned)} times"
@@ -439,9 +426,6 @@ def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -
                         pinned |= found
                         time.sleep(rng.uniform(0, 0.3))
                         reader.kill()
-        finally:
-            over.set()
-            writer.join()
         eventually(lambda: not cluster.pins(), "nothing is pinned any more")
         cluster.slow_down(cluster.mounts[1], None)
         assert (other / "file").read_bytes() == (one / "file").read_bytes()
@@ -464,9 +448,9 @@ def test_prefetched_files_are_opened_without_a_transfer(
     for i in range(5):
         write(here / f"file{i}", pattern(i, MIB))
     cluster.irdmafs("prefetch", there)
-    before = counters(cluster.mounts[1])["fetched_bytes"]
+    before = counters(there)["fetched_bytes"]
     assert [read_version(there / f"file{i}") for i in range(5)] == list(range(5))
-    assert counters(cluster.mounts[1])["fetched_bytes"] == before
+    assert counters(there)["fetched_bytes"] == before
 
 
 def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, here: Path) -> None:
@@ -488,29 +472,13 @@ def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, her
 # -- failures
 
 
-@contextlib.contextmanager
-def reading(path: Path, expected: int) -> Iterator[list[str]]:
-    """Opens and reads the file all the time; yields what went wrong."""
-    wrong: list[str] = []
-    stop = threading.Event()
+def reading(path: Path, expected: int) -> contextlib.AbstractContextManager[None]:
+    """Open and read the file all the time. Raises what went wrong, at the end."""
 
     def read() -> None:
-        while not stop.wait(0.005):
-            try:
-                version = read_version(path)
-            except (OSError, AssertionError) as error:
-                wrong.append(repr(error))
-                continue
-            if version != expected:
-                wrong.append(f"version {version}")
+        assert read_version(path) == expected
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        yield wrong
-    finally:
-        stop.set()
-        thread.join()
+    return repeating(read, 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -523,11 +491,7 @@ def failing_cluster() -> Iterator[Cluster]:
 def failing(failing_cluster: Cluster) -> Iterator[Cluster]:
     """A cluster whose nodes are killed or stopped. All work again after the test."""
     yield failing_cluster
-    failing_cluster.heal_all()
-    for node in failing_cluster.nodes:
-        if not node.alive:
-            node.start()
-    failing_cluster.wait_healthy()
+    failing_cluster.mend()
 
 
 def test_a_killed_node_loses_nothing_and_service_goes_on(failing: Cluster) -> None:
@@ -553,7 +517,7 @@ def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> N
         for i in range(60):
             write(one / f"file{i}", pattern(i, 500_000))
         stored = 60 * 500_000 * plan.replicas
-        with reading(other / "file0", 0) as wrong:
+        with reading(other / "file0", 0):
             added = cluster.add_node()
             eventually(lambda: _is_member(cluster, added), "it has a place in a group")
             _wait_settled(cluster)
@@ -562,7 +526,6 @@ def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> N
             cluster.administer("drain", f"{added.node_id:x}")
             eventually(lambda: not _is_member(cluster, added), "it has no place any more", 60)
             _wait_settled(cluster)
-        assert not wrong
         eventually(
             lambda: sum(node.stored_bytes() for node in cluster.nodes) == stored,
             "each version is stored as often as it is to be, and nothing else",

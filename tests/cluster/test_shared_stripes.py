@@ -9,6 +9,7 @@ from harness.mountpoint import eventually
 from harness.patterns import pattern
 
 PLAN = Plan(nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB)
+STRIPE_SIZE = b"1M"
 
 
 def sent_bytes(cluster: Cluster) -> int:
@@ -35,8 +36,8 @@ def files(node: StoreNode) -> set[int]:
     return found
 
 
-def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, striped: str) -> None:
-    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
+def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, pair: list[Path]) -> None:
+    one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(1, 8 * MIB + 5000))
     one.write_bytes(expected)
     for at in (0, 3 * MIB + 17, 8 * MIB + 4000):
@@ -49,9 +50,9 @@ def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, striped
 
 
 def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
-    cluster: Cluster, striped: str
+    pair: list[Path],
 ) -> None:
-    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
+    one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(2, 4 * MIB))
     one.write_bytes(expected)
     with one.open("ab") as file:
@@ -67,9 +68,9 @@ def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
 
 
 def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
-    cluster: Cluster, striped: str
+    cluster: Cluster, pair: list[Path]
 ) -> None:
-    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
+    one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(3, 8 * MIB))
     one.write_bytes(expected)
     before = [files(node) for node in cluster.nodes]
@@ -89,8 +90,10 @@ def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
     assert other.with_name("another").read_bytes() == pattern(4, 8 * MIB)
 
 
-def test_shared_stripes_outlive_a_restart_of_their_nodes(cluster: Cluster, striped: str) -> None:
-    one, other = (mount.path / striped / "file" for mount in cluster.mounts)
+def test_shared_stripes_outlive_a_restart_of_their_nodes(
+    cluster: Cluster, pair: list[Path]
+) -> None:
+    one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(5, 6 * MIB))
     one.write_bytes(expected)
     change(one, expected, 10, b"changed")

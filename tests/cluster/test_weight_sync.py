@@ -5,15 +5,14 @@ import json
 import os
 import select
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness.beside import beside
 from harness.mountpoint import can_be_opened
-
-pytestmark = pytest.mark.beyond_posix
 
 STEPS = 10
 KEPT = 3
@@ -44,20 +43,9 @@ def remove(directory: Path) -> None:
     shutil.rmtree(aside)
 
 
-@contextmanager
-def trainer(publish: Callable[[int], None]) -> Iterator[None]:
+def publishing(publish: Callable[[int], None]) -> AbstractContextManager[Any]:
     """Publish all steps meanwhile."""
-
-    def run() -> None:
-        for step in range(1, STEPS + 1):
-            publish(step)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    return beside(lambda: [*map(publish, range(1, STEPS + 1))])
 
 
 def test_a_worker_waits_for_a_version_and_loads_it_whole(here: Path, there: Path) -> None:
@@ -72,7 +60,7 @@ def test_a_worker_waits_for_a_version_and_loads_it_whole(here: Path, there: Path
             remove(here / "versions" / f"{step - KEPT}")
 
     loaded, late = 0, 0
-    with trainer(publish):
+    with publishing(publish):
         while loaded < STEPS:
             version = Path(os.path.realpath(there / "since" / f"{loaded + 1}", strict=True))
             try:
@@ -95,7 +83,7 @@ def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(here: Path, there: P
         (here / "LATEST").write_text(f"step-{step}")
 
     seen = -1
-    with trainer(publish):
+    with publishing(publish):
         while seen < STEPS:
             with (there / "LATEST").open() as pointer:
                 name = pointer.read()

@@ -3,14 +3,12 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO
 
 import pytest
 from harness.mountpoint import Mount, eventually
+from harness.processes import Program, is_waiting
 
 READER = """
 import os, sys
@@ -30,20 +28,9 @@ while True:
 """
 
 
-class Process(subprocess.Popen[str]):
-    stdin: IO[str]
-    stdout: IO[str]
-
-
 @contextlib.contextmanager
-def python(program: str, *arguments: object) -> Iterator[Process]:
-    process = Process(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+def python(program: str, *arguments: object) -> Iterator[Program]:
+    with Program(sys.executable, "-c", program, *arguments) as process:
         try:
             yield process
         finally:
@@ -71,13 +58,9 @@ def processors() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
-def begin(process: Process) -> None:
+def begin(process: Program) -> None:
     process.stdin.write("\n")
     process.stdin.flush()
-
-
-def is_waiting_for_an_answer(process: Process) -> bool:
-    return Path(f"/proc/{process.pid}/wchan").read_text() == "request_wait_answer"
 
 
 def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_opens(
@@ -94,7 +77,7 @@ def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_op
             os.kill(daemon, signal.SIGSTOP)
             try:
                 begin(reader)
-                eventually(lambda: is_waiting_for_an_answer(reader), "the reader looks it up")
+                eventually(lambda: is_waiting(reader.pid), "the reader looks it up")
                 begin(busy)
                 assert busy.stdout.readline() == "busy\n"
             finally:

@@ -1,12 +1,12 @@
 """What a host's kernel believes of a cluster's tree without asking, and that it is never what is over.
 
 `one` and `other` are a directory as two hosts see it. The other host follows it, so its kernel answers
-stat by itself; what a program on the first host was told to have happened, the other one sees at once.
+stat by itself (that of `there` does if it is asked often); what a program on the first host was told to
+have happened, the other one sees at once.
 """
 
 import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -14,14 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import make_mount
 from harness.claims import often
-from harness.clusters import Cluster, ClusterMount, Plan
+from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.mountpoint import Mount, eventually
-from harness.processes import TakeProcess
+from harness.processes import Program, TakeProcess
 
 ROUNDS = 12
 # Longer than a busy machine stops a host, and yet to be waited for once.
@@ -33,68 +32,44 @@ def follower(cluster: Cluster) -> ClusterMount:
     return cluster.add_mount("--follow", "/")
 
 
-def _make(request: pytest.FixtureRequest, one: ClusterMount, other: ClusterMount) -> list[Path]:
-    name = re.sub(r"\W+", "_", request.node.name)
-    (one.path / name).mkdir()
-    return [mount.path / name for mount in (one, other)]
-
-
 @pytest.fixture
 def two(cluster: Cluster, follower: ClusterMount, request: pytest.FixtureRequest) -> list[Path]:
-    return _make(request, cluster.mounts[0], follower)
-
-
-@pytest.fixture
-def by_itself(cluster: Cluster) -> ClusterMount:
-    """The mount of another host, which follows what it is asked about often."""
-    return cluster.mounts[1]
-
-
-@pytest.fixture
-def pair(cluster: Cluster, by_itself: ClusterMount, request: pytest.FixtureRequest) -> list[Path]:
-    return _make(request, cluster.mounts[0], by_itself)
-
-
-def _status(mount: ClusterMount) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(os.getxattr(mount.path, "user.irdmafs.status"))
-    return answer
+    name = re.sub(r"\W+", "_", request.node.name)
+    (cluster.mounts[0].path / name).mkdir()
+    return [mount.path / name for mount in (cluster.mounts[0], follower)]
 
 
 class Requests:
-    """Requests to a mount's daemon, and what it told its kernel, since it was made; asking for them
-    taken off."""
+    """Requests to the daemon of a path, and what it told its kernel, since this was made. Asking for them
+    does not count."""
 
-    def __init__(self, mount: ClusterMount) -> None:
-        self._mount = mount
-        first = _status(mount)["requests"]
-        self._before = _status(mount)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        first = status_at(path)["requests"]
+        self._before = status_at(path)
         self._asking = {
             kind: n - first.get(kind, 0) for kind, n in self._before["requests"].items()
         }
 
     def count(self, *kinds: str) -> int:
-        now, before = _status(self._mount)["requests"], self._before["requests"]
+        now, before = status_at(self._path)["requests"], self._before["requests"]
         return sum(
             now.get(kind, 0) - before.get(kind, 0) - self._asking.get(kind, 0) for kind in kinds
         )
 
     def told(self) -> int:
-        now, before = _status(self._mount), self._before
+        now, before = status_at(self._path), self._before
         return sum(int(now[key]) - int(before[key]) for key in ("epochs", "inodes_told"))
 
 
-def questions(mount: ClusterMount, action: Callable[[], object]) -> int:
-    requests = Requests(mount)
-    action()
-    return requests.count("LOOKUP", "GETATTR")
-
-
-def believe(mount: ClusterMount, path: Path) -> None:
+def believe(path: Path) -> None:
     """Look at a file until the kernel answers by itself."""
 
     def is_believed() -> bool:
         often(lambda: os.stat(path))
-        return not questions(mount, lambda: os.stat(path))
+        requests = Requests(path)
+        os.stat(path)
+        return not requests.count("LOOKUP", "GETATTR")
 
     eventually(is_believed, f"{path} is believed")
 
@@ -104,7 +79,7 @@ def believing(two: list[Path], follower: ClusterMount) -> list[Path]:
     """The two directories, when the follower's kernel believes what it knows there."""
     one, other = two
     (one / "kept").touch()
-    believe(follower, other / "kept")
+    believe(other / "kept")
     return two
 
 
@@ -120,33 +95,33 @@ def exists(path: Path) -> bool:
 
 
 def test_stat_asks_nobody_and_a_warm_open_is_one_request_and_no_question_to_etcd(
-    here: Path, there: Path, by_itself: ClusterMount
+    here: Path, there: Path
 ) -> None:
     (here / "file").write_bytes(b"x")
     (there / "file").read_bytes()
-    believe(by_itself, there / "file")
-    barriers = _status(by_itself)["cluster"]["barriers"]
-    requests = Requests(by_itself)
+    believe(there / "file")
+    barriers = counters(there)["barriers"]
+    requests = Requests(there)
     for _ in range(100):
         os.stat(there / "file")
         os.close(os.open(there / "file", os.O_RDONLY))
     assert requests.count("OPEN") == 100
     assert requests.count("LOOKUP", "GETATTR") < 20  # every few seconds
-    assert _status(by_itself)["cluster"]["barriers"] == barriers
+    assert counters(there)["barriers"] == barriers
 
 
 def test_listing_many_files_with_their_attributes_takes_few_requests(
-    here: Path, there: Path, by_itself: ClusterMount
+    here: Path, there: Path
 ) -> None:
     for i in range(500):
         (here / f"file{i}").touch()
-    believe(by_itself, there / "file0")
-    requests = Requests(by_itself)
+    believe(there / "file0")
+    requests = Requests(there)
     with os.scandir(there) as entries:
         assert sum(stat.S_ISREG(entry.stat().st_mode) for entry in entries) == 500
     assert requests.count("LOOKUP", "GETATTR") < 20
     assert requests.count("READDIRPLUS", "READDIR") < 20
-    requests = Requests(by_itself)
+    requests = Requests(there)
     for i in range(500):
         os.stat(there / f"file{i}")
     assert requests.count("LOOKUP", "GETATTR") < 250
@@ -182,13 +157,9 @@ def test_listing_again_what_the_kernel_knows_shows_what_others_changed(
 )
 @pytest.mark.parametrize("name", ["file", "file{}"], ids=["one name", "many names"])
 def test_what_is_removed_is_gone_at_once(
-    believing: list[Path],
-    follower: ClusterMount,
-    make: Callable[[Path], None],
-    remove: Callable[[Path], None],
-    name: str,
+    believing: list[Path], make: Callable[[Path], None], remove: Callable[[Path], None], name: str
 ) -> None:
-    requests = Requests(follower)
+    requests = Requests(believing[1])
     for i in range(ROUNDS):
         here, there = (directory / name.format(i) for directory in believing)
         make(here)
@@ -201,12 +172,10 @@ def test_what_is_removed_is_gone_at_once(
     assert requests.told() >= ROUNDS
 
 
-def test_a_renamed_file_is_where_it_was_put_at_once(
-    two: list[Path], follower: ClusterMount
-) -> None:
+def test_a_renamed_file_is_where_it_was_put_at_once(two: list[Path]) -> None:
     one, other = two
     (one / "file0").write_bytes(b"x")
-    believe(follower, other / "file0")
+    believe(other / "file0")
     for i in range(ROUNDS):
         ino = os.stat(other / f"file{i}").st_ino
         (one / f"file{i}").rename(one / f"file{i + 1}")
@@ -214,10 +183,10 @@ def test_a_renamed_file_is_where_it_was_put_at_once(
         assert os.stat(other / f"file{i + 1}").st_ino == ino
 
 
-def test_what_replaced_a_file_is_found_at_once(two: list[Path], follower: ClusterMount) -> None:
+def test_what_replaced_a_file_is_found_at_once(two: list[Path]) -> None:
     one, other = two
     (one / "file").write_bytes(b"")
-    believe(follower, other / "file")
+    believe(other / "file")
     for i in range(1, ROUNDS):
         os.stat(other / "file")
         (one / "new").write_bytes(b"x" * i)
@@ -226,11 +195,11 @@ def test_what_replaced_a_file_is_found_at_once(two: list[Path], follower: Cluste
         assert (other / "file").read_bytes() == b"x" * i
 
 
-def test_a_published_version_shows_at_once(two: list[Path], follower: ClusterMount) -> None:
+def test_a_published_version_shows_at_once(two: list[Path]) -> None:
     one, other = two
     (one / "file").write_bytes(b"")
-    believe(follower, other / "file")
-    requests = Requests(follower)
+    believe(other / "file")
+    requests = Requests(other)
     for i in range(1, ROUNDS):
         os.stat(other / "file")
         (one / "file").write_bytes(b"x" * i)
@@ -242,10 +211,10 @@ def test_a_published_version_shows_at_once(two: list[Path], follower: ClusterMou
     assert requests.told() >= ROUNDS - 1
 
 
-def test_changed_attributes_show_at_once(two: list[Path], follower: ClusterMount) -> None:
+def test_changed_attributes_show_at_once(two: list[Path]) -> None:
     one, other = two
     (one / "file").write_bytes(b"x")
-    believe(follower, other / "file")
+    believe(other / "file")
     fd = os.open(other / "file", os.O_RDONLY)
     for i in range(ROUNDS):
         os.stat(other / "file")
@@ -268,16 +237,14 @@ def test_a_created_file_is_found_and_listed_at_once(believing: list[Path]) -> No
         assert len(os.listdir(other)) == i + 2
 
 
-def test_attributes_of_a_file_show_by_all_its_names(
-    two: list[Path], follower: ClusterMount
-) -> None:
+def test_attributes_of_a_file_show_by_all_its_names(two: list[Path]) -> None:
     one, other = two
     for name in ("a", "b"):
         (one / name).mkdir()
     (one / "a/file").write_bytes(b"x")
     os.link(one / "a/file", one / "b/file")
     for i in range(ROUNDS):
-        believe(follower, other / "a/file") if i == 0 else os.stat(other / "a/file")
+        believe(other / "a/file") if i == 0 else os.stat(other / "a/file")
         os.stat(other / "b/file")
         (one / "b/file").write_bytes(b"x" * i)
         assert os.stat(other / "a/file").st_size == os.stat(other / "b/file").st_size == i
@@ -290,7 +257,7 @@ def test_attributes_of_a_file_show_by_all_its_names(
 
 
 def test_a_directory_that_moves_takes_what_is_below_it_along(
-    cluster: Cluster, here: Path, there: Path, by_itself: ClusterMount
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
     """Where it goes nobody follows it, so that who changes something there waits for nobody."""
     third = cluster.mounts[2].path
@@ -299,7 +266,7 @@ def test_a_directory_that_moves_takes_what_is_below_it_along(
         away = f"{here.name}-{i}"
         (here / "followed/moved/below").mkdir(parents=True)
         (here / "followed/moved/below/file").touch()
-        believe(by_itself, there / "followed/moved/below/file")
+        believe(there / "followed/moved/below/file")
         (here / "followed/moved").rename(here.parent / away)
         assert not exists(there / "followed/moved/below/file")
         assert exists(there.parent / away / "below/file")
@@ -310,7 +277,7 @@ def test_a_directory_that_moves_takes_what_is_below_it_along(
 
 
 def test_a_directory_that_moves_concerns_those_alone_who_follow_what_is_above_or_below_it(
-    here: Path, there: Path, by_itself: ClusterMount
+    here: Path, there: Path
 ) -> None:
     (here / "above/moved").mkdir(parents=True)
     (here / "moved/below").mkdir(parents=True)
@@ -319,14 +286,14 @@ def test_a_directory_that_moves_concerns_those_alone_who_follow_what_is_above_or
         (here / watched).touch()
 
     def acknowledged(moved: str, away: str) -> int:
-        before = int(_status(by_itself)["cluster"]["lease_transactions"])
+        before = int(counters(there)["lease_transactions"])
         for _ in range(3):  # a directory that is changed more often is given up
             (here / moved).rename(here / away)
             (here / away).rename(here / moved)
-        return int(_status(by_itself)["cluster"]["lease_transactions"]) - before
+        return int(counters(there)["lease_transactions"]) - before
 
     def few_of(moved: str, away: str, watched: str) -> bool:
-        believe(by_itself, there / watched)
+        believe(there / watched)
         return acknowledged(moved, away) < 3
 
     for watched in ("above/file", "moved/below/file"):
@@ -336,37 +303,35 @@ def test_a_directory_that_moves_concerns_those_alone_who_follow_what_is_above_or
             "moves elsewhere are not acknowledged",
             within_s=30,
         )
-    believe(by_itself, there / "above/file")
+    believe(there / "above/file")
     assert acknowledged("above/moved", "elsewhere/away") >= 6
-    believe(by_itself, there / "moved/below/file")
+    believe(there / "moved/below/file")
     assert acknowledged("moved", "elsewhere/away") >= 6
 
 
-def test_what_is_not_to_be_followed_is_not_followed_from_above(
-    here: Path, there: Path, by_itself: ClusterMount
-) -> None:
+def test_what_is_not_to_be_followed_is_not_followed_from_above(here: Path, there: Path) -> None:
     """Nor is it believed any more as soon as that is said."""
     (here / "restless/below").mkdir(parents=True)
     (here / "file").touch()
 
     def acknowledged() -> int:
-        before = int(_status(by_itself)["cluster"]["lease_transactions"])
+        before = int(counters(there)["lease_transactions"])
         for name in range(ROUNDS):
             (here / f"restless/below/{name}").touch()
             os.close(os.open(there / f"restless/below/{name}", os.O_RDONLY))
             (here / f"restless/below/{name}").unlink()
-        return int(_status(by_itself)["cluster"]["lease_transactions"]) - before
+        return int(counters(there)["lease_transactions"]) - before
 
     for number in range(ROUNDS // 3):
         kept = f"restless/below/kept{number}"
         (here / kept).touch()
-        believe(by_itself, there / "file")
-        believe(by_itself, there / kept)
+        believe(there / "file")
+        believe(there / kept)
         os.setxattr(here / "restless", "user.irdmafs.follow", b"off")
         (here / kept).unlink()
         with pytest.raises(FileNotFoundError):
             os.open(there / kept, os.O_RDONLY)
-        believe(by_itself, there / "file")
+        believe(there / "file")
         # It goes on following what it followed there until it looks over that.
         eventually(lambda: acknowledged() < ROUNDS, "what happens there is not acknowledged")
         os.removexattr(here / "restless", "user.irdmafs.follow")
@@ -402,7 +367,7 @@ def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(
 
 
 def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
-    pair: list[Path], by_itself: ClusterMount, cluster: Cluster, process: TakeProcess
+    pair: list[Path], process: TakeProcess
 ) -> None:
     """Each kernel believes in names whose directory a program on its own host is changing."""
     workers = [process(), process()]
@@ -411,8 +376,8 @@ def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
     for i in range(50):
         for number in range(2):
             (pair[0] / f"{number}-{i}").touch()
-    believe(cluster.mounts[0], pair[0] / "0-0")
-    believe(by_itself, pair[1] / "0-0")
+    believe(pair[0] / "0-0")
+    believe(pair[1] / "0-0")
     for worker in workers:
         worker.start(
             """
@@ -427,12 +392,12 @@ for i in range(50):
 
 
 def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session(
-    cluster: Cluster, two: list[Path], follower: ClusterMount, process: TakeProcess
+    two: list[Path], follower: ClusterMount, process: TakeProcess
 ) -> None:
     one, other = two
     (one / "file").write_bytes(b"x")
     looking, opening = process(), process()
-    believe(follower, other / "file")
+    believe(other / "file")
     follower.pause()
     try:
         # Returns when the session of the other mount is over.
@@ -451,11 +416,11 @@ def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session
 
 
 def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
-    here: Path, there: Path, by_itself: ClusterMount
+    here: Path, there: Path
 ) -> None:
     (here / "file").touch()
-    believe(by_itself, there / "file")
-    followed = _status(by_itself)["cluster"]["followed_directories"]
+    believe(there / "file")
+    followed = counters(there)["followed_directories"]
     i = 0
 
     def given_up() -> bool:
@@ -463,7 +428,7 @@ def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
         for _ in range(20):
             i += 1
             (here / f"new{i}").touch()
-        return bool(_status(by_itself)["cluster"]["followed_directories"] < followed)
+        return bool(counters(there)["followed_directories"] < followed)
 
     eventually(given_up, "the directory is not followed any more", 30)
     (here / "file").unlink()
@@ -515,7 +480,7 @@ def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
     there = mount.path / here.name
 
     def nodes() -> int:
-        found: int = _status(mount)["nodes"]
+        found: int = mount.status()["nodes"]
         return found
 
     before = nodes()
@@ -552,13 +517,11 @@ except OSError as error:
 
 
 @contextlib.contextmanager
-def changing(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+def changing(folder: Path, name: str) -> Iterator[Program]:
     """A process that makes and removes files in a directory, and exits with the error that ends it."""
-    command = [sys.executable, "-c", CHANGE, os.fspath(folder), name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as changer:
+    with Program(sys.executable, "-c", CHANGE, folder, name) as changer:
         try:
-            assert changer.stdout is not None
-            assert changer.stdout.readline() == b"going on\n", os.strerror(changer.wait(30))
+            assert changer.stdout.readline() == "going on\n", os.strerror(changer.wait(30))
             yield changer
         finally:
             changer.kill()

@@ -13,7 +13,8 @@ from harness.mountpoint import eventually
 from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.seeds import chosen_seed
 
-TTL_S = 4  # short, and longer than a busy machine stops a host
+# The lease is short, and longer than a busy machine stops a host.
+PLAN = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=4)
 SLOTS = 6
 TURNS = 10
 NEVER_S = 0.3  # what must not happen is looked for so long
@@ -49,12 +50,6 @@ number
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=TTL_S)) as made:
-        yield made
-
-
 @pytest.fixture
 def failing(cluster: Cluster) -> Iterator[ClusterMount]:
     """The first host, to be stopped, cut off from the others or killed. It works again after the test."""
@@ -62,20 +57,28 @@ def failing(cluster: Cluster) -> Iterator[ClusterMount]:
         pytest.skip("links cannot be cut")
     mount = cluster.mounts[0]
     yield mount
-    cluster.heal_all()
-    if not mount.alive:
-        mount.restart()
-    eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)
+    cluster.mend()
 
 
 Two = tuple[Process, Process]
 
 
 @pytest.fixture
-def on_hosts(pair: list[Path], process: TakeProcess) -> tuple[Process, Process]:
+def on_hosts(pair: list[Path], process: TakeProcess) -> Two:
     """A process on each host, with the same file open for reading and writing as `fd`."""
     (pair[0] / "file").write_bytes(b"x" * 100)
     return _both(process, pair, "file")
+
+
+@pytest.fixture
+def counting(pair: list[Path], process: TakeProcess) -> Two:
+    (pair[0] / "count").write_text("0")
+    return _both(process, pair, "count")
+
+
+@pytest.fixture
+def locking(pair: list[Path], process: TakeProcess) -> Two:
+    return _both(process, pair, "lock")
 
 
 def test_ranges_exclude_each_other_between_hosts(on_hosts: Two) -> None:
@@ -223,9 +226,9 @@ refused
 
 
 def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
-    failing: ClusterMount, pair: list[Path], process: TakeProcess
+    failing: ClusterMount, locking: Two
 ) -> None:
-    holder, tries = _both(process, pair)
+    holder, tries = locking
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     for _ in range(20):
         assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
@@ -395,12 +398,12 @@ inside, added
 # -- hosts that fail ------------------------------------------------------------------------------
 
 
-def _opened(process: Process, directory: Path, name: str = "lock") -> None:
+def _opened(process: Process, directory: Path, name: str) -> None:
     process.do(PREPARE)
     process.do("fd = os.open(f, os.O_RDWR | os.O_CREAT)", d=str(directory), f=str(directory / name))
 
 
-def _both(process: TakeProcess, pair: list[Path], name: str = "lock") -> Two:
+def _both(process: TakeProcess, pair: list[Path], name: str) -> Two:
     """Return a process on each host, which has a file of their directory open."""
     found = process(), process()
     for one, directory in zip(found, pair, strict=True):
@@ -409,10 +412,10 @@ def _both(process: TakeProcess, pair: list[Path], name: str = "lock") -> Two:
 
 
 def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
+    cluster: Cluster, failing: ClusterMount, locking: Two, pair: list[Path]
 ) -> None:
     (pair[1] / "count").write_text("0")
-    holder, waiter = _both(process, pair)
+    holder, waiter = locking
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     # Paused for less than the lease lives: nothing is lost.
     failing.pause()
@@ -441,9 +444,9 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
 
 
 def test_process_that_asks_again_for_a_lost_lock_is_told_first(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
+    cluster: Cluster, failing: ClusterMount, locking: Two, pair: list[Path]
 ) -> None:
-    holder, waiter = _both(process, pair)
+    holder, waiter = locking
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
     cluster.isolate(failing)
@@ -459,10 +462,9 @@ def test_process_that_asks_again_for_a_lost_lock_is_told_first(
 
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess, how: str
+    cluster: Cluster, failing: ClusterMount, counting: Two, pair: list[Path], how: str
 ) -> None:
-    (pair[0] / "count").write_text("0")
-    here, there = _both(process, pair, "count")
+    here, there = counting
     here.do(ADD_IN_PLACE)
     failing.pause() if how == "stopped" else cluster.isolate(failing)
     there.start(ADD_IN_PLACE)
@@ -476,12 +478,17 @@ def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
     ("lock", "shown"), [("lockf", False), ("flock", True)], ids=["", "opened meanwhile"]
 )
 def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
-    failing: ClusterMount, pair: list[Path], process: TakeProcess, lock: str, *, shown: bool
+    failing: ClusterMount,
+    counting: Two,
+    pair: list[Path],
+    process: TakeProcess,
+    lock: str,
+    *,
+    shown: bool,
 ) -> None:
     """As SQLite does, which puts back what was there before when it cannot commit."""
-    (pair[0] / "count").write_text("0")
     add = ADD_IN_PLACE.replace("lockf", lock)
-    next_one, there = _both(process, pair, "count")
+    next_one, there = counting
     loser = process()
     _opened(loser, pair[0], "count")
     assert next_one.do(add) == 1
@@ -507,10 +514,10 @@ def test_what_a_process_writes_without_its_lost_lock_comes_to_nobody(
 
 
 def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
+    cluster: Cluster, failing: ClusterMount, counting: Two, pair: list[Path]
 ) -> None:
     (pair[0] / "count").write_text("0" * 20)
-    loser, there = _both(process, pair, "count")
+    loser, there = counting
     loser.do("fcntl.lockf(fd, fcntl.LOCK_SH, 1, 0)")
     there.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10)")
     loser.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX, 1, 10))")
@@ -523,10 +530,9 @@ def test_a_process_that_waits_for_more_when_its_lock_is_lost_is_told(
 
 
 def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(
-    cluster: Cluster, failing: ClusterMount, pair: list[Path], process: TakeProcess
+    cluster: Cluster, failing: ClusterMount, counting: Two, pair: list[Path]
 ) -> None:
-    (pair[0] / "count").write_text("0")
-    here, there = _both(process, pair, "count")
+    here, there = counting
     here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
     cluster.isolate(failing)
     here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")

@@ -4,10 +4,9 @@ was writing."""
 import os
 from pathlib import Path
 
-from harness.at_signal import SIGNAL
 from harness.clusters import Cluster, Plan, StoreNode
 from harness.mountpoint import eventually
-from harness.programs import ended_sessions, hasty_node
+from harness.programs import hasty_node
 
 
 def open_in_place(node: StoreNode, path: Path) -> int:
@@ -60,20 +59,3 @@ def test_files_that_were_open_for_writing_are_published_opened_and_written_again
                     file.truncate()
                     file.write(text)
                 assert path.read_text() == text
-
-
-def test_copy_that_gets_another_number_is_kept_once() -> None:
-    """It was made to be published in a session that has ended."""
-    plan = Plan(nodes=1, mounts=1, replicas=1)
-    with Cluster(plan, mount_program=ended_sessions.__file__) as cluster:
-        (mount,) = cluster.mounts
-        with (mount.path / "file").open("wb+", buffering=0) as file:
-            for text in (b"first", b"second"):
-                file.write(text)
-                os.fsync(file.fileno())
-            before = os.listdir(mount.cache / "extents")
-            file.write(b"third")
-            os.kill(mount.pid, SIGNAL)
-            os.fsync(file.fileno())
-            assert len(os.listdir(mount.cache / "extents")) == len(before)
-        assert (mount.path / "file").read_bytes() == b"firstsecondthird"

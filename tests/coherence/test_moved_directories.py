@@ -5,17 +5,15 @@ The kernel moves what it knows of a directory when a lookup finds it elsewhere, 
 rename at once; else the lookup fails with ESTALE.
 """
 
-import contextlib
 import errno
 import os
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from harness.beside import repeating
 
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
@@ -28,24 +26,6 @@ PAUSE_S = 0.003
 
 OLD, NEW, OTHER = 10, 11, 12
 ONE = 100
-
-
-@contextlib.contextmanager
-def repeated(act: Callable[[], None]) -> Iterator[None]:
-    """Something is done again and again, with pauses."""
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(PAUSE_S):
-            act()
-
-    with ThreadPoolExecutor(1) as thread:
-        repeating = thread.submit(repeat)
-        try:
-            yield
-        finally:
-            ended.set()
-        repeating.result()
 
 
 def test_it_is_found_while_files_are_renamed(here: Path, there: Path) -> None:
@@ -74,7 +54,7 @@ def test_it_is_found_while_files_are_renamed(here: Path, there: Path) -> None:
 
     kept = os.open(there / "a" / "moved", os.O_PATH)
     try:
-        with repeated(rename):
+        with repeating(rename, PAUSE_S):
             for number in range(MOVES):
                 before, after = ("ab", "ba")[number % 2]
                 os.rename(here / before / "moved", here / after / "moved")

@@ -8,7 +8,6 @@ how often each file is replaced.
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,32 +24,33 @@ LISTINGS = 15
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
-    """`folder`/file is replaced REPLACEMENTS times from the first question on, whether that goes on."""
-    (folder / "file").write_bytes(pattern(1, SIZE))
-    failures: list[BaseException] = []
-
-    def replace() -> None:
-        try:
-            for n in range(REPLACEMENTS):
-                (folder / "new").write_bytes(pattern(n + 2, SIZE))
-                os.replace(folder / "new", folder / "file")
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=replace)
+def meanwhile(change: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """A change goes on from the first question on, whether it does."""
+    changing: list[Future[object]] = []
 
     def goes_on() -> bool:
-        if thread.ident is None:
-            thread.start()
+        if not changing:
+            changing.append(programs.submit(change))
             return True
-        return thread.is_alive()
+        return not changing[0].done()
 
-    try:
+    with ThreadPoolExecutor(1) as programs:
         yield goes_on
-    finally:
-        thread.join()
-        assert not failures, failures
+    changing[0].result()
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
+    """`folder`/file is replaced REPLACEMENTS times meanwhile."""
+    (folder / "file").write_bytes(pattern(1, SIZE))
+
+    def replace() -> None:
+        for n in range(REPLACEMENTS):
+            (folder / "new").write_bytes(pattern(n + 2, SIZE))
+            os.replace(folder / "new", folder / "file")
+
+    with meanwhile(replace) as goes_on:
+        yield goes_on
 
 
 def test_reading_it_never_fails(here: Path, there: Path) -> None:
@@ -91,34 +91,18 @@ def test_overwriting_what_it_just_replaced_never_fails(here: Path, there: Path) 
     assert writes
 
 
-@contextmanager
-def remade(path: Path) -> Iterator[Callable[[], bool]]:
-    """A file is made and removed REPLACEMENTS times from the first question on, whether that goes on."""
-
-    def remake() -> None:
-        for _ in range(REPLACEMENTS):
-            path.open("wb").close()
-            path.unlink()
-
-    made: list[Future[None]] = []
-
-    def goes_on() -> bool:
-        if not made:
-            made.append(programs.submit(remake))
-            return True
-        return not made[0].done()
-
-    with ThreadPoolExecutor(1) as programs:
-        yield goes_on
-        made[0].result()
-
-
 @pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
 def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
     here: Path, there: Path, mode: str
 ) -> None:
     makes = mode in ("wb", "ab")
-    with remade(here / "file") as goes_on:
+
+    def remake() -> None:
+        for _ in range(REPLACEMENTS):
+            (here / "file").open("wb").close()
+            (here / "file").unlink()
+
+    with meanwhile(remake) as goes_on:
         opens = 0
         while goes_on():
             with contextlib.nullcontext() if makes else contextlib.suppress(FileNotFoundError):

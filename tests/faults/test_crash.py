@@ -17,7 +17,6 @@ from harness.patterns import pattern, version_of
 from harness.processes import Process
 from harness.seeds import chosen_seed
 
-pytestmark = pytest.mark.beyond_posix
 ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
 
 

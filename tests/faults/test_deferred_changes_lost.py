@@ -85,7 +85,7 @@ def test_the_last_changes_are_lost_and_none_before() -> None:
         first = 0
         for number in range(int(os.environ.get("IRDMAFS_KILLS") or KILLS)):
             if not os.listdir(here):
-                claim_exclusively(holder, here)
+                claim_exclusively(here)
             writer = Writer(here, first)
             until = time.monotonic() + chooser.uniform(0.5, 2.5)
             while time.monotonic() < until:

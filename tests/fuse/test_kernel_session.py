@@ -14,7 +14,7 @@ from harness.processes import Process, TakeProcess
 
 from irdmafs.fuse.wakeups import halts_at_once
 
-pytestmark = [pytest.mark.beyond_posix, pytest.mark.kernel_session("pyfuse3 does not carry it")]
+pytestmark = pytest.mark.kernel_session("pyfuse3 does not carry it")
 
 
 def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:

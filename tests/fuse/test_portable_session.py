@@ -16,7 +16,6 @@ READERS = 4
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="limiting what the kernel reads ahead needs root"),
     pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="no /dev/fuse on this machine"),
-    pytest.mark.skipif("IRDMAFS_TEST_DIR" in os.environ, reason="not about a plain directory"),
 ]
 
 READ = """

@@ -10,10 +10,7 @@ from conftest import make_mount
 from harness.mountpoint import NOT_BLOCKING, Mount
 from harness.processes import TakeProcess
 
-pytestmark = [
-    pytest.mark.beyond_posix,
-    pytest.mark.kernel_session("without passthrough every byte is a request"),
-]
+pytestmark = pytest.mark.kernel_session("without passthrough every byte is a request")
 
 
 @pytest.fixture(scope="module")

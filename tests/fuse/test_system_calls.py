@@ -9,10 +9,7 @@ from harness.mountpoint import Mount
 from harness.processes import Process
 from harness.system_calls import system_calls
 
-pytestmark = [
-    pytest.mark.beyond_posix,
-    pytest.mark.kernel_session("without passthrough every byte is a request"),
-]
+pytestmark = pytest.mark.kernel_session("without passthrough every byte is a request")
 
 FILES = 50
 WRITE = """

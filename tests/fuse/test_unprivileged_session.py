@@ -23,7 +23,6 @@ pytestmark = [
         not os.stat(shutil.which("fusermount3") or "/").st_mode & stat.S_ISUID,
         reason="no setuid fusermount3",
     ),
-    pytest.mark.skipif("IRDMAFS_TEST_DIR" in os.environ, reason="not about a plain directory"),
 ]
 needs_open_device = pytest.mark.skipif(
     not DEVICE_IS_OPEN, reason="/dev/fuse is closed to other users; run in a namespace instead"

@@ -14,35 +14,35 @@ def often(ask: Callable[[], object]) -> None:
         ask()
 
 
-def claimed(mount: ClusterMount) -> int:
-    """Return of how many directories a mount has the claim."""
-    return int(counters(mount)["claimed_directories"])
+def claimed(place: ClusterMount | Path) -> int:
+    """Return of how many directories a mount has the claim; a path is one of it."""
+    return int(counters(place)["claimed_directories"])
 
 
-def claim(mount: ClusterMount, directory: Path) -> None:
-    """Make files in a directory of the mount until it has the claim; they are removed again."""
+def claim(directory: Path) -> None:
+    """Make files in a directory until its mount has the claim; they are removed again."""
 
     def costs_nothing() -> bool:
-        before = counters(mount)["transactions"]
+        before = counters(directory)["transactions"]
         for number in range(3):
             path = directory / f".claim{number}"
             fd = os.open(path, os.O_CREAT | os.O_WRONLY)
             path.unlink()
             os.close(fd)
-        return bool(counters(mount)["transactions"] == before)
+        return bool(counters(directory)["transactions"] == before)
 
     eventually(costs_nothing, "the directory is claimed")
 
 
-def claim_exclusively(mount: ClusterMount, directory: Path) -> None:
-    """Have the mount defer its changes in a directory."""
+def claim_exclusively(directory: Path) -> None:
+    """Have the mount of a directory defer its changes there."""
 
     def is_deferred() -> bool:
-        before = counters(mount)["deferred_changes"]
+        before = counters(directory)["deferred_changes"]
         path = directory / ".claim"
         path.touch()
         path.unlink()
-        return bool(counters(mount)["deferred_changes"] == before + 2)
+        return bool(counters(directory)["deferred_changes"] == before + 2)
 
     # Another mount may follow a directory above it, which it gives up when it has not looked for 10 s.
     eventually(is_deferred, "changes in the directory are deferred", within_s=30)

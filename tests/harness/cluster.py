@@ -10,10 +10,9 @@ import shutil
 import signal
 import time
 import tomllib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -22,6 +21,7 @@ from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.model.records import GroupConfig, MountRecord, NodeAddress, decode
 from irdmafs.backend.trust.security import Role
 
+from .closing import Closing
 from .daemons import Daemon
 from .etcd import Etcd
 from .network import CommandFailed, Host, Network, make_network
@@ -58,7 +58,7 @@ class Plan:
     mount_config: Mapping[str, object] = field(default_factory=dict)
 
 
-class Cluster:
+class Cluster(Closing):
     """etcd, store nodes and mounts, each on a host of its own. A context manager: leaving it kills
     every process and removes every directory, mount and namespace.
 
@@ -71,7 +71,6 @@ class Cluster:
         self.nodes: list[StoreNode] = []
         self.mounts: list[ClusterMount] = []
         self._mount_numbers = itertools.count()
-        self.timings_s: dict[str, float] = {}
         sweep()
         self.network: Network = make_network(plan.namespaces)
         self.directory = scratch_directory()
@@ -93,9 +92,9 @@ class Cluster:
         living.add(self)
         try:
             if self.plan.tls:
-                self._timed("prepare", lambda: self._init("--prepare"))
-            self._timed("etcd", self.etcd.start)
-            self._timed("init", self._init)
+                self._init("--prepare")
+            self.etcd.start()
+            self._init()
             hosts = self.network.add_hosts([f"node{i}" for i in range(self.plan.nodes)])
             for host in hosts:
                 self._make_node(host)
@@ -104,19 +103,17 @@ class Cluster:
                 self._make_mount(None if beside is None else self.nodes[beside].host)
             for part in (*self.nodes, *self.mounts):
                 part.start()
-            self._timed("nodes", self.wait_healthy)
-            self._timed("mounts", self._wait_mounted)
+            self.wait_healthy()
+            for mount in self.mounts:
+                mount.wait_ready()
             if self.plan.tls:
-                self._name_nodes()
+                # The file of the cluster is to serve readers, too.
+                line = f"[cluster]\nnodes = {json.dumps(self._addresses())}"
+                self.config.write_text(self.config.read_text().replace("[cluster]", line))
         except BaseException:
             self.close()
             raise
         return self
-
-    def _timed(self, what: str, step: Callable[[], object]) -> None:
-        start = time.monotonic()
-        step()
-        self.timings_s[what] = time.monotonic() - start
 
     def _init(self, *more: str) -> None:
         plan = self.plan
@@ -134,15 +131,6 @@ class Cluster:
     def _addresses(self) -> list[str]:
         """Where the nodes listen that run now."""
         return [f"{node.address}:{node.control_port}" for node in self.live_nodes().values()]
-
-    def _name_nodes(self) -> None:
-        """Have the file of the cluster serve readers, too."""
-        line = f"[cluster]\nnodes = {json.dumps(self._addresses())}"
-        self.config.write_text(self.config.read_text().replace("[cluster]", line))
-
-    def _wait_mounted(self) -> None:
-        for mount in self.mounts:
-            mount.wait_ready()
 
     def _write_config(
         self, path: Path, section: str, values: Mapping[str, object], certificate: str = ""
@@ -352,11 +340,3 @@ class Cluster:
                 stack.callback(node.close)
             for mount in self.mounts:
                 stack.callback(mount.close)
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        self.close()

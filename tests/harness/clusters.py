@@ -1,7 +1,8 @@
 """Clusters for tests, with skips where it cannot run and logs of what failed."""
 
+import json
 import os
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import harness.cluster
 from harness.cluster import LONG_LEASE_S, MIB, Plan
 from harness.daemons import Daemon
 from harness.etcd_server import need_etcd
+from harness.mountpoint import eventually
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
-from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.parts import STATUS_XATTR, ClusterMount, StoreNode, run_instead, run_irdmafs
+from harness.scratch import mount_points
 from harness.training import train
 
 __all__ = [
@@ -29,14 +32,24 @@ __all__ = [
     "need_cluster",
     "need_network",
     "run_irdmafs",
+    "status_at",
     "train",
 ]
 
 
-def counters(mount: ClusterMount) -> dict[str, Any]:
-    """Return what `irdmafs status` tells of a mount and its cluster."""
-    found: dict[str, Any] = mount.status()["cluster"]
+def counters(place: ClusterMount | Path) -> dict[str, Any]:
+    """Return what a mount, or that of a path if it works, tells of itself and its cluster."""
+    status = status_at(place) if isinstance(place, Path) else place.status()
+    found: dict[str, Any] = status["cluster"]
     return found
+
+
+def status_at(path: Path) -> dict[str, Any]:
+    """Return the status of the mount that a path is on, which is found without a request to it."""
+    points = set(mount_points())
+    top = next(place for place in (path, *path.parents) if str(place) in points)
+    answer: dict[str, Any] = json.loads(os.getxattr(top, STATUS_XATTR))
+    return answer
 
 
 def need_cluster() -> None:
@@ -79,13 +92,19 @@ class Cluster(harness.cluster.Cluster):
         made = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(made, self._mount_program)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and not isinstance(error, pytest.skip.Exception):
+    def mend(self) -> None:
+        """Have all work again: end what was done to parts of it, and start those that were killed."""
+        self.heal_all()
+        for part in (*self.nodes, *self.mounts):
+            if not part.alive:
+                part.start()
+        self.wait_healthy()
+        for mount in self.mounts:
+            mount.wait_ready()
+            eventually(lambda: counters(mount)["session_valid_seconds"] > 0, "it has a session", 30)  # noqa: B023
+
+    def __exit__(self, *error: object) -> None:
+        if error[1] is not None and not isinstance(error[1], pytest.skip.Exception):
             # conftest comes too late for a cluster that is the test's own.
             print(self.logs())
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*error)

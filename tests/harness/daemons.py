@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import forks
@@ -25,18 +25,12 @@ class Daemon:
     """One program. It can be started again after its end; each start appends to the same log."""
 
     def __init__(
-        self,
-        name: str,
-        host: Host,
-        command: Sequence[str | os.PathLike[str]],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
+        self, name: str, host: Host, command: Sequence[str | os.PathLike[str]], log: Path
     ) -> None:
         self.name = name
         self.host = host
         self.command = [os.fspath(word) for word in command]
         self.log = log
-        self.environment = dict(environment or {})
         self.starts = 0
         self._running: forks.Running | None = None
         self._stopped = False
@@ -45,13 +39,7 @@ class Daemon:
         assert not self.alive, f"{self.name} runs already"
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches whoever drives the cluster, who ends it in order.
-            self._running = forks.start(
-                self.command,
-                self.host.launcher,
-                output=log,
-                errors=log,
-                environment=self.environment,
-            )
+            self._running = forks.start(self.command, self.host.launcher, output=log, errors=log)
         self._stopped = False
         self.starts += 1
 

@@ -17,6 +17,7 @@ from typing import Self
 import pytest
 import trustme
 
+from harness.closing import Closing
 from harness.etcd import Etcd, free_port, missing_programs
 from harness.network import Host
 from harness.scratch import scratch_directory, sweep
@@ -34,7 +35,7 @@ def need_etcd() -> None:
         pytest.skip(missing)
 
 
-class EtcdServer(Etcd):
+class EtcdServer(Etcd, Closing):
     """`members` etcd processes that are one cluster. A context manager.
 
     tls: clients must show a certificate of `ca`; `ca_file`, `cert_file`, `key_file` are theirs.
@@ -77,9 +78,6 @@ class EtcdServer(Etcd):
             self.close()
             raise
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self.kill9()

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
+from harness.closing import Closing
 from harness.daemons import wait_until
 from harness.mount_namespaces import none_is_made
 from harness.processes import has_ended
@@ -25,7 +25,6 @@ needs_fuse = pytest.mark.skipif(
     not (can_mount() and os.path.exists("/dev/fuse")), reason="needs /dev/fuse and CAP_SYS_ADMIN"
 )
 COMMAND_TIMEOUT_S = 60.0
-PLAIN = "plain"
 
 # Requests the kernel does not wait for: a program is not slowed down by them.
 NOT_BLOCKING = frozenset(
@@ -88,7 +87,7 @@ def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0)
     wait_until(condition, f"not within {within_s} s: {what}", within_s, error=AssertionError)
 
 
-class Mount:
+class Mount(Closing):
     """One mountpoint with a store of its own. A context manager: mounts, and cleans up at the end.
 
     Attributes: `path` and `store` (directories), `log` (the daemon's log file), `session`.
@@ -265,26 +264,6 @@ class Mount:
             self.close()
             raise
         return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-
-class PlainMount(Mount):
-    """An ordinary directory in the place of a mount, to check the tests themselves against POSIX."""
-
-    def __init__(self, parent: Path) -> None:
-        parent.mkdir(parents=True, exist_ok=True)
-        self.session = PLAIN
-        self._top = self.path = Path(tempfile.mkdtemp(prefix="plain-", dir=parent))
-        self.path.chmod(0o755)
-        self.store = self.log = self._top / ".none"
-
-    def mount(self) -> None:
-        pass
-
-    def close(self) -> None:
-        shutil.rmtree(self._top, ignore_errors=True)
 
 
 def run_checked(*command: str | os.PathLike[str]) -> str:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+
+from .closing import Closing
 
 NETNS_DIRECTORY = Path("/run/netns")
 PREFIX = "irdmafs"
@@ -95,7 +96,7 @@ class Host:
     launcher: tuple[str, ...] = ()
 
 
-class Network:
+class Network(Closing):
     """Hosts that reach each other. A context manager; leaving it takes all of them away."""
 
     # Whether links can be cut and shaped.
@@ -121,12 +122,6 @@ class Network:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 class Loopback(Network):

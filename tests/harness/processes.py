@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from harness.closing import Closing
 
 STEP_TIMEOUT_S = 60.0
 # For a step: what tries to lock a file.
@@ -63,6 +65,19 @@ def has_ended(pid: int) -> bool:
     return True
 
 
+class Program(subprocess.Popen[str]):
+    """A program that is told things, and tells them, as text in pipes."""
+
+    stdin: IO[str]
+    stdout: IO[str]
+    stderr: IO[str]
+
+    def __init__(self, *command: object, **options: Any) -> None:
+        """`options` are those of Popen; standard error is a pipe only with one of them."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        super().__init__([*map(str, command)], **(pipes | options))
+
+
 _MANY = """
 import os, sys, threading
 threading.stack_size(1 << 16)
@@ -80,8 +95,7 @@ print(len(answers), repr(set(answers)), flush=True)
 def many_waiting(call: str, count: int) -> Iterator[Callable[[], set[Any]]]:
     """Have many threads of a process make a call that waits; yield what waits for all their answers."""
     command = [sys.executable, "-c", _MANY, call, str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
-        assert waiters.stdout is not None
+    with Program(*command) as waiters:
         output = waiters.stdout
         assert output.readline() == "started\n"
 
@@ -93,7 +107,7 @@ def many_waiting(call: str, count: int) -> Iterator[Callable[[], set[Any]]]:
         yield answers
 
 
-class Process:
+class Process(Closing):
     """A Python interpreter of its own. A context manager; leaving it kills the process."""
 
     def __init__(self, launcher: tuple[str, ...] = (), pass_fds: tuple[int, ...] = ()) -> None:
@@ -170,12 +184,6 @@ class Process:
                 print(f"process {self.pid} does not die: stuck in the kernel", file=sys.stderr)
         self._sender.close()
         self._receiver.close()
-
-    def __enter__(self) -> "Process":
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 TakeProcess = Callable[[], Process]

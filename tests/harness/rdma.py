@@ -7,13 +7,12 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness.network import Unavailable
-from harness.roce import find_way
+from harness.roce import Way, find_way, find_ways
 from irdmafs.backend.transport.verbs.regions import Region, Regions
 
 DEVICES = Path("/sys/class/infiniband")
@@ -23,45 +22,9 @@ REMEDY = "scripts/rdma_guest test runs this in a guest that has one"
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 
-@dataclass(frozen=True)
-class Port:
-    """An active port, and the index of the GID by which others reach it."""
-
-    device: str
-    number: int
-    gid_index: int
-
-
-def ports() -> list[Port]:
-    """The active ports of this machine, by name."""
-    found = []
-    for path in sorted(DEVICES.glob("*/ports/*")):
-        if not (path / "state").read_text().startswith("4:"):
-            continue
-        index = _gid_index(path)
-        if index is not None:
-            found.append(Port(path.parts[-3], int(path.name), index))
-    return found
-
-
-def _gid_index(port: Path) -> int | None:
-    """InfiniBand's only one; of Ethernet's the first that RoCE v2 routes by IPv4."""
-    if (port / "link_layer").read_text().strip() != "Ethernet":
-        return 0
-    for index in range(len(list((port / "gids").iterdir()))):
-        try:
-            kind = (port / f"gid_attrs/types/{index}").read_text().strip()
-        except OSError:  # an entry without an address
-            continue
-        gid = (port / f"gids/{index}").read_text().strip()
-        if kind == "RoCE v2" and gid.startswith("0000:0000:0000:0000:0000:ffff:"):
-            return index
-    return None
-
-
-def need_ports(count: int = 1) -> list[Port]:
+def need_ports(count: int = 1) -> list[Way]:
     """Active ports. Skips the test where they are missing; in a guest, which is to have them, fails."""
-    found = ports()
+    found = find_ways()
     missing = None
     if len(found) < count:
         missing = f"{len(found)} of {count} active RDMA ports here; {REMEDY}"

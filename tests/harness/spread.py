@@ -29,7 +29,7 @@ DIVIDED = frozenset(
 GUESTS = "tests/verbs/test_guest.py::test_what_is_promised_of_verbs_holds_in_a_guest"
 # Tests that have processes import torch: one unit of all kinds of mounts, so that it is imported once.
 _TORCH = "tests/posix/test_programs.py::test_torch_"
-_SESSION = re.compile(r"\[(kernel|pyfuse3|cluster|plain)[-\]]")
+_SESSION = re.compile(r"\[(kernel|pyfuse3|cluster)[-\]]")
 
 
 def unit(nodeid: str) -> str:

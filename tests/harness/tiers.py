@@ -2,8 +2,8 @@
 
 units      nothing: `scripts/test quick`, but for what is marked long
 promises   programs, mounts of the kernel session, and the etcd and the cluster that tests share
-all        etcd or a cluster of a test's own, the pyfuse3 session, mounts of clusters, devices for RDMA,
-           and what is slow
+all        etcd or a cluster of a test's own, or one that it harms, the pyfuse3 session, mounts of clusters,
+           devices for RDMA, and what is slow
 
 Nobody writes down the tier of a test. `tier_of` finds it in the code of the test, in that of its fixtures
 and in what they call. A test that starts something by other ways fails: whatever starts asks `allow`.
@@ -100,7 +100,7 @@ def tier_of(item: pytest.Item) -> Tier:
         function = definitions[-1].func
         if function.__module__ != "conftest":
             found.append(_tier_of_code(function))
-        elif name == "cluster" and hasattr(item.module, "PLAN"):
+        elif name == "failing" or (name == "cluster" and hasattr(item.module, "PLAN")):
             found.append(Tier.ALL)
         elif name in _SHARED:
             found.append(Tier.PROMISES)

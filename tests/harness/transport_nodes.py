@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
@@ -289,16 +288,11 @@ class NodeProcess:
         """Wait until it serves. Several are made first and waited for then, as they start together."""
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise RuntimeError(f"node {self.node:x} did not start")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -21,9 +21,10 @@ from irdmafs.backend.transport.peers import open_peers
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
 PLAN = Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB)
+STRIPE_SIZE = b"1M"
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def soon(holds: Callable[[], bool]) -> None:
     eventually(holds, "it is mended or told of", 60)
 
 
@@ -37,10 +38,12 @@ def stripes_of(contents: list[bytes]) -> int:
     return sum(-(-len(content) // MIB) for content in contents)
 
 
-def publish(cluster: Cluster, striped: str, sizes: list[int]) -> dict[str, bytes]:
-    written = {f"{striped}/file{number}": new_content(size) for number, size in enumerate(sizes)}
+def publish(directory: Path, sizes: list[int]) -> dict[str, bytes]:
+    """Return the contents by their paths from the root of the mount, which the directory is right in."""
+    names = [f"{directory.name}/file{number}" for number in range(len(sizes))]
+    written = {name: new_content(size) for name, size in zip(names, sizes, strict=True)}
     for name, content in written.items():
-        (cluster.mounts[0].path / name).write_bytes(content)
+        (directory.parent / name).write_bytes(content)
     return written
 
 
@@ -54,27 +57,27 @@ def node_status(cluster: Cluster, node: StoreNode) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, striped: str) -> None:
-    written = publish(cluster, striped, 4 * SIZES[:3])
+def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, here: Path) -> None:
+    written = publish(here, 4 * SIZES[:3])
     contents = list(written.values())
     bad = cluster.nodes[0]
     assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
     read_all(cluster.mounts[1].path, written)
-    wait_until(lambda: sound(bad, contents) > 0)
-    wait_until(lambda: node_status(cluster, bad)["wrong_mended"] == sound(bad, contents))
+    soon(lambda: sound(bad, contents) > 0)
+    soon(lambda: node_status(cluster, bad)["wrong_mended"] == sound(bad, contents))
     # Not before the last one: while a copy is being mended the file has a replica less.
-    wait_until(lambda: cluster.status()["health"] == "ok")
+    soon(lambda: cluster.status()["health"] == "ok")
 
 
-def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, striped: str) -> None:
-    written = publish(cluster, striped, SIZES)
+def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, here: Path) -> None:
+    written = publish(here, SIZES)
     contents = list(written.values())
     bad = cluster.nodes[1]
     before = node_status(cluster, bad)
     assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
     cluster.administer("scrub", f"{bad.node_id:x}")
-    wait_until(lambda: sound(bad, contents) == stripes_of(contents))
-    wait_until(lambda: node_status(cluster, bad)["scrub_running_s"] is None)
+    soon(lambda: sound(bad, contents) == stripes_of(contents))
+    soon(lambda: node_status(cluster, bad)["scrub_running_s"] is None)
     after = node_status(cluster, bad)
     assert after["scrub_age_s"] < before["scrub_age_s"] + 60
     assert after["wrong_mended"] - before["wrong_mended"] == stripes_of(contents)
@@ -82,14 +85,14 @@ def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, striped: st
 
 
 def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path
 ) -> None:
-    os.setxattr(cluster.mounts[0].path / striped, "user.irdmafs.replicas", b"1")
-    written = publish(cluster, striped, [300_000])
+    os.setxattr(here, "user.irdmafs.replicas", b"1")
+    written = publish(here, [300_000])
     ((name, content),) = written.items()
     assert sum(damage(node, content) for node in cluster.nodes) == 1
     cluster.administer("scrub")
-    wait_until(lambda: cluster.status()["health"] == "unavailable")
+    soon(lambda: cluster.status()["health"] == "unavailable")
     found = cluster.status()
     assert [one["path"] for one in found["damaged_files"]] == [f"/{name}"]
     assert any(f"/{name}" in problem for problem in found["problems"])
@@ -101,7 +104,7 @@ def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
     salvage = cluster.add_mount("--no-verify")
     assert len((salvage.path / name).read_bytes()) == len(content)
     (cluster.mounts[0].path / name).write_bytes(content)
-    wait_until(lambda: cluster.status()["health"] == "ok")
+    soon(lambda: cluster.status()["health"] == "ok")
     assert (cluster.mounts[1].path / name).read_bytes() == content
 
 
@@ -113,7 +116,7 @@ def test_a_drain_of_the_sound_node_keeps_what_is_sound(nodes: int) -> None:
         made.wait_healthy()
         (made.mounts[0].path / "d").mkdir()
         os.setxattr(made.mounts[0].path / "d", "user.irdmafs.stripe_size", b"1M")
-        written = publish(made, "d", 2 * nodes * SIZES[:3])
+        written = publish(made.mounts[0].path / "d", 2 * nodes * SIZES[:3])
         contents = list(written.values())
         bad, good = made.nodes[:2]
         damaged = sum(damage(bad, content) for content in contents)
@@ -122,23 +125,23 @@ def test_a_drain_of_the_sound_node_keeps_what_is_sound(nodes: int) -> None:
         good.terminate()
         assert nodes == 3 or sound(bad, contents) == damaged
         read_all(made.add_mount().path, written)
-        wait_until(lambda: not made.status()["damaged_files"])
+        soon(lambda: not made.status()["damaged_files"])
 
 
 def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> None:
     plan = Plan(nodes=2, mounts=1, buckets=16, node_config={"rereplicate_after": "1s"})
     with Cluster(plan) as made:
         (made.mounts[0].path / "d").mkdir()
-        written = publish(made, "d", 4 * [1000, 300_000])
+        written = publish(made.mounts[0].path / "d", 4 * [1000, 300_000])
         bad, good = made.nodes
         assert sum(damage(bad, content) for content in written.values())
         good.kill9()
         third = made.add_node()
         made.administer("scrub", f"{bad.node_id:x}")
-        wait_until(lambda: len(made.status()["damaged_files"]) == len(written))
-        wait_until(lambda: sum(1 for _ in (third.store / "extents").iterdir()) == len(written))
+        soon(lambda: len(made.status()["damaged_files"]) == len(written))
+        soon(lambda: sum(1 for _ in (third.store / "extents").iterdir()) == len(written))
         good.start()
-        wait_until(lambda: not made.status()["damaged_files"])
+        soon(lambda: not made.status()["damaged_files"])
         read_all(made.add_mount().path, written)
         assert sound(bad, list(written.values())) + sound(third, list(written.values())) > 0
 
@@ -147,7 +150,7 @@ def test_what_somebody_says_of_a_sound_copy_changes_nothing() -> None:
     """A member that lies: all it brings about is that the node reads its copy again."""
     with Cluster(Plan(nodes=2, mounts=2, buckets=16, namespaces=False)) as made:
         (made.mounts[0].path / "d").mkdir()
-        written = publish(made, "d", [1000, 300_000])
+        written = publish(made.mounts[0].path / "d", [1000, 300_000])
         trio.run(slander, made)
         read_all(made.mounts[1].path, written)
         for node in made.nodes:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from harness.clusters import Cluster, Plan
 from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
+from harness.scenarios import outcomes
 
 SESSIONS = ("kernel",)
 USER, GROUP = 12345, 23456
@@ -21,20 +21,21 @@ pytestmark = [
 ]
 
 
-def user(uid: int, gid: int, *groups: int) -> Process:
-    one = Process()
-    one.do(f"os.setgroups({list(groups)}); os.setresgid(*[{gid}] * 3); os.setresuid(*[{uid}] * 3)")
-    return one
+# User, group and further groups of each process.
+USERS = {
+    "named": (USER, 7, []),
+    "member": (8, 9, [GROUP]),
+    "owner": (10, 11, []),
+    "other": (12, 13, []),
+}
 
 
 @pytest.fixture(scope="module")
 def users() -> Iterator[dict[str, Process]]:
-    made = {
-        "named": user(USER, 7),
-        "member": user(8, 9, GROUP),
-        "owner": user(10, 11),
-        "other": user(12, 13),
-    }
+    made = {name: Process() for name in USERS}
+    for name, (uid, gid, groups) in USERS.items():
+        made[name].do(f"os.setgroups({groups}); os.setresgid(*[{gid}] * 3)")
+        made[name].do(f"os.setresuid(*[{uid}] * 3)")
     yield made
     for one in made.values():
         one.close()
@@ -47,25 +48,6 @@ def getfacl(path: Path) -> str:
 def setfacl(*words: str | Path) -> None:
     run_checked("setfacl", *words)
 
-
-def allowed(path: Path, users: dict[str, Process]) -> dict[str, str]:
-    """Return what each user may do with a file."""
-    found = {}
-    for name, one in users.items():
-        ways = {"r": os.O_RDONLY, "w": os.O_WRONLY}
-        found[name] = "".join(
-            way for way, flags in ways.items() if one.do(TRY, f=str(path), w=flags)
-        )
-    return found
-
-
-TRY = """
-try:
-    os.close(os.open(f, w)); ok = True
-except PermissionError:
-    ok = False
-ok
-"""
 
 ACLS = (
     f"u:{USER}:rw",
@@ -110,112 +92,87 @@ def test_links_that_wait_tell_nobody_more_than_their_directory(
         assert told == (searches, lists), name
 
 
-@pytest.mark.parametrize("entries", ACLS)
-def test_an_acl_says_who_may_open_a_file(
-    folder: Path, tmpfs: Path, users: dict[str, Process], entries: str
-) -> None:
-    def seen(place: Path) -> object:
-        place.chmod(0o755)
-        file = place / "file"
-        file.write_bytes(b"content")
-        os.chown(file, 10, 11)
-        file.chmod(0o640)
-        result: list[object] = [allowed(file, users)]
-        for step in (("-m", entries), ("-m", "m::rw"), ("-x", f"u:{USER}"), ("-b",)):
-            done = run_or_error("setfacl", *step, file)
-            result += [done, getfacl(file), stat.S_IMODE(file.stat().st_mode), allowed(file, users)]
-            result.append(sorted(os.listxattr(file)))
-        return result
-
-    assert seen(folder) == seen(tmpfs)
-
-
-def run_or_error(*command: str | Path) -> bool:
-    try:
-        run_checked(*command)
-    except AssertionError:
-        return False
-    return True
-
-
-def test_chmod_changes_the_mask(folder: Path, tmpfs: Path, users: dict[str, Process]) -> None:
-    def seen(place: Path) -> object:
-        place.chmod(0o755)
-        file = place / "file"
-        file.write_bytes(b"content")
-        setfacl("-m", f"u:{USER}:rw,g::r", file)
-        result = []
-        for mode in (0o600, 0o660, 0o4717, 0o644):
-            file.chmod(mode)
-            result.append((getfacl(file), file.stat().st_mode, allowed(file, users)))
-        return result
-
-    assert seen(folder) == seen(tmpfs)
-
-
-@pytest.mark.parametrize("default", [None, f"u::rwx,g::rx,o::-,u:{USER}:rwx", "u::rw,g::r,o::rx"])
-def test_what_is_made_in_a_directory_gets_its_default_acl(
-    folder: Path, tmpfs: Path, process: TakeProcess, default: str | None
-) -> None:
-    make = """
-os.umask(umask)
-os.close(os.open('file', os.O_CREAT | os.O_WRONLY, mode))
-os.mkdir('sub', mode); os.mkdir('sub/sub', mode)
-os.mkfifo('fifo', mode)
-os.symlink('nowhere', 'link')
-fd = os.open('.', os.O_TMPFILE | os.O_RDWR, mode)
-os.link(f'/proc/self/fd/{fd}', 'unnamed', src_dir_fd=fd, follow_symlinks=True)
-os.umask(0o022)
+BEGIN = """
+import struct
+def acl(path):
+    command = ['getfacl', '-n', '-p', '--omit-header', path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def setfacl(*words):
+    return subprocess.run(['setfacl', *words]).returncode
+def seen(path):
+    return acl(path), os.stat(path).st_mode, sorted(os.listxattr(path))
+def allowed(path):
+    found = ''
+    for way, flags in (('r', os.O_RDONLY), ('w', os.O_WRONLY)):
+        try:
+            os.close(os.open(path, flags))
+            found += way
+        except PermissionError:
+            pass
+    return found
 """
+ALLOWED = "".join(f"\n        {name}: allowed('file')" for name in USERS)
 
-    def seen(place: Path) -> object:
-        result = []
-        for number, (umask, mode) in enumerate(product((0, 0o077), (0o777, 0o640, 0o2775))):
-            directory = place / f"{number}"
-            directory.mkdir()
-            if default is not None:
-                setfacl("-d", "-m", default, directory)
-            maker = process()
-            maker.do("os.chdir(d)", d=str(directory))
-            maker.do(make, umask=umask, mode=mode)
-            for name in ("file", "sub", "sub/sub", "fifo", "unnamed"):
-                path = directory / name
-                result.append((name, umask, mode, oct(path.stat().st_mode), getfacl(path)))
-        return result
+SCENARIOS = {
+    **{
+        f"an ACL says who may open a file: {entries}": f"""
+        root: os.chmod('.', 0o755); write('file'); os.chown('file', 10, 11)
+        root: os.chmod('file', 0o640){ALLOWED}"""
+        + "".join(
+            f"""
+        root: setfacl({step}, 'file'); seen('file'){ALLOWED}"""
+            for step in (f"'-m', '{entries}'", "'-m', 'm::rw'", f"'-x', 'u:{USER}'", "'-b'")
+        )
+        for entries in ACLS
+    },
+    "chmod changes the mask": f"""
+        root: os.chmod('.', 0o755); write('file'); setfacl('-m', 'u:{USER}:rw,g::r', 'file')"""
+    + "".join(
+        f"""
+        root: os.chmod('file', {mode}); seen('file'){ALLOWED}"""
+        for mode in (0o600, 0o660, 0o4717, 0o644)
+    ),
+    **{
+        f"what is made in a directory gets its default ACL: {default}": "".join(
+            f"""
+        root: os.mkdir('{number}'); {default and f"setfacl('-d', '-m', '{default}', '{number}')"}
+        root: os.chdir('{number}'); umask = os.umask({umask})
+        root: os.close(open_fd('file', os.O_CREAT | os.O_WRONLY, {mode}))
+        root: os.mkdir('sub', {mode}); os.mkdir('sub/sub', {mode}); os.mkfifo('fifo', {mode})
+        root: os.symlink('nowhere', 'link'); fd = open_fd('.', os.O_TMPFILE | os.O_RDWR, {mode})
+        root: os.link(f'/proc/self/fd/{{fd}}', 'unnamed', src_dir_fd=fd, follow_symlinks=True)
+        root: os.umask(umask); [seen(name) for name in ('file', 'sub', 'sub/sub', 'fifo', 'unnamed')]
+        root: os.chdir('..')"""
+            for number, (umask, mode) in enumerate(product((0, 0o077), (0o777, 0o640, 0o2775)))
+        )
+        for default in (None, f"u::rwx,g::rx,o::-,u:{USER}:rwx", "u::rw,g::r,o::rx")
+    },
+    "set-group-id is lost by an ACL of somebody outside the group": f"""
+        root: os.chmod('.', 0o755); write('file'); os.chown('file', 10, {GROUP}); os.chmod('file', 0o2755)
+        owner: n = 2**32 - 1; new = struct.pack('<IHHIHHIHHI', 2, 1, 7, n, 4, 5, n, 32, 0, n)
+        owner: os.setxattr('file', 'system.posix_acl_access', new)
+        root: seen('file')
+    """,
+    "an ACL that is none is refused": """
+        root: write('file'); os.setxattr('file', 'system.posix_acl_access', b'\\2\\0\\0\\0junk')
+        root: os.setxattr('file', 'system.posix_acl_access', b'\\7\\0\\0\\0')
+        root: os.setxattr('file', 'system.posix_acl_access', b'\\2\\0\\0\\0' + bytes(8))
+        root: entries = b''.join(struct.pack('<HHI', tag, 7, 2**32 - 1) for tag in (1, 4, 32))
+        root: os.setxattr('file', 'system.posix_acl_default', b'\\2\\0\\0\\0' + entries)
+        root: seen('file')
+    """,
+}
 
-    assert seen(folder) == seen(tmpfs)
 
-
-def test_set_group_id_is_lost_by_an_acl_of_somebody_outside_the_group(
-    folder: Path, tmpfs: Path, users: dict[str, Process]
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_acls_do_as_on_a_tmpfs(
+    folder: Path, tmpfs: Path, process: TakeProcess, users: dict[str, Process], scenario: str
 ) -> None:
-    def seen(place: Path) -> list[int]:
-        place.chmod(0o755)
-        file = place / "file"
-        file.write_bytes(b"")
-        os.chown(file, 10, GROUP)
-        file.chmod(0o2755)
-        acl = "acl = struct.pack('<IHHIHHIHHI', 2, 1, 7, n, 4, 5, n, 32, 0, n)"
-        users["owner"].do(f"import struct; n = 2**32 - 1; {acl}")
-        users["owner"].do("os.setxattr(f, 'system.posix_acl_access', acl)", f=str(file))
-        return [file.stat().st_mode, len(os.listxattr(file))]
-
-    assert seen(folder) == seen(tmpfs)
-
-
-def test_an_acl_that_is_none_is_refused(folder: Path, tmpfs: Path) -> None:
-    for place in (folder, tmpfs):
-        (place / "file").touch()
-        for value in (b"\2\0\0\0junk", b"\7\0\0\0", b"\2\0\0\0" + bytes(8)):
-            with pytest.raises(OSError):
-                os.setxattr(place / "file", "system.posix_acl_access", value)
-        with pytest.raises(PermissionError):
-            os.setxattr(place / "file", "system.posix_acl_default", ENTRIES)
-        assert getfacl(place / "file") == "user::rw-\ngroup::r--\nother::r--\n\n"
-
-
-UNNAMED = b"\xff" * 4
-ENTRIES = b"\2\0\0\0" + b"".join(bytes((tag, 0, 7, 0)) + UNNAMED for tag in (1, 4, 32))
+    found, expected = (
+        outcomes(SCENARIOS[scenario], BEGIN, place, lambda name: users.get(name) or process())
+        for place in (folder, tmpfs)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("options", ["allow_other", "allow_other,noacl"])
@@ -259,6 +216,8 @@ def test_copies_and_archives_keep_acls(folder: Path) -> None:
 
 
 def test_an_acl_holds_on_every_host_at_once(users: dict[str, Process]) -> None:
+    named = users["named"]
+    named.do(f"import os, subprocess\n{BEGIN}")
     with Cluster(Plan(nodes=1, replicas=1, mounts=0)) as cluster:
         one = cluster.add_mount("-o", "allow_other")
         other = cluster.add_mount("-o", "allow_other", "--follow", "/")
@@ -268,16 +227,12 @@ def test_an_acl_holds_on_every_host_at_once(users: dict[str, Process]) -> None:
         file.write_bytes(b"content")
         file.chmod(0o640)
         seen = other.path / "file"
-        assert allowed(seen, users)["named"] == ""
-        for entries, expected in (
-            (f"u:{USER}:rw", "rw"),
-            (f"u:{USER}:r", "r"),
-            (f"u:{USER}:-", ""),
-        ):
-            setfacl("-m", entries, file)
-            assert allowed(seen, users)["named"] == expected
+        assert named.do("allowed(path)", path=str(seen)) == ""
+        for rights, expected in (("rw", "rw"), ("r", "r"), ("-", "")):
+            setfacl("-m", f"u:{USER}:{rights}", file)
+            assert named.do("allowed(path)", path=str(seen)) == expected
             assert getfacl(seen) == getfacl(file)
         (one.path / "shared").mkdir()
         setfacl("-d", "-m", f"u:{USER}:rwx", one.path / "shared")
         (other.path / "shared" / "file").write_bytes(b"made elsewhere")
-        assert allowed(one.path / "shared" / "file", users)["named"] == "rw"
+        assert named.do("allowed(path)", path=str(one.path / "shared/file")) == "rw"

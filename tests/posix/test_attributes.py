@@ -14,9 +14,10 @@ import pytest
 from conftest import SESSIONS as _SESSIONS
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
+from harness.models.namespace import error_of
 from harness.mountpoint import Mount
 from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess
-from harness.scenarios import AsOnTmpfs
+from harness.scenarios import AsOnTmpfs, outcomes
 
 from irdmafs.mount.mounting import find_mount, remount
 
@@ -24,6 +25,7 @@ SESSIONS = (*_SESSIONS, CLUSTER)
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
+CAPABILITY = f"'security.capability', {A_CAPABILITY!r}"
 # From <linux/sched.h>.
 CLONE_NEWUSER = 0x10000000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -45,49 +47,45 @@ CHANGES = {
 }
 
 
-def modes_after(folder: Path, change: str, by: Process, mode: int, content: bytes) -> list[int]:
-    """The mode of a file as seen before and after the descriptor of a change is closed."""
-    file = folder / "file"
-    file.write_bytes(content)
-    os.chown(file, 0, 4321)
-    file.chmod(mode)
-    by.do(change, f=str(file))
-    seen = [stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(by.do("os.fstat(fd).st_mode"))]
-    by.do("os.close(fd)")
-    seen.append(stat.S_IMODE(file.stat().st_mode))
-    file.unlink()
-    return seen
+def modes_after(change: str, by: str, mode: int, content: bytes) -> str:
+    """Return steps: the mode of a file is seen before and after the descriptor of a change is closed."""
+    return f"""
+        root: f = 'file'; write(f, {content!r}, 'wb'); os.chown(f, 0, 4321); os.chmod(f, {mode})
+        {by}: f = 'file'; {change}; os.fstat(fd).st_mode
+        root: os.stat(f).st_mode
+        {by}: os.close(fd)
+        root: left = os.stat(f).st_mode; os.unlink(f); left
+    """.rstrip()
 
 
 @needs_root
 @pytest.mark.parametrize("content", [b"", b"content"], ids=["empty", "filled"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_set_ids_are_lost_when_somebody_else_changes_the_content(
-    mount: Mount, folder: Path, tmpfs: Path, nobody: Process, change: str, content: bytes
+    as_on_tmpfs: AsOnTmpfs, session: str, change: str, content: bytes
 ) -> None:
-    folder.chmod(0o777)
     # Without HANDLE_KILLPRIV_V2 the kernel leaves set-group-id where the group may not execute.
-    modes = [0o6777, 0o4777, 0o2777, 0o777, *([0o2767] if mount.session != "pyfuse3" else [])]
-    for mode in modes:
-        expected = modes_after(tmpfs, CHANGES[change], nobody, mode, content)
-        assert modes_after(folder, CHANGES[change], nobody, mode, content) == expected, f"{mode:o}"
+    modes = [0o6777, 0o4777, 0o2777, 0o777, *([0o2767] if session != "pyfuse3" else [])]
+    steps = [modes_after(CHANGES[change], "nobody", mode, content) for mode in modes]
+    as_on_tmpfs("root: os.chmod('.', 0o777)" + "".join(steps))
 
 
 @needs_root
 def test_set_group_id_stays_for_a_member_when_nobody_may_execute(folder: Path, tmpfs: Path) -> None:
     """Such a file does not run as its group."""
+    steps = modes_after(CHANGES["write"], "member", 0o2767 & ~0o111, b"content")
     seen = []
     for place in (tmpfs, folder):
-        with Process() as member:
-            place.chmod(0o777)
+        place.chmod(0o777)
+        with Process() as root, Process() as member:
             member.do(f"os.setgroups([4321]); os.setresgid(*[{NOBODY}] * 3)")
             member.do(f"os.setresuid(*[{NOBODY}] * 3)")
-            seen.append(modes_after(place, CHANGES["write"], member, 0o2767 & ~0o111, b"content"))
+            found = outcomes(steps, "", place, {"root": root, "member": member}.__getitem__)
+            seen.append([stat.S_IMODE(mode) for _, mode in found if isinstance(mode, int)])
     assert seen[1] == seen[0] == [0o2666] * 3
 
 
 @needs_root
-@pytest.mark.beyond_posix
 def test_privileges_given_while_a_copy_is_written_are_not_those_of_the_copy(
     folder: Path, nobody: Process, process: TakeProcess
 ) -> None:
@@ -105,47 +103,6 @@ def test_privileges_given_while_a_copy_is_written_are_not_those_of_the_copy(
         writer.do("os.write(fd, b'evil'); os.close(fd)")
         left = stat.S_IMODE(file.stat().st_mode), os.listxattr(file)
         assert left == ((0o644, []) if number == 1 else (0o755 if number == 0 else 0o6755, []))
-
-
-@needs_root
-@pytest.mark.parametrize(
-    "owners", [(1, 1), (-1, 1), (1, -1), (-1, -1)], ids=["both", "group", "user", "none"]
-)
-def test_set_ids_and_capabilities_are_lost_with_the_owner(
-    folder: Path, tmpfs: Path, owners: tuple[int, int]
-) -> None:
-    def left(place: Path, mode: int) -> tuple[int, list[str]]:
-        file = place / "file"
-        file.write_bytes(b"")
-        file.chmod(mode)
-        os.setxattr(file, "security.capability", A_CAPABILITY)
-        os.chown(file, *owners)
-        left = stat.S_IMODE(file.stat().st_mode), os.listxattr(file)
-        file.unlink()
-        return left
-
-    for mode in (0o6755, 0o6745, 0o2644, 0o755):
-        assert left(folder, mode) == left(tmpfs, mode), f"{mode:o}"
-    for place in (folder, tmpfs):
-        (place / "sub").mkdir()
-        (place / "sub").chmod(0o6755)
-        os.chown(place / "sub", *owners)
-    assert stat.S_IMODE((folder / "sub").stat().st_mode) == 0o6755
-
-
-@needs_root
-@pytest.mark.parametrize("change", ["write", "truncating open", "truncate", "only looking"])
-def test_capabilities_are_lost_when_anybody_changes_the_content(
-    folder: Path, tmpfs: Path, process: TakeProcess, change: str
-) -> None:
-    def left(place: Path) -> list[str]:
-        file = place / "file"
-        file.write_bytes(b"content")
-        os.setxattr(file, "security.capability", A_CAPABILITY)
-        process().do(CHANGES[change] + "; os.close(fd)", f=str(file))
-        return os.listxattr(file)
-
-    assert left(folder) == left(tmpfs)
 
 
 # -- scenarios ---------------------------------------------------------------------------------
@@ -175,6 +132,31 @@ SCENARIOS = {
         nobody: os.close(fd)
         root: os.stat('file').st_mode
     """,
+    **{
+        f"set-ids and capabilities are lost by chown of {what}": "".join(
+            f"""
+            root: write('file'); os.chmod('file', {mode}); os.setxattr('file', {CAPABILITY})
+            root: os.chown('file', *{owners}); os.stat('file').st_mode, os.listxattr('file')
+            root: os.unlink('file')
+            """.rstrip()
+            for mode in (0o6755, 0o6745, 0o2644, 0o755)
+        )
+        + f"""
+            root: os.mkdir('sub'); os.chmod('sub', 0o6755); os.chown('sub', *{owners})
+            root: os.stat('sub').st_mode
+        """
+        for what, owners in (
+            *(("both", (1, 1)), ("the group", (-1, 1))),
+            *(("the user", (1, -1)), ("nothing", (-1, -1))),
+        )
+    },
+    **{
+        f"capabilities are lost when anybody changes the content: {change}": f"""
+            root: f = 'file'; write(f, 'content'); os.setxattr(f, {CAPABILITY})
+            root: {CHANGES[change]}; os.close(fd); os.listxattr(f)
+        """
+        for change in ("write", "truncating open", "truncate", "only looking")
+    },
     "the access time stays when what was read is opened for writing": """
         a: write('file', 'content'); reader = open('file'); os.utime('file', (1, 2))
         a: reader.read(); read_ns = os.stat('file').st_atime_ns; read_ns > 10**9
@@ -196,6 +178,27 @@ SCENARIOS = {
         for mode, owner in ((0o666, 0), (0o644, 0), (0o444, NOBODY))
     },
 }
+NAMESPACES = (
+    *("user.a", "trusted.a", "security.a", "system.a", "other.a", "user.", "plain"),
+    "user." + "n" * 251,
+)
+# tmpfs takes no user attributes in kernels before 6.6.
+SCENARIOS["extended attributes of every namespace"] = "\n".join(
+    [
+        "root: os.chmod('.', 0o755); write('file'); os.mkdir('dir'); os.mkfifo('fifo')",
+        "root: os.symlink('file', 'link'); of = {'follow_symlinks': False}",
+        *(
+            f"root: os.{call}({kind!r}, {name!r}{value}, **of)"
+            for kind in ("file", "dir", "link", "fifo")
+            for name in NAMESPACES
+            for call, value in (("setxattr", ", b'v'"), ("getxattr", ""))
+        ),
+        "root: [sorted(os.listxattr(kind, **of)) for kind in ('file', 'dir', 'link', 'fifo')]",
+        "nobody: sorted(os.listxattr('file'))",
+        *(f"nobody: os.getxattr('file', {name!r})" for name in NAMESPACES),
+        *(f"root: os.removexattr('file', {name!r})" for name in NAMESPACES * 2),
+    ]
+)
 NOT_IN_PYFUSE3 = {
     "files without a name take the group of their directory": """
         root: os.chown('.', 0, 1234); os.chmod('.', 0o2777)
@@ -307,55 +310,6 @@ def test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_tha
 # -- extended attributes -------------------------------------------------------------------------
 
 
-def outcome(step: Callable[[], Any]) -> Any:
-    try:
-        return step()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-
-
-@needs_root
-def test_extended_attributes_of_every_namespace_are_those_of_tmpfs(
-    folder: Path, tmpfs: Path, nobody: Process
-) -> None:
-    names = [
-        "user.a",
-        "trusted.a",
-        "security.a",
-        "system.a",
-        "other.a",
-        "user.",
-        "plain",
-        "user." + "n" * 251,
-    ]
-    list_ = "os.listxattr(f)"
-
-    def seen(place: Path) -> Any:
-        place.chmod(0o755)
-        (place / "file").touch()
-        (place / "dir").mkdir()
-        os.symlink("file", place / "link")
-        os.mkfifo(place / "fifo")
-        found: list[Any] = []
-        for kind in ("file", "dir", "link", "fifo"):
-            path = place / kind
-            for name in names:
-                set_ = partial(os.setxattr, path, name, b"v", follow_symlinks=False)
-                get = partial(os.getxattr, path, name, follow_symlinks=False)
-                found += [(kind, name, outcome(set_), outcome(get))]
-            found.append(sorted(os.listxattr(path, follow_symlinks=False)))
-        found.append(sorted(nobody.do(list_, f=str(place / "file"))))
-        for name in names:
-            ask = partial(nobody.do, "os.getxattr(f, name)", f=str(place / "file"), name=name)
-            found.append(outcome(ask))
-            remove = partial(os.removexattr, place / "file", name)
-            found += [outcome(remove), outcome(remove)]
-        return found
-
-    # tmpfs takes no user attributes in kernels before 6.6.
-    assert seen(folder) == seen(tmpfs)
-
-
 @needs_root
 def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
     folder: Path, tmpfs: Path
@@ -371,7 +325,7 @@ def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
             if user.do("failed"):
                 pytest.skip("no user namespaces")
             chown = partial(user.do, "os.chown(f, -1, -1)", f=str(program))
-            return outcome(chown), user.do("os.listxattr(f)"), program.stat().st_mode
+            return error_of(chown), user.do("os.listxattr(f)"), program.stat().st_mode
 
     assert seen(folder) == seen(tmpfs)
 
@@ -417,7 +371,6 @@ def test_access_times_move_when_they_move_on_tmpfs(as_on_tmpfs: AsOnTmpfs) -> No
 
 
 @needs_root
-@pytest.mark.beyond_posix
 def test_access_time_moves_by_the_read_after_a_change_though_the_kernel_had_forgotten_the_file(
     mount: Mount, file: Path
 ) -> None:
@@ -435,7 +388,6 @@ def test_access_time_moves_by_the_read_after_a_change_though_the_kernel_had_forg
     assert asked["FORGET"] + asked["BATCH_FORGET"]
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("option", ["relatime", "noatime"])
 def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmount(
     session: str, new_mount: Callable[..., Mount], process: TakeProcess, option: str
@@ -452,7 +404,6 @@ def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmo
         assert file.stat().st_atime_ns == atime_ns
 
 
-@pytest.mark.beyond_posix
 def test_access_times_stay_on_a_read_only_mount(
     session: str, own_mount: Mount, process: TakeProcess
 ) -> None:
@@ -472,7 +423,6 @@ def test_access_times_stay_on_a_read_only_mount(
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
 
 
-@pytest.mark.beyond_posix
 def test_file_tells_its_store_nodes_in_a_cluster_only(folder: Path, session: str) -> None:
     (folder / "file").write_bytes(b"content")
     if session == CLUSTER:

@@ -24,7 +24,6 @@ from irdmafs.backend.namespace import ROOT_INO, watches
 from irdmafs.posix import waits
 
 SESSIONS = (*_SESSIONS, CLUSTER)
-pytestmark = pytest.mark.beyond_posix
 
 CHANGES = "user.irdmafs.changes"
 WAIT = "os.getxattr(directory, f'user.irdmafs.changes.{count}')"

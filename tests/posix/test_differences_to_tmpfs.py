@@ -8,7 +8,6 @@ import pytest
 from harness.models.namespace import error_of
 
 SESSIONS = ("kernel",)
-pytestmark = pytest.mark.beyond_posix
 
 
 def test_seeking_for_data_in_a_directory(folder: Path, tmpfs: Path) -> None:

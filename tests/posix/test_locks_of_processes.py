@@ -56,6 +56,18 @@ SCENARIOS = {
         """
         for lock in ("lockf", "flock")
     },
+    "ranges outlive a child that inherited their descriptors": """
+        one: fcntl.lockf(fd, fcntl.LOCK_EX); until, end = os.pipe()
+        one: child = os.fork() or (os.close(end), os.read(until, 1), os._exit(0))
+        one: os.close(fd); fd = open_fd('file'); fcntl.lockf(fd, fcntl.LOCK_EX)
+        one: os.close(end); os.waitpid(child, 0)[1]
+        two: try_lock(fd, fcntl.LOCK_EX, 0, 0)
+    """,
+    "locks hold across versions": """
+        one: fcntl.flock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_EX)
+        two: write('file', 'a new version'); os.close(fd); fd = open_fd('file')
+        two: try_flock(fd, fcntl.LOCK_EX), try_lock(fd, fcntl.LOCK_EX, 0, 1)
+    """,
     "flock is shared or exclusive": """
         one: fcntl.flock(fd, fcntl.LOCK_SH)
         two: try_flock(fd, fcntl.LOCK_SH)
@@ -109,36 +121,6 @@ def test_lock_is_free_when_its_holder_is_killed(
         assert not waiter.finished(within_s=0.2)
         holder.kill()
         assert waiter.result() == "mine"
-
-
-def test_locks_of_a_process_outlive_the_child_that_inherited_its_descriptors(
-    folder: Path, process: TakeProcess
-) -> None:
-    one, two = openers(folder / "file", process)
-    one.do("""
-fcntl.lockf(fd, fcntl.LOCK_EX)
-until, end = os.pipe()
-child = os.fork()
-if not child:
-    os.close(end)
-    os.read(until, 1)
-    os._exit(0)
-os.close(fd)
-fd = os.open(file, os.O_RDWR)
-fcntl.lockf(fd, fcntl.LOCK_EX)
-os.close(end)
-os.waitpid(child, 0)
-""")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
-
-
-def test_lock_holds_across_versions(file: Path, process: TakeProcess) -> None:
-    one, two = openers(file, process)
-    one.do("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_EX)")
-    file.write_bytes(b"a new version")
-    two.do("os.close(fd); fd = os.open(file, os.O_RDWR)")
-    assert not two.do("try_flock(fd, fcntl.LOCK_EX)")
-    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 1)")
 
 
 def test_status_counts_the_locks_that_are_held(

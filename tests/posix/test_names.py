@@ -1,6 +1,5 @@
 """Names: directories, links, renames, owners, modes, times, extended attributes, as POSIX and Linux say."""
 
-import ctypes
 import errno
 import os
 from pathlib import Path
@@ -191,6 +190,21 @@ SCENARIOS = {
         a: os.setxattr('link', 'user.a', b'b', follow_symlinks=False)
         a: os.setxattr('.', 'nonsense.a', b'b')
     """,
+    "large extended attributes, and probing for their size": """
+        a: largest = bytes(range(256)) * 256; write('file'); os.setxattr('file', 'user.large', largest)
+        b: os.getxattr('file', 'user.large') == bytes(range(256)) * 256
+        b: small = ctypes.create_string_buffer(100); libc.getxattr(b'file', b'user.large', None, 0)
+        b: checked(libc.getxattr(b'file', b'user.large', small, 100))
+        b: checked(libc.listxattr(b'file', small, 3))
+        b: checked(libc.listxattr(b'file', None, 0)) > len('user.large')
+        a: os.setxattr('file', 'user.larger', largest + b'x')
+    """,
+    "trees deeper than a path that a call takes": """
+        a: fd, name = open_fd('.', os.O_RDONLY), 'deeper-and-deeper' * 5
+        a: for _ in range(60): os.mkdir(name, dir_fd=fd); fd = os.open(name, os.O_RDONLY, dir_fd=fd)
+        a: open('bottom', 'w', opener=lambda name, flags: os.open(name, flags, dir_fd=fd)).write('x')
+        a: os.listdir(fd)
+    """,
     "a directory is synced": """
         a: os.fsync(open_fd('.', os.O_RDONLY))
     """,
@@ -222,23 +236,6 @@ def test_any_name_that_linux_allows_works(as_on_tmpfs: AsOnTmpfs) -> None:
             a: os.unlink({name!r}); os.unlink(b'2')
             b: os.listdir(b'.')
         """)
-
-
-def test_large_extended_attributes_and_size_probing(folder: Path) -> None:
-    file, largest, name = folder / "file", bytes(range(256)) * 256, b"user.large"
-    file.write_text("x")
-    os.setxattr(file, name, largest)
-    assert os.getxattr(file, name) == largest
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.getxattr(bytes(file), name, None, 0) == len(largest)
-    small = ctypes.create_string_buffer(100)
-    assert libc.getxattr(bytes(file), name, small, 100) == -1
-    assert ctypes.get_errno() == errno.ERANGE
-    assert libc.listxattr(bytes(file), small, 3) == -1
-    assert ctypes.get_errno() == errno.ERANGE
-    assert libc.listxattr(bytes(file), None, 0) >= len(name) + 1
-    with fails_with(errno.E2BIG):
-        os.setxattr(file, "user.larger", largest + b"x")
 
 
 # -- listing ---------------------------------------------------------------------------------
@@ -293,22 +290,6 @@ def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
             os.unlink(folder / name)
         seen = {entry.name for entry in listing}
     assert seen.issuperset(order[5100:])
-
-
-# -- names -----------------------------------------------------------------------------------
-
-
-def test_deep_trees_work(folder: Path) -> None:
-    fd, name = os.open(folder, os.O_RDONLY), "deeper-and-deeper" * 5
-    for _ in range(60):  # longer than a path that a call takes
-        os.mkdir(name, dir_fd=fd)
-        below = os.open(name, os.O_RDONLY, dir_fd=fd)
-        os.close(fd)
-        fd = below
-    with open("bottom", "w", opener=lambda name, flags: os.open(name, flags, dir_fd=fd)) as file:
-        file.write("x")
-    assert os.listdir(fd) == ["bottom"]
-    os.close(fd)
 
 
 # -- modes, owners, times --------------------------------------------------------------------

@@ -13,7 +13,6 @@ from harness.processes import Process, TakeProcess
 
 # pyfuse3 does not carry it.
 SESSIONS = ("kernel", CLUSTER)
-pytestmark = pytest.mark.beyond_posix
 
 OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"

@@ -33,12 +33,10 @@ def write(file: Path, version: int, size: int) -> None:
     file.write_bytes(pattern(version, size))
 
 
-# Overwriting a file leaves its readers alone only with us.
-EVERY_WAY = [pytest.param("truncate", marks=pytest.mark.beyond_posix), "rename", "unlink"]
 SIZE_OF = {"truncate": SIZES[1], "rename": SIZES[0], "unlink": SIZES[0]}
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
+@pytest.mark.parametrize("how", REPUBLISH)
 def test_reader_and_mapping_keep_their_version_when_file_is_republished(
     file: Path, reader: Process, writer: Process, how: str
 ) -> None:
@@ -63,7 +61,6 @@ def test_reader_and_mapping_keep_their_version_when_file_is_republished(
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 4
 
 
-@pytest.mark.beyond_posix
 def test_mapping_survives_an_open_for_reading_that_truncates_the_file(
     file: Path, process: TakeProcess, reader: Process
 ) -> None:
@@ -93,7 +90,6 @@ def test_reader_sees_at_once_what_is_edited_in_place(
     assert reader.do("open(file, 'rb').read()", file=str(file)) == expected
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("size", SIZES)
 def test_new_version_is_seen_after_close_and_the_old_one_until_then(
     file: Path, reader: Process, writer: Process, size: int
@@ -130,7 +126,6 @@ def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published
         subprocess.run(["umount", "-l", below], check=False)
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("size", SIZES)
 def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
     file: Path, process: TakeProcess, size: int
@@ -151,7 +146,6 @@ def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
     assert reader.do(see, file=str(file)) == 2
 
 
-@pytest.mark.beyond_posix
 def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
     file: Path, reader: Process, writer: Process
 ) -> None:
@@ -167,7 +161,6 @@ def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 2
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_killed_writer_publishes_nothing(
@@ -184,17 +177,6 @@ def test_killed_writer_publishes_nothing(
     assert reader.do("os.stat(file).st_size", file=str(file)) == 3 << 20
     write(file, 3, 1 << 20)
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 3
-
-
-def test_every_open_sees_the_last_close_in_a_long_chain_of_hand_overs(
-    folder: Path, process: TakeProcess
-) -> None:
-    file = folder / "token"
-    pair = process(), process()
-    pair[0].do("open(file, 'w').write('0')", file=str(file))
-    step = "n = int(open(file).read()); f = open(file, 'w'); f.write(str(n + 1)); f.close(); n"
-    for turn in range(60):
-        assert pair[turn % 2].do(step, file=str(file)) == turn
 
 
 # Commands, each of which leaves a file `f`.
@@ -257,6 +239,12 @@ SCENARIOS = {
         a: put(3, lambda size: size // 2)
         b: seen()
     """,
+    "every open sees the last close in a long chain of hand-overs": "a: write('token', '0')"
+    + 30
+    * """
+        a: n = int(read('token')); write('token', str(n + 1)); n
+        b: n = int(read('token')); write('token', str(n + 1)); n
+    """.rstrip(),
     "a new file opened for reading and writing is shared": """
         a: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
         b: fd = open_fd('database', os.O_RDWR | os.O_CREAT)
@@ -362,7 +350,6 @@ thread.join()
 }
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
 @pytest.mark.parametrize("opened", ["here", "in a thread that ended"])
 @pytest.mark.parametrize("bystander", BYSTANDERS)

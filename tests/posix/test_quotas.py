@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.cluster_mount import CLUSTER
+from harness.errors import fails_with
 from harness.models.namespace import error_of
 from harness.mountpoint import Mount, eventually
 from harness.processes import NOBODY, Process, TakeProcess
@@ -20,7 +21,6 @@ KIB = 1 << 10
 MIB = 1 << 20
 BYTES, INODES = "user.irdmafs.quota_bytes", "user.irdmafs.quota_inodes"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-pytestmark = pytest.mark.beyond_posix
 
 
 def limit(directory: Path, *, size: str | None = None, inodes: int | None = None) -> None:
@@ -71,11 +71,8 @@ def test_what_makes_an_inode_is_refused_when_there_is_no_room_for_it(
     assert used(folder) == (3, 0) == counted(folder)
     for make in ("os.mkdir(f)", "os.mkfifo(f)", "os.symlink('x', f)", "open(f, 'w')"):
         for where in (folder, folder / "a"):
-            failed = f"try:\n {make}\nexcept OSError as error:\n code = error.errno"
-            other = process()
-            other.do("code = 0")
-            other.do(failed, f=str(where / "new"))
-            assert other.do("code") == errno.EDQUOT
+            with fails_with(errno.EDQUOT):
+                process().do(make, f=str(where / "new"))
     (folder / "link").unlink()
     (folder / "a" / "new").touch()
     assert used(folder) == (3, 0)
@@ -246,22 +243,19 @@ def test_only_root_sets_and_lifts_a_quota(folder: Path, nobody: Process) -> None
     own.mkdir()
     os.chown(own, NOBODY, NOBODY)
     limit(own, inodes=1)
-    code = "try:\n {}\n code = 0\nexcept OSError as error:\n code = error.errno"
     for call in (
         f"os.setxattr(f, {BYTES!r}, b'100G')",
         f"os.setxattr(f, {INODES!r}, b'100')",
         f"os.removexattr(f, {INODES!r})",
     ):
-        nobody.do(code.format(call), f=str(own))
-        assert nobody.do("code") == errno.EPERM, call
-    nobody.do("os.mkdir(f + '/sub')", f=str(own))
-    nobody.do(code.format("os.mkdir(f + '/sub2')"), f=str(own))
-    assert nobody.do("code") == errno.EDQUOT
-    nobody.do(code.format("os.mkdir(f + '/sub/sub2')"), f=str(own))
-    assert nobody.do("code") == errno.EDQUOT
-    nobody.do(f"used = os.getxattr(f, 'user.irdmafs.quota_used_inodes'), os.getxattr(f, {INODES!r})",
-              f=str(own))  # fmt: skip
-    assert nobody.do("used") == (b"1", b"1")
+        with fails_with(errno.EPERM):
+            nobody.do(call, f=str(own))
+    nobody.do("os.mkdir(f + '/sub')")
+    for name in ("sub2", "sub/sub2"):
+        with fails_with(errno.EDQUOT):
+            nobody.do(f"os.mkdir(f + '/{name}')")
+    used = "os.getxattr(f, 'user.irdmafs.quota_used_inodes')"
+    assert nobody.do(f"{used}, os.getxattr(f, {INODES!r})") == (b"1", b"1")
 
 
 @needs_root

@@ -14,7 +14,7 @@ from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
-from harness.processes import Process, TakeProcess
+from harness.processes import Process, Program, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
 SESSIONS = (*_SESSIONS, CLUSTER)
@@ -41,6 +41,13 @@ SCENARIOS = {
         a: os.close(fd)
         b: read('file')
     """,
+    "a temporary file that others fill by name keeps what they wrote": """
+        a: import tempfile; file = tempfile.NamedTemporaryFile('w+b', dir='.')
+        a: write(file.name, 'data'); file.read()
+        a: subprocess.run(['cp', '/etc/hostname', file.name], check=True); file.seek(0)
+        a: file.read() == open('/etc/hostname', 'rb').read()
+        a: file.flush(); content(file.name) == content('/etc/hostname')
+    """,
     "a file without a name keeps its length when its last writer leaves": """
         a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT); os.write(fd, bytes(100))
         a: os.unlink('file')
@@ -60,7 +67,6 @@ def version(file: Path) -> int:
     return int(os.getxattr(file, "user.irdmafs.version"))
 
 
-@pytest.mark.beyond_posix
 def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     file: Path, process: TakeProcess
 ) -> None:
@@ -77,7 +83,6 @@ def test_who_opens_for_writing_joins_a_version_that_is_being_written(
     assert reader.do("f.read()") == b"the old version"
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
 def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(file: Path) -> None:
     file.write_bytes(b"old")
@@ -89,7 +94,6 @@ def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(file: 
     assert file.read_bytes() == b"synced"
 
 
-@pytest.mark.beyond_posix
 def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> None:
     """As on a tmpfs: it was seen as it grew."""
     log = folder / "log"
@@ -102,7 +106,6 @@ def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> Non
     assert log.read_text() == "step 1\nstep 2\n"
 
 
-@pytest.mark.beyond_posix
 def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
     file: Path,
 ) -> None:
@@ -141,22 +144,6 @@ def test_a_replacement_that_could_be_mapped_is_published_once(file: Path) -> Non
     with file.open("rb") as reader:
         assert reader.read() == b"content"
     assert version(file) == before + 1
-
-
-def test_a_temporary_file_that_others_fill_by_name_keeps_what_they_wrote(folder: Path) -> None:
-    script = """
-import subprocess, sys, tempfile
-with tempfile.NamedTemporaryFile("w+b", dir=sys.argv[1]) as file:
-    with open(file.name, "wb") as other:
-        other.write(b"data")
-    assert file.read() == b"data"
-    subprocess.run(["cp", "/etc/hostname", file.name], check=True)
-    file.seek(0)
-    assert file.read() == open("/etc/hostname", "rb").read()
-    file.flush()
-    assert open(file.name, "rb").read() == open("/etc/hostname", "rb").read()
-"""
-    subprocess.run(["python3", "-c", script, str(folder)], timeout=30, check=True)
 
 
 @pytest.mark.kernel_session("what is published is decided below the sessions")
@@ -289,10 +276,9 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
 def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(file: Path) -> None:
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     os.write(fd, b"a")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=fd) as child:
-        assert child.stdin is not None
+    with Program("cat", stdout=fd) as child:
         os.close(fd)
-        child.stdin.write(b"b")
+        child.stdin.write("b")
         child.stdin.flush()
         eventually(lambda: file.stat().st_size == 2, "the child writes")
         before = file.stat()

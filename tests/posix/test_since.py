@@ -14,7 +14,6 @@ from harness.processes import Process, is_waiting
 
 # How waits end in the pyfuse3 session, and with the daemon, is told by test_changes.py.
 SESSIONS = ("kernel", CLUSTER)
-pytestmark = pytest.mark.beyond_posix
 
 AWAITS = "user.irdmafs.awaits"
 TIMEOUT = "user.irdmafs.awaits_timeout"

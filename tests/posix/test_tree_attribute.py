@@ -13,7 +13,6 @@ from harness.mountpoint import eventually
 from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess, is_waiting
 
 SESSIONS = ("kernel", CLUSTER)
-pytestmark = pytest.mark.beyond_posix
 
 TREE = "user.irdmafs.tree"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")

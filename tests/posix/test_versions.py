@@ -138,7 +138,6 @@ def test_stat_of_every_hard_link_is_right_once_close_returned(
 # -- what the mount says of versions ---------------------------------------------------------
 
 
-@pytest.mark.beyond_posix
 def test_versions_count_up_and_name_their_openers(
     mount: Mount, file: Path, reader: Process, writer: Process
 ) -> None:
@@ -162,7 +161,6 @@ def test_versions_count_up_and_name_their_openers(
     assert mount.versions(file)[0]["version"] == first + 2
 
 
-@pytest.mark.beyond_posix
 def test_own_attributes_are_not_listed_and_cannot_be_set(file: Path) -> None:
     file.write_bytes(b"x")
     assert not [name for name in os.listxattr(file) if "irdmafs" in name]

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,28 +24,29 @@ SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
 FILES = 8
 PLAN = Plan(nodes=2, mounts=2, lease_ttl_s=LONG_LEASE_S)
+STRIPE_SIZE = b"1M"
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
-    cluster: Cluster, striped: str, size: int
+    cluster: Cluster, here: Path, there: Path, size: int
 ) -> None:
-    one, other = cluster.mounts[:2]
+    other = cluster.mounts[1]
     # Side by side, small ones are read ahead, all from one node; apart, each from its own.
     names = [f"file{i}" for i in range(FILES)] + [f"apart{i}/file" for i in range(FILES)]
     written = {name: new_content(size) for name in names}
     for name, content in written.items():
-        (one.path / striped / name).parent.mkdir(exist_ok=True)
-        (one.path / striped / name).write_bytes(content)
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_bytes(content)
     broken = cluster.nodes[0]
     for content in written.values():
         assert damage(broken, content)
-    before = counters(other)["wrong_fetches"]
+    before = counters(there)["wrong_fetches"]
     for name, content in written.items():
-        assert (other.path / striped / name).read_bytes() == content
-    assert counters(other)["wrong_fetches"] > before
+        assert (there / name).read_bytes() == content
+    assert counters(there)["wrong_fetches"] > before
     log = other.log.read_text()
-    sent = [line for line in log.splitlines() if f"/{striped}/" in line and "sent" in line]
+    sent = [line for line in log.splitlines() if f"/{here.name}/" in line and "sent" in line]
     assert sent and all(f"store node {broken.node_id:x} sent other bytes" in line for line in sent)
     mount = mounting.find_mount(str(other.path))
     assert mount is not None
@@ -54,36 +56,34 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
 
 
 def test_a_mount_told_not_to_verify_neither_checks_nor_lets_others_check(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path
 ) -> None:
-    one = cluster.mounts[0]
-    careless = cluster.add_mount("--no-verify")
+    careless = cluster.add_mount("--no-verify").path / here.name
     contents = {"checked": new_content(300_000), "unchecked": new_content(300_000)}
-    (one.path / striped / "checked").write_bytes(contents["checked"])
-    (careless.path / striped / "unchecked").write_bytes(contents["unchecked"])
-    before = counters(one)["checked_bytes"]
-    assert (careless.path / striped / "checked").read_bytes() == contents["checked"]
-    assert (one.path / striped / "unchecked").read_bytes() == contents["unchecked"]
+    (here / "checked").write_bytes(contents["checked"])
+    (careless / "unchecked").write_bytes(contents["unchecked"])
+    before = counters(here)["checked_bytes"]
+    assert (careless / "checked").read_bytes() == contents["checked"]
+    assert (here / "unchecked").read_bytes() == contents["unchecked"]
     assert counters(careless)["checked_bytes"] == 0
-    assert counters(one)["checked_bytes"] == before
+    assert counters(here)["checked_bytes"] == before
 
 
 def test_a_file_that_its_writer_keeps_mapped_stays_readable_elsewhere(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path, there: Path
 ) -> None:
     """Beside a store node, which takes over the very file that is mapped."""
-    other = cluster.mounts[1]
-    beside = cluster.add_mount(beside=cluster.nodes[0])
-    os.setxattr(beside.path / striped, "user.irdmafs.replicas", b"1")
+    beside = cluster.add_mount(beside=cluster.nodes[0]).path / here.name
+    os.setxattr(beside, "user.irdmafs.replicas", b"1")
     for number in range(FILES):
-        path = beside.path / striped / f"file{number}"
+        path = beside / f"file{number}"
         with path.open("w+b") as file:
             file.write(bytes(300_000))
             file.flush()
             with mmap.mmap(file.fileno(), 300_000) as memory:
                 os.close(os.dup(file.fileno()))  # publishes, though the map stays
                 memory[1000] = 1
-                assert len((other.path / striped / path.name).read_bytes()) == 300_000
+                assert len((there / path.name).read_bytes()) == 300_000
 
 
 # -- one transfer, whose file is written on while it is sent

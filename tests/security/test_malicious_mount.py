@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from irdmafs.backend.transport.rights import make_session_key, session_digest
 SIZES = [1000, 300_000]
 BUCKETS = 8
 PLAN = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
+STRIPE_SIZE = b"1M"
 
 
 class Attacker:
@@ -131,11 +133,11 @@ def contents_on_nodes(cluster: Cluster, content: int) -> list[bytes]:
 @pytest.mark.parametrize("claims", [False, True], ids=["own session", "the victim's session"])
 @pytest.mark.parametrize("size", SIZES)
 async def test_what_another_mount_published_stays_as_it_is(
-    cluster: Cluster, striped: str, size: int, claims: bool
+    cluster: Cluster, here: Path, size: int, claims: bool
 ) -> None:
     size += claims
     written = os.urandom(size)
-    (cluster.mounts[0].path / striped / "file").write_bytes(written)
+    (here / "file").write_bytes(written)
     async with attacking(cluster) as attacker:
         inode = attacker.file(size)
         if claims:
@@ -145,17 +147,16 @@ async def test_what_another_mount_published_stays_as_it_is(
             assert await tries.outcomes() == {"EACCES"}
         assert contents_on_nodes(cluster, inode.extent) == [written, written]
     fresh = cluster.add_mount()
-    assert (fresh.path / striped / "file").read_bytes() == written
+    assert (fresh.path / here.name / "file").read_bytes() == written
     fresh.close()
 
 
 async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path
 ) -> None:
     """The victim goes on writing while each of its next numbers is put first, or given up, by another."""
-    directory = cluster.mounts[0].path / striped
     written = {f"file{i}": os.urandom(1 + i * 40_000) for i in range(12)}
-    (directory / "first").write_bytes(bytes(777))
+    (here / "first").write_bytes(bytes(777))
     async with attacking(cluster) as attacker:
         first = attacker.file(777)
         for claimed in (0, first.extent >> 24):
@@ -164,19 +165,19 @@ async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
                 tries = Tries(attacker, first.extent + ahead, attacker.target(first), 10)
                 assert await tries.outcomes() == {"EACCES"}
         for name, content in written.items():
-            await trio.to_thread.run_sync((directory / name).write_bytes, content)
+            await trio.to_thread.run_sync((here / name).write_bytes, content)
             tries = Tries(attacker, first.extent + 1, attacker.target(first), 10)
             await tries.outcomes()
     fresh = cluster.add_mount()
     for name, content in written.items():
-        assert (fresh.path / striped / name).read_bytes() == content
+        assert (fresh.path / here.name / name).read_bytes() == content
     fresh.close()
 
 
 async def test_a_session_under_another_certificates_name_has_no_rights(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path
 ) -> None:
-    (cluster.mounts[0].path / striped / "file").write_bytes(bytes(888))
+    (here / "file").write_bytes(bytes(888))
     async with attacking(cluster, of_certificate="somebody-else") as attacker:
         inode = attacker.file(888)
         own = attacker.session.number << 24 | 1
@@ -186,12 +187,12 @@ async def test_a_session_under_another_certificates_name_has_no_rights(
 
 
 async def test_what_a_mount_published_itself_is_not_replaced_by_it(
-    cluster: Cluster, striped: str
+    cluster: Cluster, here: Path
 ) -> None:
     """It may send a content again, as it does when it does not know what became of it."""
     size = 2 * MIB + 123
     async with attacking(cluster) as attacker:
-        (cluster.mounts[0].path / striped / "file").write_bytes(bytes(999))
+        (here / "file").write_bytes(bytes(999))
         await attacker.replica.barrier()
         target = attacker.target(attacker.file(999))
         own = attacker.session.number << 24 | 1

@@ -55,7 +55,7 @@ def test_a_reader_sees_changes_that_a_writer_defers(made: Cluster, reader: Clust
     writer = made.mounts[0]
     (writer.path / "alone").mkdir()
     (writer.path / "alone/old").touch()
-    claim_exclusively(writer, writer.path / "alone")
+    claim_exclusively(writer.path / "alone")
     (writer.path / "alone/new").touch(0o600)
     (writer.path / "alone/old").unlink()
     assert os.listdir(reader.path / "alone") == ["new"]

@@ -127,7 +127,7 @@ def test_locks_of_it_hold_between_hosts(whole: Path, kept: ClusterMount) -> None
 
 def test_it_sees_what_others_defer(made: Cluster, whole: Path, kept: ClusterMount) -> None:
     (whole / "alone").mkdir()
-    claim_exclusively(made.mounts[0], whole / "alone")
+    claim_exclusively(whole / "alone")
     (whole / "alone/new").touch()
     assert os.listdir(kept.path / "alone") == ["new"]
 
@@ -145,7 +145,7 @@ def test_a_certificate_is_for_a_new_directory_or_one_of_another_certificate(
     rows = made.administer("members")
     assert "mount models" in rows and "mount /models/" in rows
     (whole / "deep/er").mkdir(parents=True)
-    claim_exclusively(made.mounts[0], whole / "deep/er")
+    claim_exclusively(whole / "deep/er")
     give(made, "third", "deep/er/models")
     eventually(lambda: os.stat(whole / "deep/er/models").st_ino in SUBVOLUMES, "it is seen")
     assert os.stat(whole / "deep/er/models").st_ino != os.stat(whole / "models").st_ino

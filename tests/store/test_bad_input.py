@@ -37,7 +37,6 @@ def fill(file, mode, size):
 """
 
 
-@pytest.mark.beyond_posix
 @pytest.mark.parametrize("closes", [False, True])
 def test_full_store_fails_the_write_and_keeps_the_old_version(
     new_mount: NewMount, writer: Process, closes: bool
@@ -73,7 +72,6 @@ failed, written
 
 
 @pytest.mark.kernel_session("decided below the sessions")
-@pytest.mark.beyond_posix
 def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: TakeProcess) -> None:
     mount = new_mount(store_size="32m")
     for number in range(20):
@@ -111,7 +109,6 @@ def test_a_new_file_that_does_not_fit_is_left_cut(new_mount: NewMount, writer: P
     assert file.stat().st_size == done
 
 
-@pytest.mark.beyond_posix
 def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
     new_mount: NewMount, process: TakeProcess
 ) -> None:
@@ -132,7 +129,6 @@ def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
 
 
 @pytest.mark.kernel_session("decided below the sessions")
-@pytest.mark.beyond_posix
 def test_damaged_namespace_refuses_to_mount_with_one_line(own_mount: Mount) -> None:
     for number in range(200):
         (own_mount.path / f"file{number}").write_bytes(b"x")
@@ -147,7 +143,6 @@ def test_damaged_namespace_refuses_to_mount_with_one_line(own_mount: Mount) -> N
 
 
 @pytest.mark.kernel_session("decided below the sessions")
-@pytest.mark.beyond_posix
 def test_missing_extent_is_an_error_of_that_file_only(
     own_mount: Mount, process: TakeProcess
 ) -> None:
@@ -201,7 +196,6 @@ def test_file_size_limit_of_a_process_is_kept(file: Path, process: TakeProcess) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-@pytest.mark.beyond_posix
 def test_read_only_mount_refuses_changes(own_mount: Mount) -> None:
     (own_mount.path / "file").write_bytes(b"x")
     own_mount.unmount()

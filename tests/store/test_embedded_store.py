@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness.models.invariants import check
 from harness.open_inodes import while_open
+from harness.processes import Program
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -326,12 +326,9 @@ trio.run(main)
 
 
 def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
+    with Program(sys.executable, "-c", HOLDER, tmp_path) as holder:
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"open\n"
+            assert holder.stdout.readline() == "open\n"
             before = open_files()
             with pytest.raises(StoreInUse, match=rf"pid {holder.pid}\b") as caught, Store(tmp_path):
                 pass

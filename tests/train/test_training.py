@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from harness.processes import Program
 from harness.training_runs import (
     BF16,
     SHAPES,
@@ -189,14 +189,12 @@ def test_worker_that_joins_later_pulls_at_once_and_is_waited_for(run: Path) -> N
 
 def test_killed_worker_is_no_longer_waited_for_and_what_it_pushed_counts(run: Path) -> None:
     start(run)
-    command = [sys.executable, "-c", JOINS, str(run), "b"]
     with (
         Reducer(run) as reducer,
         Worker(run, "a") as a,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        Program(sys.executable, "-c", JOINS, run, "b") as other,
     ):
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"joined\n"
+        assert other.stdout.readline() == "joined\n"
         push_and_reduce(reducer, a, ones())
         assert newest(run) == 0
         with pytest.raises(TrainError, match="taking part"):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from harness.mountpoint import irdmafs
-from harness.rdma import DEVICES, IN_GUEST, REMEDY, Port, add_device, need_ports, set_links
+from harness.rdma import DEVICES, IN_GUEST, REMEDY, add_device, need_ports, set_links
+from harness.roce import Way
 
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.rdma import Choice
@@ -142,7 +143,7 @@ def test_a_port_that_is_down_comes_with_the_command_that_raises_it(
 
 
 @pytest.fixture
-def port() -> Port:
+def port() -> Way:
     return need_ports(1)[0]
 
 
@@ -160,17 +161,17 @@ def bad(check: dict[str, str]) -> tuple[str, str]:
 
 
 @pytest.mark.verbs
-def test_a_device_that_works_is_told_with_its_limits(port: Port) -> None:
+def test_a_device_that_works_is_told_with_its_limits(port: Way) -> None:
     found = checks(Choice(device=port.device))
     assert found["RDMA"].verdict == "ok"
     assert "max_mr_size" in found[port.device].found
     assert "NUMA node" in found[port.device].found
-    assert "RDMA MTU" in found[f"{port.device} port {port.number}"].found
+    assert "RDMA MTU" in found[f"{port.device} port {port.port}"].found
     assert found[f"{port.device} GID {port.gid_index}"].verdict == "ok"
 
 
 @pytest.mark.verbs
-def test_64_kib_of_locked_memory_are_too_little(port: Port) -> None:
+def test_64_kib_of_locked_memory_are_too_little(port: Way) -> None:
     prefix = [*without("ipc_lock"), "sh", "-c", 'ulimit -l 64 && exec "$@"', "sh"]
     found, remedy = bad(doctor(prefix=prefix)["RDMA"])
     assert found.startswith("only 64 KiB of memory may be locked")
@@ -178,7 +179,7 @@ def test_64_kib_of_locked_memory_are_too_little(port: Port) -> None:
 
 
 @pytest.mark.verbs
-def test_a_link_that_is_down_is_to_be_set_up(port: Port) -> None:
+def test_a_link_that_is_down_is_to_be_set_up(port: Way) -> None:
     only_in_guest()
     device = need_ports(2)[1].device
     netdev = (DEVICES / device / "parent").read_text().strip()
@@ -196,9 +197,7 @@ def test_a_link_that_is_down_is_to_be_set_up(port: Port) -> None:
 
 @pytest.mark.verbs
 @pytest.mark.parametrize("index", [0, 999])
-def test_a_gid_that_leads_nowhere_is_answered_with_the_one_that_does(
-    port: Port, index: int
-) -> None:
+def test_a_gid_that_leads_nowhere_is_answered_with_the_one_that_does(port: Way, index: int) -> None:
     only_in_guest()
     check = checks(Choice(device=port.device, gid_index=index))["RDMA"]
     assert check.verdict == "warn"
@@ -207,7 +206,7 @@ def test_a_gid_that_leads_nowhere_is_answered_with_the_one_that_does(
 
 
 @pytest.mark.verbs
-def test_missing_pyverbs_is_to_be_installed(port: Port, tmp_path: Path) -> None:
+def test_missing_pyverbs_is_to_be_installed(port: Way, tmp_path: Path) -> None:
     (tmp_path / "pyverbs.py").write_text("raise ImportError('No module named pyverbs')\n")
     found, remedy = bad(doctor(prefix=("env", f"PYTHONPATH={tmp_path}"))["RDMA"])
     assert "pyverbs cannot be imported" in found
@@ -215,7 +214,7 @@ def test_missing_pyverbs_is_to_be_installed(port: Port, tmp_path: Path) -> None:
 
 
 @pytest.mark.verbs
-def test_a_device_file_without_permission_is_to_be_opened_up(port: Port) -> None:
+def test_a_device_file_without_permission_is_to_be_opened_up(port: Way) -> None:
     only_in_guest()
     path = uverbs(port.device)
     mode = path.stat().st_mode & 0o777
@@ -231,7 +230,7 @@ def test_a_device_file_without_permission_is_to_be_opened_up(port: Port) -> None
 
 @pytest.mark.verbs
 def test_a_cluster_that_is_not_on_the_devices_network_is_told_apart(
-    port: Port, tmp_path: Path
+    port: Way, tmp_path: Path
 ) -> None:
     config = tmp_path / "cluster.toml"
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
@@ -248,4 +247,4 @@ def test_a_cluster_that_is_not_on_the_devices_network_is_told_apart(
     config.write_text(f'[cluster]\netcd = ["{address}:1"]\nrdma = "require"\n')
     check = checks(*rdma_wanted(str(config), {}))["RDMA"]
     assert check.verdict == "ok"
-    assert f"{port.device} port {port.number}, GID {port.gid_index}" in check.found
+    assert f"{port.device} port {port.port}, GID {port.gid_index}" in check.found

@@ -14,7 +14,8 @@ import trio
 import trio.testing
 from harness.clusters import Cluster, train
 from harness.errors import fails_with
-from harness.rdma import need_address, ports
+from harness.rdma import need_address
+from harness.roce import find_ways
 from harness.transport_place import KiB, MiB, in_cluster, mounted, random_bytes
 
 from irdmafs.backend.files import digest as digest_module
@@ -310,7 +311,7 @@ def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python(
     assert first.saved.registrations == first.loaded.registrations == 1
     # Once for each device, when it is used for the first time.
     for end in ("saved", "loaded"):
-        assert sum(getattr(version, end).registrations for version in others) < len(ports())
+        assert sum(getattr(version, end).registrations for version in others) < len(find_ways())
     for version in others:
         for cost in (version.saved, version.loaded):
             assert cost.python_bytes == 0

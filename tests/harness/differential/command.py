@@ -16,13 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 # Run by its path: what `harness` is must be found beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conftest import make_mount
 
+from harness.closing import Closing
 from harness.clusters import Cluster, Plan
 from harness.differential.differences import REFUSED, Leniency
 from harness.differential.hosts import LEFT_OUT, Hosts
@@ -48,7 +48,7 @@ class Difference(Exception):
         self.mount = mount
 
 
-class Pair:
+class Pair(Closing):
     """Both sides. A context manager.
 
     `mounts` are those of one filesystem, on one or more hosts. `leniency`: which differences are allowed
@@ -153,12 +153,6 @@ class Pair:
         for side in self._sides:
             side.close()
         self._sides = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 def difference(pair: Pair, program: Program) -> Difference | None:

@@ -5,6 +5,7 @@ Some are plain rules. The others need to know who has which file open, which `Un
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,15 +110,11 @@ class Uncertain:
     Test: test_as_tmpfs_does.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 
-    def __init__(
-        self, *, isolated: bool, passes_through: bool, moves_extents: bool, keeps_unopened: bool
-    ) -> None:
-        """`moves_extents`: what is written in place lies in another extent after it was published.
-        `keeps_unopened`: what was written to a file without a name is there while a descriptor that never
-        opened it (O_PATH) is."""
+    def __init__(self, *, isolated: bool, passes_through: bool, in_cluster: bool) -> None:
+        """In a cluster what is written in place lies in another extent after it was published, and what was
+        written to a file without a name is not kept for a descriptor that never opened it (O_PATH)."""
         self._isolated = isolated
-        self._keeps_unopened = keeps_unopened
-        self._moves_extents = moves_extents
+        self._in_cluster = in_cluster
         self._passes_through = passes_through
         self._holders = Holders()
         self._known: set[int] = set()
@@ -180,7 +177,7 @@ class Uncertain:
         if not isinstance(result, str) and empties(step):
             self._empty_maps |= mapped
         self._empty_maps &= mapped
-        lost = mapped if self._moves_extents else self._empty_maps
+        lost = mapped if self._in_cluster else self._empty_maps
         self._parted |= lost - self._holders.opened()
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
@@ -189,7 +186,7 @@ class Uncertain:
             return True
         if self._replaced:
             tmpfs, mount = (without_times(one, self._replaced) for one in (tmpfs, mount))
-        if not self._keeps_unopened:
+        if self._in_cluster:
             opened = self._holders.opened()
             tmpfs, mount = (without_times_of_lost(one, opened) for one in (tmpfs, mount))
         uncertain = set(self._parted)
@@ -265,20 +262,17 @@ class Leniency:
 
     def __init__(self, kind: str, *, isolated: bool = True) -> None:
         self._rules = [rule for rule in ALLOWED if kind in rule.sessions]
-        self._isolated = isolated
-        self._passes_through = kind in ("kernel", "cluster")
-        self._moves_extents = kind == "cluster"
-        self._keeps_unopened = kind != "cluster"
+        self._begin = partial(
+            Uncertain,
+            isolated=isolated,
+            passes_through=kind in ("kernel", "cluster"),
+            in_cluster=kind == "cluster",
+        )
         self._uncertain: Uncertain
 
     def begin(self, _root: Path, _number_of: NumberOf) -> None:
         """A program begins in an empty directory of the tmpfs. `number_of` numbers its inodes."""
-        self._uncertain = Uncertain(
-            isolated=self._isolated,
-            passes_through=self._passes_through,
-            moves_extents=self._moves_extents,
-            keeps_unopened=self._keeps_unopened,
-        )
+        self._uncertain = self._begin()
 
     def before(self, _step: Step) -> list[Step]:
         """Return the steps to carry out before this one."""

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from harness.closing import Closing
 from harness.differential.actor import MESSAGE_MAX_BYTES
 from harness.differential.steps import ACTORS, Step
 
@@ -95,7 +96,7 @@ def _order(time_ns: int, before_ns: int) -> str:
     return "same" if time_ns == before_ns else "later" if time_ns > before_ns else "EARLIER"
 
 
-class Side:
+class Side(Closing):
     """The processes that work in one directory. A context manager.
 
     `tops` are mounts of the same filesystem on one or more hosts: processes stand in them by turns.
@@ -204,9 +205,3 @@ class Side:
             os.close(pidfd)
         self._popen.kill()
         self._popen.wait(10)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()

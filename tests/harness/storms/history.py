@@ -34,6 +34,7 @@ from typing import Any, Literal
 # Run by its path: what `harness` is must be found beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from harness.closing import Closing
 from harness.patterns import HEADER_BYTES, PAGE_BYTES, pattern, version_of
 
 LARGEST_BYTES = 8 << 20
@@ -505,7 +506,7 @@ class Worker:
         self._log.write(json.dumps(asdict(operation)) + "\n")
 
 
-class Workers:
+class Workers(Closing):
     """`writers` and `readers` processes for each mounted directory. A context manager.
 
     mounts: host name -> directory on its mount, which exists. logs: a directory for what they did.
@@ -612,12 +613,6 @@ class Workers:
                 process.wait(10)
             if process.stdin is not None:
                 process.stdin.close()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from harness.closing import Closing
 from harness.clusters import Cluster, ClusterMount, CommandFailed, Daemon
 from harness.daemons import wait_until
 from harness.network import run
@@ -29,7 +29,7 @@ PROGRESS = 2
 RECOVERY_S = 60.0
 
 
-class Processes:
+class Processes(Closing):
     """The workers and reducers of a run. Each is started again when it has ended, on any mount."""
 
     def __init__(self, cluster: Cluster, kind: str, workers: int, reducers: int) -> None:
@@ -90,19 +90,11 @@ class Processes:
             if status != 0:
                 raise CommandFailed(f"{name} ended with {status}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[1] is not None:
             print(self.logs())
             print(self._seen())
-        self.close()
+        super().__exit__(*error)
 
     def _seen(self) -> str:
         """Return what each mount shows of the run's pushes and of what is being made, and what it cannot

@@ -1,0 +1,169 @@
+"""A mount is not told of a version that it has published, or only after its replica has it: etcd's answer
+is lost, or late."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.beside import beside
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
+from harness.mountpoint import eventually
+from harness.programs import misbehaving
+
+
+@pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    beside = {0: 0} if request.param == "a node here" else {}
+    plan = Plan(nodes=1, replicas=1, beside=beside, lease_ttl_s=LONG_LEASE_S)
+    with Cluster(plan, mount_program=misbehaving.__file__) as made:
+        yield made
+
+
+@pytest.fixture
+def pair(cluster: Cluster, request: pytest.FixtureRequest) -> list[Path]:
+    """The same file on both mounts."""
+    name = request.node.name.partition("[")[0]
+    return [mount.path / name for mount in cluster.mounts]
+
+
+def write_and_lose_answer(cluster: Cluster, path: Path) -> int:
+    """Return a descriptor of a file whose second version is published, of which the mount is not told."""
+    path.write_text("first")
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, b"second", 0)
+    os.kill(cluster.mounts[0].pid, misbehaving.LOSE)
+    with pytest.raises(TimeoutError):
+        os.fsync(fd)
+    return fd
+
+
+def replace(path: Path, text: str) -> None:
+    """As a lock file gets what its holder is called."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_that_others_replace_then_can_be_written_again(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    fd = write_and_lose_answer(cluster, here)
+    try:
+        assert there.read_text() == "second"
+        replace(there, "third")
+    finally:
+        with pytest.raises(OSError, match="Stale"):
+            os.close(fd)
+    assert there.read_text() == "third"
+    for text in ("fourth", "fifth"):
+        replace(here, text)
+        assert there.read_text() == here.read_text() == text
+
+
+def test_what_is_written_next_is_published_and_the_version_before_stays_whole(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    fd = write_and_lose_answer(cluster, here)
+    try:
+        with there.open() as reader:
+            os.pwrite(fd, b"THIRD", 0)
+            assert reader.read() == "second"
+        os.fsync(fd)
+        assert there.read_text() == here.read_text() == "THIRDd"
+    finally:
+        os.close(fd)
+    assert there.read_text() == here.read_text() == "THIRDd"
+
+
+elsewhere = pytest.mark.parametrize("cluster", ["a node elsewhere"], indirect=True, scope="module")
+
+
+@contextlib.contextmanager
+def published_untold(cluster: Cluster, fd: int, content: bytes, *paths: Path) -> Iterator[None]:
+    """Close a descriptor: what it wrote is a version on all mounts; its publisher is told in the end."""
+    here = cluster.mounts[0]
+    os.kill(here.pid, misbehaving.DELAY)
+    os.statvfs(here.path)  # it handles the signal before this
+    with beside(lambda: os.close(fd)) as closing:
+        try:
+            eventually(lambda: all(path.read_bytes() == content for path in paths), "all see it")
+            yield
+            assert not closing.done()
+        finally:
+            os.kill(here.pid, misbehaving.DELAY)
+
+
+def open_again(fd: int) -> int:
+    """Open a descriptor once more, for writing, as `> /dev/stdout` does: it shares its content."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+
+
+def expect_shared_by_readers(path: Path, reader: int, content: bytes) -> None:
+    """Open the descriptor of a version, and one that is opened now, once more for writing."""
+    with path.open("rb") as later:
+        try:
+            os.close(open_again(reader))
+            os.close(open_again(later.fileno()))
+            assert later.read() == os.pread(reader, 9, 0) == content
+        finally:
+            os.close(reader)
+    assert path.read_bytes() == content
+
+
+@elsewhere
+def test_what_was_open_in_place_leaves_the_published_file_to_its_content(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    here.write_bytes(b"first")
+    with here.open("rb") as first:
+        writer = os.open(here, os.O_WRONLY | os.O_TRUNC)
+        in_place = open_again(first.fileno())
+    os.write(writer, b"second")
+    with published_untold(cluster, writer, b"second", here, there):
+        assert here.read_bytes() == b"second"
+        os.close(in_place)
+        assert here.read_bytes() == b"second"
+        reader = os.open(here, os.O_RDONLY)
+    expect_shared_by_readers(here, reader, b"second")
+
+
+@elsewhere
+def test_a_copy_that_is_published_is_not_taken_from_later_opens(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    here.write_bytes(b"first")
+    with here.open("rb") as first:
+        writer = os.open(here, os.O_WRONLY | os.O_TRUNC)
+        one, other = (open_again(first.fileno()) for _ in range(2))
+    os.write(writer, b"second")
+    os.close(writer)
+    os.pwrite(one, b"third", 0)
+    with published_untold(cluster, one, b"third", here, there):
+        reader = os.open(here, os.O_RDONLY)
+    os.close(other)
+    for _ in range(2):
+        # The release of `other` is carried out before this.
+        here.with_name("another").write_bytes(b"")
+    expect_shared_by_readers(here, reader, b"third")
+
+
+@elsewhere
+def test_copy_that_gets_another_number_is_kept_once(cluster: Cluster, here: Path) -> None:
+    """It was made to be published in a session that has ended."""
+    mount = cluster.mounts[0]
+    with here.open("wb+", buffering=0) as file:
+        for text in (b"first", b"second"):
+            file.write(text)
+            os.fsync(file.fileno())
+        before = os.listdir(mount.cache / "extents")
+        file.write(b"third")
+        os.kill(mount.pid, misbehaving.END_SESSION)
+        os.fsync(file.fileno())
+        assert len(os.listdir(mount.cache / "extents")) == len(before)
+    assert here.read_bytes() == b"firstsecondthird"
