@@ -2,11 +2,11 @@
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.beside import beside, repeating
 from harness.mountpoint import irdmafs
 
 from irdmafs import client
@@ -18,12 +18,8 @@ LONG_S = 60.0
 
 def told(path: Path, seen: client.Seen | None, change: Callable[[], object]) -> client.Seen:
     """Return what `client.wait` returns when something is changed while it waits, or just before."""
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
+    with beside(change):
         return client.wait(path, seen, timeout=LONG_S)
-    finally:
-        changing.join()
 
 
 def test_whatever_leads_to_other_contents_ends_a_wait(folder: Path) -> None:
@@ -85,15 +81,11 @@ def test_every_host_is_told_of_the_last_version(here: Path, there: Path) -> None
         for step in range(1, STEPS + 1):
             (here / "model").write_text(f"{step}")
 
-    publishing = threading.Thread(target=publish)
-    publishing.start()
-    try:
+    with beside(publish):
         for seen in client.watch(there / "model", timeout=LONG_S):
             assert int((there / "model").read_text()) >= seen.version
             if seen.version == STEPS:
                 break
-    finally:
-        publishing.join()
 
 
 def test_other_filesystems_are_told_apart(tmp_path: Path, folder: Path) -> None:
@@ -114,20 +106,9 @@ def test_a_command_is_run_at_a_change(folder: Path) -> None:
     assert irdmafs("watch", "/", "--timeout", f"{LONG_S}").returncode == 1
 
     # What is published while the command begins may be what it takes for the present.
-    stop = threading.Event()
-
-    def publish() -> None:
-        while not stop.is_set():
-            path.write_bytes(b"two")
-
-    publishing = threading.Thread(target=publish)
-    publishing.start()
-    try:
+    with repeating(lambda: path.write_bytes(b"two")):
         run = 'test "$IRDMAFS_VERSION" -gt 1 && cat "$IRDMAFS_PATH"; exit 7'
         found = irdmafs("watch", path, "--exec", run, "--once", "--timeout", f"{LONG_S}")
-    finally:
-        stop.set()
-        publishing.join()
     assert found.returncode == 7, found
     version, line = found.stdout.split(" ", 1)
     assert int(version) > 1 and line == f"{path}\ntwo"
