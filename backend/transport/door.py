@@ -5,17 +5,21 @@ there are more than STRANGERS_MAX, the oldest one is cut off. A peer that sends 
 connection, with one line in the log.
 """
 
+# Functions that return dataclasses.field are called in the class body below.
+# ruff: noqa: RUF009
+
 import logging
 import socket
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import trio
 
+from ..observe.figures import count, counts, gauge
 from ..trust.security import Identity, peer_identity
-from .counters import ServerFigures
 from .frames import BadMessage
 from .rights import ROLES
 
@@ -34,6 +38,19 @@ _ENDS = (
     trio.EndOfChannel,
     trio.TooSlowError,
 )
+
+
+@dataclass(slots=True)
+class ServerFigures:
+    """The node's end."""
+
+    requests: Counter[str] = counts("Requests served, by kind", "kind")
+    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
+    received_bytes: int = count("Bytes of extents received")
+    sent_bytes: int = count("Bytes of extents sent, also down the chain")
+    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
+    denied_requests: int = count("Requests of peers without the right to them")
+    connections: int = gauge("Connections of peers")
 
 
 class Door:

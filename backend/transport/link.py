@@ -12,8 +12,7 @@ from ..model.records import NodeAddress
 from ..trust.security import is_final, peer_identity
 from . import Distrusted, Unreachable
 from .caller import A, Caller, ControlClient, Ends, broken_text
-from .codec import decode_welcome
-from .frames import FRAME_BYTES_MAX, BadMessage, Frames
+from .frames import FRAME_BYTES_MAX, BadMessage, Frames, decode_welcome
 from .messages import Refused, Request
 from .prompt import PromptStream
 

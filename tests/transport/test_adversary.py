@@ -32,7 +32,7 @@ from test_strangers import (
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
-from irdmafs.backend.transport.codec import decode_welcome
+from irdmafs.backend.transport.frames import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may

@@ -30,8 +30,7 @@ from irdmafs.backend.transport import (
     door,
     messages,
 )
-from irdmafs.backend.transport.codec import decode_welcome
-from irdmafs.backend.transport.frames import HELLO_BYTES_MAX
+from irdmafs.backend.transport.frames import HELLO_BYTES_MAX, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import messages as tcp

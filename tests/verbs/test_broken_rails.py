@@ -20,7 +20,7 @@ from harness.transport_nodes import Node, NodeProcess
 from harness.transport_place import MiB, Place, in_cluster, mounted, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
-from irdmafs.backend.transport.mover import NotThisWay
+from irdmafs.backend.transport.device import NotThisWay
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import lanes, networks
 from irdmafs.backend.transport.verbs.lanes import Lanes

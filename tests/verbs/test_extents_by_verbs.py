@@ -29,7 +29,7 @@ from harness.transport_place import (
 )
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
-from irdmafs.backend.transport.mover import Growth
+from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
 from irdmafs.backend.transport.verbs import path as path_module

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ..codec import MessageSet
+from ..frames import MessageSet
 from ..messages import Answer, Request
 from ..rights import ANY, NONE, OWN, Row
 from .wire import Op

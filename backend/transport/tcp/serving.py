@@ -3,7 +3,6 @@
 import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import trio
@@ -11,7 +10,7 @@ import trio
 from ...trust.security import describe_tls_error
 from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
-from ..messages import Answer, Message, Request
+from ..messages import Answer, Request
 from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
 from .authentication import CODE_BYTES, Forged, Ticket
@@ -43,9 +42,6 @@ class Guest(Connection):
         assert isinstance(request, Tickets)
         return Granted(self._serving.grant(self, request.count))
 
-    def take(self, message: Message) -> None:
-        """Do nothing: there is no such message."""
-
     def close(self, why: str) -> None:
         self.has_left = True
         for scope in self.waiting:
@@ -65,8 +61,6 @@ class TcpServing(Serving):
     """The end of one node, which issues and redeems the tickets of all peers. `encrypt` refuses data
     connections that are not encrypted; with credentials those that are, are always welcome."""
 
-    port = 0
-
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
         self._door = host.door
         self._credentials = host.credentials
@@ -82,9 +76,6 @@ class TcpServing(Serving):
 
     def give_up(self, content: int) -> None:
         self._data.give_up(content)
-
-    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Do nothing: the rights to each request are checked when it comes."""
 
     def grant(self, guest: Guest, count: int) -> list[bytes]:
         now = trio.current_time()

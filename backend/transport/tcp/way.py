@@ -17,9 +17,9 @@ from ...files.sparse import segments
 from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..caller import ControlClient
+from ..device import Sending, Transfer, Way
 from ..frames import BadMessage
 from ..link import Link, Refusal, check_node
-from ..mover import Sending, Transfer, Way
 from .authentication import Ticket
 from .channel import (
     Channel,

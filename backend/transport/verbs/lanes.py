@@ -9,7 +9,7 @@ import logging
 import trio
 
 from ..caller import ControlClient
-from ..mover import NotThisWay
+from ..device import NotThisWay
 from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
 from .path import Path, ask, open_path
 from .rails import OwnRail, name_of

@@ -1,7 +1,6 @@
 """The mover for RDMA verbs: it reaches nodes on a network that both ends have a device on."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import trio
 
@@ -35,9 +34,8 @@ class Verbs(Mover):
     def way(self, link: Link) -> VerbsWay:
         return VerbsWay(link, self._rdma, self._stages)
 
-    @asynccontextmanager
-    async def serving(self, host: Host) -> AsyncIterator[Serving]:
-        yield VerbsServing(host, self._rdma)
+    async def serving(self, host: Host) -> Serving:
+        return VerbsServing(host, self._rdma)
 
     async def run(self) -> None:
         """Watch ports, and free the memory of files that were removed."""
@@ -50,8 +48,6 @@ class Verbs(Mover):
 
 class VerbsServing(Serving):
     """A store node's end. It has a responder for each control connection."""
-
-    port = 0
 
     def __init__(self, host: Host, rdma: Rdma) -> None:
         self._host = host

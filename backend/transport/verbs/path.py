@@ -14,8 +14,8 @@ import trio
 
 from .. import Extent, FileRange, Landed, Memory, nothing_landed
 from ..caller import A, ControlClient, Expected
+from ..device import Growth, NotThisWay, Sending
 from ..messages import Done, Request
-from ..mover import Growth, NotThisWay, Sending
 from .adapter import Adapter
 from .devices import Gid
 from .messages import (

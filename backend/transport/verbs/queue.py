@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from ..mover import NotThisWay
+from ..device import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
 from .devices import Gid

@@ -13,8 +13,9 @@ from functools import partial
 import trio
 
 from .. import FileRange
+from ..device import Growth
 from ..messages import Answer, Done, Message, Request
-from ..mover import Connection, Growth, Host, Lasting
+from ..mover import Connection, Host, Lasting
 from ..rights import Peer
 from ..service import Held, Incoming, begin
 from .messages import (

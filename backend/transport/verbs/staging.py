@@ -24,7 +24,7 @@ import trio
 
 from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
-from ..mover import NotThisWay
+from ..device import NotThisWay
 from ..prompt import acquire
 from .messages import Exposed
 from .queue import Piece, QueuePair

@@ -10,8 +10,8 @@ import trio
 
 from ...unwrap import first_error
 from .. import Extent, FileRange, Landed, Memory, landed_from
+from ..device import NotThisWay, Sending, Transfer, Way
 from ..link import Link
-from ..mover import NotThisWay, Sending, Transfer, Way
 from .lanes import Lanes
 from .path import Path
 from .rdma import Rdma
