@@ -22,7 +22,7 @@ from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import Message, Request
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.tcp.messages import TICKETS_MAX, Tickets
+from irdmafs.backend.transport.tcp.wire import TICKETS_MAX, Tickets
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.library import immediate

@@ -6,9 +6,9 @@ from ..door import listen
 from ..link import Link
 from ..mover import Host, Mover, Serving
 from .channel import choose_congestion_control
-from .messages import MESSAGES
 from .serving import TcpServing
 from .way import TcpWay
+from .wire import MESSAGES
 
 _THREADS_MAX = 512
 _TIDY_S = 5.0

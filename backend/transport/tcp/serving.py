@@ -16,8 +16,7 @@ from ..rights import Peer
 from .authentication import CODE_BYTES, Forged, Ticket
 from .channel import Channel, EncryptedChannel, Lost, make_channel
 from .data import Data
-from .messages import Granted, Tickets
-from .wire import PREAMBLE_BYTES, unpack_preamble
+from .wire import PREAMBLE_BYTES, Granted, Tickets, unpack_preamble
 
 # Callers give idle connections up earlier.
 IDLE_S = 60.0

@@ -29,10 +29,9 @@ from .channel import (
     choose_congestion_control,
     make_channel,
 )
-from .messages import TICKETS_MAX, Granted, Tickets
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, Ranges, Reply, ReplyKind, pack_preamble
+from .wire import TICKETS_MAX, Granted, Header, Op, Ranges, Reply, ReplyKind, Tickets, pack_preamble
 
 log = logging.getLogger(__name__)
 
