@@ -31,12 +31,12 @@ from harness.transport_place import (
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
 from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices, lanes
+from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import path as path_module
-from irdmafs.backend.transport.verbs.adapter import Adapter
+from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
-from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.way import VerbsWay
 
@@ -297,7 +297,7 @@ async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Pa
 async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "RETRY_S", 0.0)
+    monkeypatch.setattr(way_module, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
     async with on_adapter(memory) as cluster:
         source, target = cluster.file("source", data), cluster.file("target")

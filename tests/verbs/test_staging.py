@@ -25,8 +25,7 @@ from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
-from irdmafs.backend.transport.verbs.adapter import Adapter
-from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 
 pytestmark = pytest.mark.verbs
 

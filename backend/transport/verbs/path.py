@@ -16,7 +16,6 @@ from .. import Extent, FileRange, Landed, Memory, nothing_landed
 from ..caller import A, ControlClient, Expected
 from ..device import Growth, NotThisWay, Sending
 from ..messages import Done, Request
-from .adapter import Adapter
 from .devices import Gid
 from .messages import (
     NO_QUEUE_PAIR,
@@ -32,6 +31,7 @@ from .messages import (
     Reserve,
 )
 from .queue import Broken, Piece, QueuePair
+from .rdma import Adapter
 from .regions import Region
 
 _PIECE_BYTES_MAX = 16 << 20

@@ -24,8 +24,7 @@ from .completions import Completions
 from .devices import Gid
 from .library import immediate, status_name
 from .messages import QueueEnd
-from .opened import OpenedPort
-from .regions import Region
+from .regions import OpenedPort, Region
 
 log = logging.getLogger(__name__)
 
