@@ -12,7 +12,7 @@ An extent on this node is
 
 and is removed otherwise. It is freed if the change that took its name was seen here, in order. If it is
 only found without a name, at the start or after a gap in the watch, it is put into quarantine
-(quarantine.py), and taken back if it is named again.
+(directory.py), and taken back if it is named again.
 
 A mark (Files.mark_named) tells an extent that was published, and superseded while the node was down, from a
 pending one. If the node died before it could set the mark, the extent stays as long as its session.

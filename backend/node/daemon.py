@@ -41,17 +41,17 @@ from ..transport.rights import Peer
 from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
 from ..trust.certificates import Certificates
-from ..trust.renewal import Renewal
+from ..trust.security import Renewal
 from ..unwrap import first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier
-from .etcd_space import EtcdWatch
 from .feed import Feed
 from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
+from .housekeeping import EtcdWatch
 from .mark import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync

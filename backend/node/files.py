@@ -18,11 +18,17 @@ from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
-from .directory import StoreDirectory
+from .directory import (
+    KEPT_IN_MEMORY_S,
+    KEPT_ON_DISK_S,
+    Quarantine,
+    StoreDirectory,
+    extent_name,
+    parsed_name,
+)
 from .figures import FileFigures
 from .identity import Identity
 from .incoming import SPARE_BYTES_MIN, Held, Incoming, IncomingFiles, StoredFile
-from .quarantine import KEPT_IN_MEMORY_S, KEPT_ON_DISK_S, Quarantine, extent_name, parsed_name
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 

@@ -19,7 +19,7 @@ from ...namespace import Inode, Tree
 from ...namespace.deferred import Deferred
 from ...namespace.numbers import ALL_INOS, numbers_of
 from ...trust.certificates import Certificates
-from ...trust.renewal import Renewal
+from ...trust.security import Renewal
 
 
 class StoreListener(Protocol):
