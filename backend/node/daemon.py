@@ -42,7 +42,7 @@ from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
 from ..trust.certificates import Certificates
 from ..trust.security import Renewal
-from ..unwrap import first_error, only_error
+from ..unwrap import background, first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
 from .checks import Checks
@@ -89,16 +89,12 @@ async def serve_node(
     """
     raise_open_files_limit()
     config.listen()  # raises an error before anything is changed
-    try:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            async with trio.open_nursery() as nursery:
-                turn = _Turn(patient, waits)
-                nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
-                while await _begins_anew(config, turn, ready):
-                    pass
-                nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise only_error(group) from group
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with background() as nursery:
+            turn = _Turn(patient, waits)
+            nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
+            while await _begins_anew(config, turn, ready):
+                pass
 
 
 class _Turn:
@@ -185,12 +181,11 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
             # Readers do not hold up the calls of the node itself.
             for_readers, _ = config.cluster.etcd_client("node")
             with closing(for_readers):
-                async with trio.open_nursery() as nursery:
+                async with background() as nursery:
                     made = _Node(
                         config, turn, settings, files, engine, for_readers, history, nursery
                     )
                     await made.run(ready)
-                    nursery.cancel_scope.cancel()
 
 
 class _Node:

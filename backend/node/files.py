@@ -18,6 +18,7 @@ from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
+from ..unwrap import if_it_fails
 from .directory import (
     KEPT_IN_MEMORY_S,
     KEPT_ON_DISK_S,
@@ -74,7 +75,7 @@ class Files:
         self._files: dict[Extent, StoredFile] = {}  # of sealed extents
         self._copying: dict[Extent, trio.Event] = {}
         place = self.place = StoreDirectory(directory)
-        try:
+        with if_it_fails(place.close):
             self.power_safe = place.power_safe
             usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
             self.quarantine = Quarantine(
@@ -87,9 +88,6 @@ class Files:
                 self.identity.save()
             self.incoming = IncomingFiles(place, self.rdma)
             self._scan()
-        except BaseException:
-            place.close()
-            raise
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ import trio
 
 from ..observe.figures import count, counts, gauge
 from ..trust.security import Identity, peer_identity
+from ..unwrap import if_it_fails
 from .frames import BadMessage
 from .rights import ROLES
 
@@ -137,17 +138,14 @@ async def listen(address: str, port: int = 0) -> trio.socket.SocketType:
     )
     family, kind, protocol, _, where = found[0]
     sock = trio.socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        await sock.bind(where)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        text = f"cannot listen on {address} port {port}: {error.strerror}"
-        raise OSError(error.errno, text) from error
-    except BaseException:
-        sock.close()
-        raise
+    with if_it_fails(sock.close):
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await sock.bind(where)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            text = f"cannot listen on {address} port {port}: {error.strerror}"
+            raise OSError(error.errno, text) from error
     return sock
 
 

@@ -6,15 +6,8 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import (
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    closing,
-    contextmanager,
-    suppress,
-)
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +15,7 @@ import trio
 
 from ..observe import logs
 from ..trust.security import Identity
+from ..unwrap import background
 from . import Fenced
 from .caller import broken_text
 from .door import Door, begins_with_tls, identity_of, listen
@@ -76,7 +70,7 @@ class Listener:
             host = self.host
             control = opened.enter_context(await listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
-            host.nursery = await opened.enter_async_context(_nursery())
+            host.nursery = await opened.enter_async_context(background())
             host.door = Door(host.nursery, host.counters)
             for mover in self._movers:
                 host.servings[mover] = await mover.serving(host)
@@ -227,14 +221,6 @@ class Listener:
             expires_s=expires_s,
             owner=owner,
         )
-
-
-@asynccontextmanager
-async def _nursery() -> AsyncIterator[trio.Nursery]:
-    """Yield a nursery that is cancelled in the end."""
-    async with trio.open_nursery() as nursery:
-        yield nursery
-        nursery.cancel_scope.cancel()
 
 
 class Control:

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ..unwrap import if_it_fails
 from .security import (
     OWNER_BITS,
     READER_OID,
@@ -258,11 +259,8 @@ def _write_pair(
     cert_path, key_path = (os.path.join(directory, f"{name}.{kind}") for kind in ("pem", "key"))
     key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     _write_new(key_path, key_pem)
-    try:
+    with if_it_fails(lambda: os.unlink(key_path)):
         _write_new(cert_path, builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
-    except BaseException:
-        os.unlink(key_path)
-        raise
     return cert_path, key_path
 
 

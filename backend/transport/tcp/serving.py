@@ -8,6 +8,7 @@ from typing import NamedTuple
 import trio
 
 from ...trust.security import describe_tls_error
+from ...unwrap import if_it_fails
 from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
 from ..messages import Answer, Request
@@ -147,15 +148,10 @@ class TcpServing(Serving):
         channel = make_channel(
             plain, context, self._timeout_s, codes=credentials is not None, listens=True
         )
-        try:
-            if isinstance(channel, EncryptedChannel):
+        if isinstance(channel, EncryptedChannel):
+            with if_it_fails(channel.close):
                 await _shake_hands(channel.sock)
                 identity_of(channel.sock)
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, ssl.SSLError):
-                raise BadMessage(describe_tls_error(error)) from None
-            raise
         return channel
 
 
@@ -190,7 +186,7 @@ async def _has_request(channel: Channel, guest: Guest) -> bool:
 
 
 async def _shake_hands(secure: ssl.SSLSocket) -> None:
-    """Do the TLS handshake. Raises ssl.SSLError and other OSErrors."""
+    """Do the TLS handshake. Raises BadMessage, OSError."""
     secure.setblocking(False)
     while True:
         try:
@@ -199,5 +195,7 @@ async def _shake_hands(secure: ssl.SSLSocket) -> None:
             await trio.lowlevel.wait_readable(secure)
         except ssl.SSLWantWriteError:
             await trio.lowlevel.wait_writable(secure)
+        except ssl.SSLError as error:
+            raise BadMessage(describe_tls_error(error)) from None
         else:
             return

@@ -15,6 +15,7 @@ import trio
 
 from ...files.sparse import segments
 from ...observe.logs import current_request
+from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..caller import ControlClient
 from ..device import Sending, Transfer, Way
@@ -224,15 +225,12 @@ class TcpWay(Way):
             finally:
                 self._opening.discard(scope)
 
-        try:
+        with if_it_fails(partial(self.give_back, opened)):
             async with trio.open_nursery() as nursery:
                 for ticket in answer.tickets:
                     nursery.start_soon(open_one, ticket)
             if errors:
                 raise errors[0]
-        except BaseException:
-            self.give_back(opened)
-            raise
         return opened
 
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
@@ -248,7 +246,7 @@ class TcpWay(Way):
         channel = make_channel(
             plain, context, caller.timeout_s, codes=credentials is not None, listens=False
         )
-        try:
+        with if_it_fails(channel.close):
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
@@ -256,9 +254,6 @@ class TcpWay(Way):
             channel.authenticate(ticket.key)
             # Fits into the empty buffer of the new connection.
             channel.send_messages(pack_preamble(ticket.number))
-        except BaseException:
-            channel.close()
-            raise
         return channel
 
 

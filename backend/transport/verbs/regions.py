@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import Memory
 from .devices import Route
 from .library import Library
@@ -282,14 +283,10 @@ class OpenedPort:
         self.lid = route.lid
         self.context: Any
         self.context, self.events = library.open(route.device)
-        try:
-            with library.errors:
-                limits = self.context.query_device()
-                port = self.context.query_port(route.port)
-                self.pd = library.PD(self.context)
-        except BaseException:
-            self.context.close()
-            raise
+        with if_it_fails(self.context.close), library.errors:
+            limits = self.context.query_device()
+            port = self.context.query_port(route.port)
+            self.pd = library.PD(self.context)
         self.mtu = _MTUS.get(int(port.active_mtu), 256)
         self.reads_answered = max(1, int(limits.max_qp_rd_atom))
         self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))

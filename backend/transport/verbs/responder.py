@@ -12,6 +12,7 @@ from functools import partial
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import FileRange
 from ..device import Growth
 from ..messages import Answer, Done, Message, Request
@@ -180,11 +181,8 @@ class Responder(Connection):
             rdma = self._usable()
             route = rdma.rail(self._local, asked.rail, asked.gid).route
             pair = rdma.open(route).queue_pair(route.gid, self._arrived)
-            try:
+            with if_it_fails(pair.close):
                 pair.connect(asked.end, self._host.timeout_s)
-            except BaseException:
-                pair.close()
-                raise
         except OSError as error:
             raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
         self._pairs[asked.pair] = pair

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import trio
 
-from ...unwrap import first_error
+from ...unwrap import first_error, if_it_fails
 from .. import FileRange, Landed, Memory, nothing_landed
 from ..device import NotThisWay
 from ..prompt import acquire
@@ -108,11 +108,8 @@ class Staging:
         try:
             os.ftruncate(fd, size)
             region = await self._regions.acquire(fd, size)
-            try:
+            with if_it_fails(partial(self._regions.release, region, keep=False)):
                 return region, mmap.mmap(fd, size)
-            except BaseException:
-                self._regions.release(region, keep=False)
-                raise
         finally:
             os.close(fd)
 
