@@ -242,7 +242,7 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
 def first_address(links: tuple[str, ...]) -> Iterator[str]:
     """Of the first link, which may be taken away."""
     yield FIRST_ADDRESS
-    if FIRST_ADDRESS not in {str(address) for address in networks.prefixes()}:
+    if FIRST_ADDRESS not in {str(address) for address in networks.own_addresses()}:
         change_address("add")
 
 

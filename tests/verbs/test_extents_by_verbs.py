@@ -153,10 +153,10 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path)
             growth = Growth(MiB, MiB)
             await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), whole, growth=growth)
             assert peers.counters.fallbacks == 0
-        registrations = cluster.regions.counters.registrations
+        registrations = cluster.regions.registrations
         async with registered(cluster.regions, source) as region:
             assert region.writable
-        assert cluster.regions.counters.registrations == registrations
+        assert cluster.regions.registrations == registrations
         os.close(readable)
         os.close(source)
 
@@ -236,10 +236,10 @@ async def test_a_file_without_a_name_does_not_stay_registered(memory: Path) -> N
         source = cluster.file("source", bytes(MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
-        pinned_bytes = cluster.regions.counters.pinned_bytes
+        pinned_bytes = cluster.regions.pinned_bytes
         os.unlink(cluster.service(1).path(Extent(1, 0)))
         cluster.regions.drop_orphans()
-        assert cluster.regions.counters.pinned_bytes == pinned_bytes - MiB
+        assert cluster.regions.pinned_bytes == pinned_bytes - MiB
         os.close(source)
 
 
@@ -250,8 +250,8 @@ async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
             source = cluster.file(f"source{number}", bytes(MiB))
             await device.write(Extent(number, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
             os.close(source)
-        assert cluster.regions.counters.pinned_bytes <= 4 * MiB
-        assert cluster.regions.counters.evictions >= 4
+        assert cluster.regions.pinned_bytes <= 4 * MiB
+        assert cluster.regions.evictions >= 4
         assert cluster.peers.counters.fallbacks == 0
 
 

@@ -198,12 +198,12 @@ class Rdma:
 
     def figures(self) -> RdmaFigures:
         """Return the figures of all adapters together."""
-        regions = [adapter.regions.counters for adapter in self.adapters]
+        every = self.adapters
         return RdmaFigures(
-            rdma_staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
-            rdma_registrations=sum(each.registrations for each in regions),
-            rdma_registration_hits=sum(each.hits for each in regions),
-            rdma_registered_bytes=sum(each.pinned_bytes for each in regions),
+            rdma_staged_bytes=sum(each.staging.staged_bytes for each in every),
+            rdma_registrations=sum(each.regions.registrations for each in every),
+            rdma_registration_hits=sum(each.regions.hits for each in every),
+            rdma_registered_bytes=sum(each.regions.pinned_bytes for each in every),
         )
 
     # -- devices ---------------------------------------------------------------------------------
