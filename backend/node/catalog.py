@@ -22,6 +22,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -34,8 +35,8 @@ from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
 from ..namespace import Inode
+from ..observe.figures import count, gauge
 from ..transport import Extent
-from .figures import CatalogFigures
 from .files import Files, Incoming
 from .incoming import SPARE_S
 from .named import Named, NamedContents
@@ -57,6 +58,17 @@ class Check(NamedTuple):
     part: int
     stripes: range
     groups: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CatalogFigures:
+    """Extents that were freed, or may be."""
+
+    freed_extents: int = count("Extents removed: superseded, deleted or never published")
+    pending_extents: int = gauge("Extents kept that are not published yet")
+    named_contents: int = gauge("Contents that an inode names, here or not")
+    quarantined_extents: int = gauge("Extents kept for a while though nothing names them")
+    quarantined_bytes: int = gauge("Bytes of them")
 
 
 class Catalog:

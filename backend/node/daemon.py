@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..etcd.engine import EtcdEngine
 from ..etcd.rpc import NoAnswer
 from ..kv import WentBack
 from ..model.records import NodeAddress, Settings
-from ..observe.figures import values_of
+from ..observe.figures import gauge, gauges, values_of
 from ..observe.logs import identify
 from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
@@ -48,7 +49,6 @@ from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier
 from .feed import Feed
-from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
 from .housekeeping import EtcdWatch
@@ -186,6 +186,14 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
                         config, turn, settings, files, engine, for_readers, history, nursery
                     )
                     await made.run(ready)
+
+
+@dataclass(slots=True)
+class NodeFigures:
+    """The node's part in its cluster."""
+
+    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
+    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
 
 
 class _Node:

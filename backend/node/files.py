@@ -10,12 +10,14 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import trio
 
 from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
+from ..observe.figures import count, gauge
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
 from ..unwrap import if_it_fails
@@ -27,7 +29,6 @@ from .directory import (
     extent_name,
     parsed_name,
 )
-from .figures import FileFigures
 from .identity import Identity
 from .incoming import SPARE_BYTES_MIN, Held, Incoming, IncomingFiles, StoredFile
 
@@ -49,6 +50,17 @@ class Space(NamedTuple):
     used: int
     total: int
     free: int
+
+
+@dataclass(slots=True)
+class FileFigures:
+    """The files of extents."""
+
+    created_files: int = count("Files made for extents")
+    reused_files: int = count("Files of superseded extents that were used for new ones")
+    store_bytes: int = gauge("Bytes of extents kept")
+    store_free_bytes: int = gauge("Bytes free in the store directory")
+    extents: int = gauge("Extents kept")
 
 
 class Files:

@@ -9,6 +9,7 @@ import errno
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import trio
 
@@ -18,7 +19,7 @@ from ..kv import Conflict, Put
 from ..model.placement import policy_of, replicas_of, retargeted
 from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
-from .figures import EtcdFigures
+from ..observe.figures import gauge, gauges
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,18 @@ class Housekeeping:
             self._forgotten = old
         except (OSError, trio.TooSlowError) as error:
             log.info("etcd's history before revision %d is kept for now: %s", old, error)
+
+
+@dataclass(slots=True)
+class EtcdFigures:
+    """The room of the member of etcd that this node uses."""
+
+    etcd_file_bytes: int = gauge("Size of etcd's file, which its quota limits")
+    etcd_used_bytes: int = gauge("Bytes of etcd's file in use")
+    etcd_quota_bytes: int = gauge("etcd's quota; 0: not known")
+    etcd_grown_bytes: int = gauge("Growth of what etcd has in use, in etcd_grown_seconds")
+    etcd_grown_seconds: float = gauge("Time in which the growth was seen, an hour at most")
+    etcd_alarms: dict[str, int] = gauges("1 for an alarm of etcd that is raised", "alarm")
 
 
 class EtcdWatch:

@@ -5,9 +5,6 @@ there are more than STRANGERS_MAX, the oldest one is cut off. A peer that sends 
 connection, with one line in the log.
 """
 
-# Functions that return dataclasses.field are called in the class body below.
-# ruff: noqa: RUF009
-
 import logging
 import socket
 from collections import Counter, OrderedDict

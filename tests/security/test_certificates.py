@@ -21,7 +21,7 @@ import trio
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.model.values import ConfigError
-from irdmafs.backend.node.figures import NodeFigures
+from irdmafs.backend.node.daemon import NodeFigures
 from irdmafs.backend.observe import logs
 from irdmafs.backend.observe.metrics import SCRAPES_AT_ONCE, serve_metrics
 from irdmafs.backend.transport.door import ServerFigures
