@@ -52,7 +52,7 @@ from .feed import Feed
 from .files import Files
 from .handover import Handover
 from .housekeeping import EtcdWatch
-from .mark import NodeHistory
+from .identity import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
 from .scrub import Scrub
@@ -176,7 +176,7 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
             files.identity.bind(settings.cluster_id)
             identify("node", f"{files.node:016x}")
             await engine.admin.warn()
-            history = NodeHistory(engine, files)
+            history = NodeHistory(engine, files.identity, files.newest_session())
             await history.wait_trusted(patient=turn.patient)
             # Readers do not hold up the calls of the node itself.
             for_readers, _ = config.cluster.etcd_client("node")

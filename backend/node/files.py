@@ -5,6 +5,7 @@ used for another extent later (incoming.py tells when).
 """
 
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -17,6 +18,7 @@ import trio
 
 from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
+from ..model.records import session_of
 from ..observe.figures import count, gauge
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
@@ -142,6 +144,11 @@ class Files:
         return FileFigures(self._created, self.incoming.reused, space.used, space.free, len(self))
 
     # -- what is here ----------------------------------------------------------------------------
+
+    def newest_session(self) -> int:
+        """Return the newest session that wrote an extent here, 0 if there is none."""
+        kept = itertools.chain(self, self.quarantine)
+        return max((session_of(extent.content) for extent in kept), default=0)
 
     def __contains__(self, extent: Extent) -> bool:
         return extent in self._files
