@@ -25,10 +25,10 @@ from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import networks
 from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
-from irdmafs.backend.transport.verbs.mover import VerbsServing
 from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.staging import Staging
 from irdmafs.backend.transport.verbs.way import Lanes, VerbsWay
 

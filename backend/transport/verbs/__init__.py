@@ -9,8 +9,8 @@
     rdma        this process's adapters; whether verbs are used at all
     path        the caller's end of a queue pair to a store node
     way         the caller's end: all queue pairs to one node, and which one an operation uses
-    responder   the node's end of one control connection
-    mover       the mover and the node's end; messages: its messages on control connections
+    serving     the node's end: rights to its memory
+    mover       what this process offers and asks for; messages: its messages on control connections
 
 Only `library` imports pyverbs, and only when `rdma` found a device.
 """
