@@ -22,7 +22,7 @@ from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
 from ..cluster.lease import NODE, Session
-from ..cluster.membership import Members, read_settings
+from ..cluster.membership import Certificates, Members, read_settings
 from ..cluster.replica import Replica
 from ..etcd.client import Client
 from ..etcd.engine import EtcdEngine
@@ -41,7 +41,6 @@ from ..transport.peers import Peers, patience_s
 from ..transport.rights import Peer
 from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
-from ..trust.certificates import Certificates
 from ..trust.security import Renewal
 from ..unwrap import background, first_error, only_error
 from .agent import Agent
@@ -239,9 +238,7 @@ class _Node:
         session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
         faults = history.faults
         members, groups = Members(session, faults), Groups(faults)
-        certificates = Certificates(
-            lambda: credentials.identity.serial if credentials else "", faults
-        )
+        certificates = Certificates(credentials, faults)
         self._catalog = catalog = Catalog(
             files, groups, settings.buckets, partial(members.may_join, node), faults
         )
