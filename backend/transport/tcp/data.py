@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import trio
 
@@ -29,7 +30,7 @@ from ..frames import BadMessage
 from ..messages import failure_of
 from ..mover import Host
 from ..rights import Peer, tell_of_denial
-from ..service import Incoming, begin, check_right
+from ..service import Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
 from .threads import Promise, in_threads
@@ -107,22 +108,21 @@ class Onward:
 
 
 class Receiving:
-    """One extent that node `node` receives. Threads use it; `Data` owns it from start to end."""
+    """One extent that the node with this `service` receives: by threads, one for each stream, and the task
+    `store`. `header` is that of the first stream."""
 
-    def __init__(self, header: Header, node: int) -> None:
-        self.extent: Extent = header.extent
-        self.transfer = header.transfer
-        self.lengths = header.total, header.comes
+    def __init__(self, header: Header, service: Service[Any]) -> None:
+        self.header = header
         # The file is ready to be filled, or the extent is here already; the extent is sealed.
-        self.begun = Promise()
-        self.sealed = Promise()
+        self._begun = Promise()
+        self._sealed = Promise()
         # All bytes of all streams are in the file.
-        self.complete = trio.Event()
-        self.scope = trio.CancelScope()
-        self.incoming: Incoming | None = None
-        self.fd = -1
-        self.is_here_already = False
-        self._node = node
+        self._complete = trio.Event()
+        self._scope = trio.CancelScope()
+        self._incoming: Incoming | None = None
+        self._fd = -1
+        self._is_here_already = False
+        self._service = service
         # Bytes that no stream has announced yet, and that are not in the file yet.
         self._unannounced = self._missing = header.comes
         self._progress_at = time.monotonic()
@@ -167,6 +167,44 @@ class Receiving:
         if self._error is not None:
             raise self._error
 
+    # -- in the event loop -----------------------------------------------------------------------
+
+    async def store(self) -> None:
+        """Make the file that the bytes come into, and seal the extent when all are there."""
+        await self._begun.fulfil(self._begin)
+        with self._scope:
+            await self._sealed.fulfil(self._seal)
+
+    async def _begin(self) -> None:
+        extent, target, header = self.header.extent, self.header.target, self.header
+        incoming = await begin(self._service, extent, target, header.total, header.comes)
+        if incoming is None:
+            self._fd = self._service.open(extent)
+            self._is_here_already = True
+            return
+        self._incoming = incoming
+        self._fd = incoming.fd
+        if target.chain:
+            incoming.lend()
+        self.check()
+
+    async def _seal(self) -> None:
+        await self._complete.wait()
+        assert self._incoming is not None
+        await self._service.seal(self.header.extent, self._incoming)
+
+    async def close(self) -> None:
+        """End `store` when all streams have ended. A file that is not sealed is dropped."""
+        with trio.CancelScope(shield=True):
+            await self._begun.ended()
+            if self._complete.is_set():
+                await self._sealed.ended()
+        self._scope.cancel()
+        if self._incoming is not None:
+            self._incoming.close()
+        elif self._fd >= 0:
+            os.close(self._fd)
+
     # -- in the thread of a stream ---------------------------------------------------------------
 
     def take(self, channel: Channel, header: Header, onward: Onward | None) -> tuple[Reply, int]:
@@ -183,9 +221,9 @@ class Receiving:
                 self._missing -= count
                 self._progress_at = time.monotonic()
                 if not self._missing:
-                    self._token.run_sync_soon(self.complete.set)
+                    self._token.run_sync_soon(self._complete.set)
             if onward is not None:
-                onward.offer(self.fd, count)
+                onward.offer(self._fd, count)
 
         def between() -> None:
             channel.say_working()
@@ -199,30 +237,30 @@ class Receiving:
 
         length = header.length
         try:
-            self.begun.wait(BUSY_LIMIT_S, channel.say_working)
-            if self.is_here_already:
+            self._begun.wait(BUSY_LIMIT_S, channel.say_working)
+            if self._is_here_already:
                 if onward is not None:
-                    onward.offer(self.fd, length)
+                    onward.offer(self._fd, length)
             else:
                 piece = PIECE_BYTES_MAX if onward is None else piece_bytes(length)
                 try:
-                    receive_ranges(channel, self.fd, header.ranges, landed, between, piece)
+                    receive_ranges(channel, self._fd, header.ranges, landed, between, piece)
                 except Lost:
                     # Another thread may have stopped it, with the error.
                     self.check()
                     raise
                 if not header.comes:
                     landed(0, 0, None)
-                self.sealed.wait(2 * BUSY_LIMIT_S, waiting)
+                self._sealed.wait(2 * BUSY_LIMIT_S, waiting)
             if onward is not None:
                 onward.sent.wait(math.inf, channel.say_working)
         except OSError as error:
             self.fail(error)
             channel.clean = received == length
-            return Reply(ReplyKind.FAILED, *failure_of(error, self._node)), received
+            return Reply(ReplyKind.FAILED, *failure_of(error, self._service.node)), received
         except (Lost, BadMessage) as error:
             # The sender may still be there, and tries again if it gets this error on another stream.
-            self.fail(Unreachable(self._node, f"a data connection was given up: {error}"))
+            self.fail(Unreachable(self._service.node, f"a data connection was given up: {error}"))
             raise
         channel.clean = received == length
         reply = Reply(ReplyKind.OK)
@@ -358,17 +396,17 @@ class Data:
     def _join(self, header: Header, channel: Channel) -> Receiving:
         """Return the transfer of a stream that begins; it ends with `_leave`. Raises BadMessage."""
         current = self._current.get(header.extent)
-        if current is not None and current.transfer == header.transfer:
-            if current.lengths != (header.total, header.comes):
+        if current is not None and current.header.transfer == header.transfer:
+            if (current.header.total, current.header.comes) != (header.total, header.comes):
                 raise BadMessage("two streams of a transfer do not agree on its size")
             current.add(channel, header.ranges)
             return current
         if current is not None:
             # Its sender has given the transfer up, or soon will.
             current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
-        receiving = self._current[header.extent] = Receiving(header, self._service.node)
+        receiving = self._current[header.extent] = Receiving(header, self._service)
         receiving.add(channel, header.ranges)
-        self._nursery.start_soon(self._store, receiving, header)
+        self._nursery.start_soon(receiving.store)
         return receiving
 
     def give_up(self, content: int) -> None:
@@ -378,42 +416,9 @@ class Data:
                 receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
 
     async def _leave(self, receiving: Receiving, channel: Channel) -> None:
-        """End a stream. With the last one, a file that is not sealed is dropped."""
-        if not receiving.remove(channel):
-            return
-        if self._current.get(receiving.extent) is receiving:
-            del self._current[receiving.extent]
-        with trio.CancelScope(shield=True):
-            await receiving.begun.ended()
-            if receiving.complete.is_set():
-                await receiving.sealed.ended()
-        receiving.scope.cancel()
-        if receiving.incoming is not None:
-            receiving.incoming.close()
-        elif receiving.fd >= 0:
-            os.close(receiving.fd)
-
-    async def _store(self, receiving: Receiving, header: Header) -> None:
-        """Make the file that the bytes come into, and seal the extent when all are there."""
-
-        async def seal() -> None:
-            await receiving.complete.wait()
-            assert receiving.incoming is not None
-            await self._service.seal(receiving.extent, receiving.incoming)
-
-        await receiving.begun.fulfil(partial(self._begin, receiving, header))
-        with receiving.scope:
-            await receiving.sealed.fulfil(seal)
-
-    async def _begin(self, receiving: Receiving, header: Header) -> None:
-        extent = header.extent
-        incoming = await begin(self._service, extent, header.target, header.total, header.comes)
-        if incoming is None:
-            receiving.fd = self._service.open(extent)
-            receiving.is_here_already = True
-            return
-        receiving.incoming = incoming
-        receiving.fd = incoming.fd
-        if header.target.chain:
-            incoming.lend()
-        receiving.check()
+        """End a stream, and with the last one the transfer."""
+        if receiving.remove(channel):
+            extent = receiving.header.extent
+            if self._current.get(extent) is receiving:
+                del self._current[extent]
+            await receiving.close()
