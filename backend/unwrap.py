@@ -1,4 +1,11 @@
-"""The errors of a nursery's tasks, without the exception groups that trio wraps them in."""
+"""Blocks that fail: the errors of a nursery's tasks, without the exception groups that trio wraps them in,
+and undoing.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
 
 
 def only_error(error: BaseException) -> BaseException:
@@ -20,3 +27,25 @@ def first_error(
         if error is not None:
             return error
     return group
+
+
+@asynccontextmanager
+async def background() -> AsyncIterator[trio.Nursery]:
+    """Yield a nursery for tasks that end with the block. The only error of the block or of a task is raised
+    alone."""
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise only_error(group) from None
+
+
+@contextmanager
+def if_it_fails(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises an error, or is cancelled."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -4,8 +4,8 @@ Store nodes free extents that etcd does not name, and mounts trust its records; 
 etcd that has lost changes. There are two ways to find out:
 
     by the engine   while a process runs (etcd/calls.py)
-    by a mark       the newest transaction that a node knew, which its store remembers (node/mark.py): etcd
-                    must still have it in its history, if that goes back so far
+    by a mark       the newest transaction that a node knew, which its store remembers (node/identity.py):
+                    etcd must still have it in its history, if that goes back so far
 
 A node that finds a loss puts a report into that etcd. Every process that sees a report stops, and checks
 again until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss

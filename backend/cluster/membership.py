@@ -1,4 +1,4 @@
-"""Nodes, mounts and followers of a cluster, as the replica of etcd has them."""
+"""Nodes, mounts, followers and certificates of a cluster, as the replica of etcd has them."""
 
 import errno
 import logging
@@ -16,6 +16,7 @@ from ..model.records import (
     FOLLOWED,
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
+    CertificateRecord,
     GroupConfig,
     MountRecord,
     NodeAddress,
@@ -27,6 +28,7 @@ from ..model.records import (
     policy_key,
 )
 from ..model.values import ConfigError
+from ..trust.security import Credentials
 from .config import ClusterConfig
 from .lease import MOUNT, NODE, Session
 from .record_keeper import RecordKeeper
@@ -349,6 +351,59 @@ class Members(RecordKeeper):
             leases.discard(lease)
             if not leases:
                 del self._followers[directory]
+
+
+class Certificates(RecordKeeper):
+    """The certificates that the cluster has issued, by serial number (hexadecimal), and which of them are
+    revoked. `own` are this process's credentials.
+
+    An admin writes them into etcd; nodes and mounts refuse peers that show a revoked one, and close the
+    connections of peers that use it. A revoked certificate stays in the list, so another one can be issued
+    under the same name; and it stays revoked while this process lives.
+    """
+
+    prefixes = (b"K",)
+
+    def __init__(self, own: Credentials | None = None, faults: Faults | None = None) -> None:
+        super().__init__(faults)
+        self._own = own
+        self._loaded = False
+        self.records: dict[str, CertificateRecord] = {}
+        # Called with the serial number of a certificate that was revoked.
+        self.revoked: list[Callable[[str], None]] = []
+
+    def is_revoked(self, serial: str) -> bool:
+        found = self.records.get(serial)
+        return found is not None and found.revoked_s > 0
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        super().load(records, revision)
+        self._loaded = True
+
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        serial = key[1:].decode(errors="replace")
+        record = self.faults.sound(key, value, CertificateRecord)
+        if record is None:
+            return
+        before = self.is_revoked(serial)
+        if before and not record.revoked_s:
+            log.error("certificate %s is revoked in etcd no more: it stays so here", serial)
+            return
+        self.records[serial] = record
+        if record.revoked_s and not before:
+            self._tell(serial, record)
+            for listener in self.revoked:
+                listener(serial)
+
+    def _tell(self, serial: str, record: CertificateRecord) -> None:
+        if self._own is not None and serial == self._own.identity.serial:
+            log.error(
+                "our certificate was revoked: etcd and store nodes refuse us from now on; end this, and "
+                "start it with another one (irdmafs cluster cert %s --role %s)",
+                record.name, record.role,
+            )  # fmt: skip
+        elif self._loaded:
+            log.warning("the certificate of %s %r is revoked", record.role, record.name)
 
 
 def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:

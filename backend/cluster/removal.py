@@ -21,7 +21,7 @@ from ..model.groups import refenced
 from ..model.placement import groups_of
 from ..model.values import ConfigError
 from ..namespace import Inode, Namespace, SharedCommitter, Tree
-from ..unwrap import only_error
+from ..unwrap import background, only_error
 from .group_configs import Groups
 from .membership import Members, removed_for_good
 from .replica import Replica
@@ -172,11 +172,7 @@ class Removal:
 @asynccontextmanager
 async def removal(engine: EtcdEngine) -> AsyncIterator[Removal]:
     """Yield a view that is up to date. Raises OSError if etcd cannot be read."""
-    try:
-        async with trio.open_nursery() as nursery:
-            made = Removal(engine)
-            await made.start(nursery)
-            yield made
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise only_error(group) from group
+    async with background() as nursery:
+        made = Removal(engine)
+        await made.start(nursery)
+        yield made

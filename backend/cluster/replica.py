@@ -39,11 +39,9 @@ class Consumer(Protocol):
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         """Take all records at a revision. Called once at the start, and again whenever events were lost:
         then differences have happened meanwhile."""
-        ...
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         """Apply the events of one transaction."""
-        ...
 
 
 class Replica:

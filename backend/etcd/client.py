@@ -21,7 +21,7 @@ import trio
 
 from ..model.values import split_host_port
 from ..pauses import Pauses
-from ..trust.renewal import Renewable
+from ..trust.security import Renewable
 from .connection import DEFAULT_PORT, Connection, Endpoint, connect, tls_context
 from .http2 import Stream
 from .rpc import ConnectionLost, Message, Method, NoAnswer, NotAccepted, Response, RpcError, Status

@@ -12,7 +12,7 @@ An extent on this node is
 
 and is removed otherwise. It is freed if the change that took its name was seen here, in order. If it is
 only found without a name, at the start or after a gap in the watch, it is put into quarantine
-(quarantine.py), and taken back if it is named again.
+(directory.py), and taken back if it is named again.
 
 A mark (Files.mark_named) tells an extent that was published, and superseded while the node was down, from a
 pending one. If the node died before it could set the mark, the extent stays as long as its session.
@@ -22,6 +22,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -34,8 +35,8 @@ from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
 from ..namespace import Inode
+from ..observe.figures import count, gauge
 from ..transport import Extent
-from .figures import CatalogFigures
 from .files import Files, Incoming
 from .incoming import SPARE_S
 from .named import Named, NamedContents
@@ -57,6 +58,17 @@ class Check(NamedTuple):
     part: int
     stripes: range
     groups: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CatalogFigures:
+    """Extents that were freed, or may be."""
+
+    freed_extents: int = count("Extents removed: superseded, deleted or never published")
+    pending_extents: int = gauge("Extents kept that are not published yet")
+    named_contents: int = gauge("Contents that an inode names, here or not")
+    quarantined_extents: int = gauge("Extents kept for a while though nothing names them")
+    quarantined_bytes: int = gauge("Bytes of them")
 
 
 class Catalog:

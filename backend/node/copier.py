@@ -19,8 +19,7 @@ from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
 from ..transport import Extent, FileRange, landed_from
 from .catalog import Catalog
-from .checks import Checks, Verdict
-from .damage import WrongExtents
+from .checks import Checks, Verdict, WrongExtents
 from .files import Incoming
 
 log = logging.getLogger(__name__)

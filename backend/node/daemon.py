@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,14 +22,14 @@ from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
 from ..cluster.lease import NODE, Session
-from ..cluster.membership import Members, read_settings
+from ..cluster.membership import Certificates, Members, read_settings
 from ..cluster.replica import Replica
 from ..etcd.client import Client
 from ..etcd.engine import EtcdEngine
 from ..etcd.rpc import NoAnswer
 from ..kv import WentBack
 from ..model.records import NodeAddress, Settings
-from ..observe.figures import values_of
+from ..observe.figures import gauge, gauges, values_of
 from ..observe.logs import identify
 from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
@@ -40,19 +41,17 @@ from ..transport.peers import Peers, patience_s
 from ..transport.rights import Peer
 from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
-from ..trust.certificates import Certificates
-from ..trust.renewal import Renewal
-from ..unwrap import first_error, only_error
+from ..trust.security import Renewal
+from ..unwrap import background, first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier
-from .etcd_space import EtcdWatch
 from .feed import Feed
-from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
-from .mark import NodeHistory
+from .housekeeping import EtcdWatch
+from .identity import NodeHistory
 from .readers import Kept, Readers
 from .resync import Resync
 from .scrub import Scrub
@@ -89,16 +88,12 @@ async def serve_node(
     """
     raise_open_files_limit()
     config.listen()  # raises an error before anything is changed
-    try:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            async with trio.open_nursery() as nursery:
-                turn = _Turn(patient, waits)
-                nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
-                while await _begins_anew(config, turn, ready):
-                    pass
-                nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise only_error(group) from group
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with background() as nursery:
+            turn = _Turn(patient, waits)
+            nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
+            while await _begins_anew(config, turn, ready):
+                pass
 
 
 class _Turn:
@@ -180,17 +175,24 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
             files.identity.bind(settings.cluster_id)
             identify("node", f"{files.node:016x}")
             await engine.admin.warn()
-            history = NodeHistory(engine, files)
+            history = NodeHistory(engine, files.identity, files.newest_session())
             await history.wait_trusted(patient=turn.patient)
             # Readers do not hold up the calls of the node itself.
             for_readers, _ = config.cluster.etcd_client("node")
             with closing(for_readers):
-                async with trio.open_nursery() as nursery:
+                async with background() as nursery:
                     made = _Node(
                         config, turn, settings, files, engine, for_readers, history, nursery
                     )
                     await made.run(ready)
-                    nursery.cancel_scope.cancel()
+
+
+@dataclass(slots=True)
+class NodeFigures:
+    """The node's part in its cluster."""
+
+    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
+    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
 
 
 class _Node:
@@ -236,9 +238,7 @@ class _Node:
         session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
         faults = history.faults
         members, groups = Members(session, faults), Groups(faults)
-        certificates = Certificates(
-            lambda: credentials.identity.serial if credentials else "", faults
-        )
+        certificates = Certificates(credentials, faults)
         self._catalog = catalog = Catalog(
             files, groups, settings.buckets, partial(members.may_join, node), faults
         )

@@ -5,24 +5,34 @@ used for another extent later (incoming.py tells when).
 """
 
 import errno
+import itertools
 import logging
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import trio
 
 from ..files.extents import OWN_FILE, StoreInUse, copy_all
 from ..files.sparse import allocated_bytes
+from ..model.records import session_of
+from ..observe.figures import count, gauge
 from ..transport import Extent
 from ..transport.verbs.rdma import Choice, Rdma
-from .directory import StoreDirectory
-from .figures import FileFigures
+from ..unwrap import if_it_fails
+from .directory import (
+    KEPT_IN_MEMORY_S,
+    KEPT_ON_DISK_S,
+    Quarantine,
+    StoreDirectory,
+    extent_name,
+    parsed_name,
+)
 from .identity import Identity
 from .incoming import SPARE_BYTES_MIN, Held, Incoming, IncomingFiles, StoredFile
-from .quarantine import KEPT_IN_MEMORY_S, KEPT_ON_DISK_S, Quarantine, extent_name, parsed_name
 
 __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
@@ -42,6 +52,17 @@ class Space(NamedTuple):
     used: int
     total: int
     free: int
+
+
+@dataclass(slots=True)
+class FileFigures:
+    """The files of extents."""
+
+    created_files: int = count("Files made for extents")
+    reused_files: int = count("Files of superseded extents that were used for new ones")
+    store_bytes: int = gauge("Bytes of extents kept")
+    store_free_bytes: int = gauge("Bytes free in the store directory")
+    extents: int = gauge("Extents kept")
 
 
 class Files:
@@ -68,7 +89,7 @@ class Files:
         self._files: dict[Extent, StoredFile] = {}  # of sealed extents
         self._copying: dict[Extent, trio.Event] = {}
         place = self.place = StoreDirectory(directory)
-        try:
+        with if_it_fails(place.close):
             self.power_safe = place.power_safe
             usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
             self.quarantine = Quarantine(
@@ -81,9 +102,6 @@ class Files:
                 self.identity.save()
             self.incoming = IncomingFiles(place, self.rdma)
             self._scan()
-        except BaseException:
-            place.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +144,11 @@ class Files:
         return FileFigures(self._created, self.incoming.reused, space.used, space.free, len(self))
 
     # -- what is here ----------------------------------------------------------------------------
+
+    def newest_session(self) -> int:
+        """Return the newest session that wrote an extent here, 0 if there is none."""
+        kept = itertools.chain(self, self.quarantine)
+        return max((session_of(extent.content) for extent in kept), default=0)
 
     def __contains__(self, extent: Extent) -> bool:
         return extent in self._files

@@ -1,20 +1,25 @@
 """Tasks that one node does for the cluster: make groups, place them, and compact etcd's history.
 
 Every node runs this; the elected one (Members.elected) acts. The election need not be exact: two nodes may
-act for a moment, so targets are put by compare-and-swap, and compacting twice does no harm.
+act for a moment, so targets are put by compare-and-swap, and compacting twice does no harm. Each node
+watches the room that etcd has.
 """
 
 import errno
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import trio
 
+from ..etcd.admin import remedy
+from ..etcd.engine import EtcdEngine
 from ..kv import Conflict, Put
 from ..model.placement import policy_of, replicas_of, retargeted
 from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
+from ..observe.figures import gauge, gauges
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -24,6 +29,10 @@ log = logging.getLogger(__name__)
 HISTORY_KEPT_S = 600.0
 FORGET_PERIOD_S = 120.0
 _FORGET_TIMEOUT_S = 10.0
+# How often etcd is asked for its room, and over what time its growth is told.
+_ROOM_PERIOD_S = 30.0
+_GROWTH_S = 3600.0
+_ALARMS = ("CORRUPT", "NOSPACE")
 
 
 class Housekeeping:
@@ -157,3 +166,58 @@ class Housekeeping:
             self._forgotten = old
         except (OSError, trio.TooSlowError) as error:
             log.info("etcd's history before revision %d is kept for now: %s", old, error)
+
+
+@dataclass(slots=True)
+class EtcdFigures:
+    """The room of the member of etcd that this node uses."""
+
+    etcd_file_bytes: int = gauge("Size of etcd's file, which its quota limits")
+    etcd_used_bytes: int = gauge("Bytes of etcd's file in use")
+    etcd_quota_bytes: int = gauge("etcd's quota; 0: not known")
+    etcd_grown_bytes: int = gauge("Growth of what etcd has in use, in etcd_grown_seconds")
+    etcd_grown_seconds: float = gauge("Time in which the growth was seen, an hour at most")
+    etcd_alarms: dict[str, int] = gauges("1 for an alarm of etcd that is raised", "alarm")
+
+
+class EtcdWatch:
+    """Asks etcd for its room from time to time, and logs what needs an administrator: an alarm stops the
+    whole cluster."""
+
+    def __init__(self, engine: EtcdEngine) -> None:
+        self._engine = engine
+        self.figures = EtcdFigures()
+        self._seen: deque[tuple[float, int]] = deque()  # times, and the bytes in use then
+        self._told: tuple[object, ...] = (False,)  # the alarms, and whether there was a fault
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except OSError as error:
+                log.info("the room of etcd is not known: %s", error)
+            await trio.sleep(_ROOM_PERIOD_S)
+
+    async def look(self) -> None:
+        """Ask etcd once. Raises OSError."""
+        room = await self._engine.admin.room.here()
+        seen, now = self._seen, time.monotonic()
+        seen.append((now, room.used_bytes))
+        while seen[0][0] < now - _GROWTH_S:
+            seen.popleft()
+        self.figures = EtcdFigures(
+            room.file_bytes,
+            room.used_bytes,
+            room.quota_bytes,
+            room.used_bytes - seen[0][1],
+            now - seen[0][0],
+            {alarm: int(alarm in room.alarms) for alarm in _ALARMS},
+        )
+        fault = remedy(room)
+        kind = (*room.alarms, bool(fault))
+        if kind != self._told:
+            self._told = kind
+            if fault:
+                log.error("%s", fault)
+            else:
+                log.info("etcd has room, and no alarm")

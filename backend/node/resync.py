@@ -10,16 +10,17 @@ transaction compares C.
 import errno
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import trio
 
 from ..model.groups import demoted, promoted, refenced, without
 from ..model.records import GroupConfig
+from ..observe.figures import count, gauge
 from ..pauses import Pauses
 from ..transport import Extent
 from .catalog import Catalog
 from .copier import Copier
-from .figures import ResyncFigures
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,20 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 10.0
 # Looking over everything takes a while, and a damaged disk shows in one extent after another.
 DAMAGE_PAUSE_S = 1.0
+
+
+@dataclass(slots=True)
+class ResyncFigures:
+    """Filling the groups that a node joins."""
+
+    resync_bytes: int = count("Bytes copied to fill groups that this node joined")
+    resync_groups_left: int = gauge("Groups still to be filled")
+    resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
+    resync_bytes_per_s: int = gauge("Bytes copied in each of the last seconds")
+    lost_extents: int = count("Extents that were found on no node")
+    damaged_groups: int = gauge(
+        "Groups that lack something and of which this node alone is in sync"
+    )
 
 
 class Resync:

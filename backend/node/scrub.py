@@ -17,17 +17,18 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import trio
 
 from ..files.digest import digest_at_rest
+from ..observe.figures import count, gauge
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Verdict
 from .copier import Copier, Throttle
-from .figures import ScrubFigures
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,20 @@ class _State(msgspec.Struct):
     began: float = 0.0
     at: tuple[int, int] = (0, -1)
     wrong: list[tuple[int, int]] = []
+
+
+@dataclass(slots=True)
+class ScrubFigures:
+    """Comparing what is kept with what was published."""
+
+    scrubbed_bytes: int = count("Bytes kept here that were read again and compared")
+    scrub_finished_seconds: float = gauge(
+        "When all extents had last been read again, in seconds since 1970; 0: never"
+    )
+    wrong_found: int = count("Extents found not to be what was published any more")
+    wrong_mended: int = count("Of them, replaced by a right copy")
+    wrong_extents: int = gauge("Extents here that are not what was published")
+    broken_extents: int = gauge("Of them, those that no node has right")
 
 
 class Scrub:

@@ -1,8 +1,5 @@
 """Prometheus metrics: figures (backend/observe/figures.py), collected for each scrape."""
 
-# Functions that return dataclasses.field are called in the class bodies below.
-# ruff: noqa: RUF009
-
 import dataclasses
 import logging
 import socket

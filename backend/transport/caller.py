@@ -4,6 +4,7 @@ import itertools
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,9 +16,7 @@ from ..model.records import NodeAddress
 from ..observe.logs import current_request
 from ..trust.security import Credentials, describe_tls_error
 from . import Unreachable
-from .codec import Codec
-from .counters import Counters
-from .frames import BadMessage, Frames
+from .frames import BadMessage, Codec, Frames
 from .messages import (
     REQUESTS_AT_ONCE,
     VERSION,
@@ -44,6 +43,23 @@ _LOOKS = 8
 ANSWER_LIMIT_S = 300.0
 # A message that is sent with the next request waits no longer for one.
 _PUT_OFF_S = 0.01
+
+
+@dataclass(slots=True)
+class Counters:
+    """The caller's end. `round_trips` are those that a caller waited for, one after the other: the streams
+    of one transfer count once. `moved_bytes` are by the mover that did it, `fallbacks` the transfers that
+    began with one mover and were done by another, `reroutes` those that went on over another queue pair;
+    `rails` is what moved over each of this end's rails. `message_bytes` are those of extents inside
+    messages, which alone are in Python objects. `connects` are attempts to reach a node."""
+
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    message_bytes: int = 0
+    fallbacks: int = 0
+    reroutes: int = 0
+    rails: Counter[str] = field(default_factory=Counter)
+    round_trips: int = 0
+    connects: int = 0
 
 
 @dataclass(frozen=True)

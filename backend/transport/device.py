@@ -1,15 +1,29 @@
-"""A store node as a device: each transfer chooses a way that suits it."""
+"""A store node as a device, and the ways by which extents move to and from it.
+
+A transfer takes the fastest way that suits it and reaches the node. A way that cannot do it after all
+raises NotThisWay, and the next one does it, without a trace of the first.
+"""
 
 import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from ..files.sparse import empty, is_sparse
-from . import CHAIN_MAX, Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
+from . import (
+    CHAIN_MAX,
+    Extent,
+    FileRange,
+    Landed,
+    Memory,
+    Target,
+    Unreachable,
+    landed_from,
+    nothing_landed,
+)
 from .link import Link
 from .messages import (
     EXTENT_BYTES_MAX,
@@ -28,10 +42,102 @@ from .messages import (
     Put,
     Share,
 )
-from .mover import Growth, NotThisWay, Sending, Transfer, W, Way
 from .prompt import acquire
 
 log = logging.getLogger(__name__)
+
+
+class NotThisWay(Exception):
+    """A transfer is not possible in this way, but may be in another one; the text says why."""
+
+
+class Growth:
+    """The progress of an extent that is being received, for tasks that send it on or seal it: the first
+    `done` of `length` bytes have been. `lend` is called before anything may keep a reference to the file's
+    pages (service.Held.lend)."""
+
+    def __init__(self, length: int, done: int = 0, lend: Callable[[], None] = lambda: None) -> None:
+        self.length = length
+        self.done = done
+        self.lend = lend
+        self._error: OSError | None = None
+        self._changed = trio.Event()
+
+    def advance(self, count: int) -> None:
+        """Count `count` more bytes, at most as many as were missing."""
+        self.done = min(self.length, self.done + count)
+        self._notify()
+
+    def give_up(self, error: OSError) -> None:
+        """Note that no more bytes will be received. A complete extent stays complete."""
+        if self._error is None:
+            self._error = error
+            self._notify()
+
+    async def more_than(self, count: int) -> int:
+        """Wait for more bytes than these, and return how many there are. Raises the error of `give_up`."""
+        while self.done <= count:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+        return self.done
+
+    async def complete(self) -> None:
+        """Wait until all bytes are there. Raises the error of `give_up`."""
+        if self.length:
+            await self.more_than(self.length - 1)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+class Transfer(NamedTuple):
+    """The properties of a transfer: `length` bytes between a node and `memory`."""
+
+    operation: Literal["read", "write"]
+    length: int
+    memory: Memory = Memory.FILE
+    is_sparse: bool = False
+
+
+class Sending(NamedTuple):
+    """An extent on its way to a target: a part of a file. `passed` is called, from any thread, with bytes
+    that are in memory of this process. With `growth`, the file is still being received; else it may be
+    sparse."""
+
+    extent: Extent
+    target: Target
+    source: FileRange
+    passed: Landed = nothing_landed
+    growth: Growth | None = None
+    is_sparse: bool = False
+
+
+class Way(Protocol):
+    """The caller's end of a mover, to one store node. Moving raises OSError as Device's methods do, and
+    NotThisWay. `name` is the mover's. `shows_bytes`: bytes that are written pass through memory of this
+    process."""
+
+    name: str
+    shows_bytes: bool
+
+    def suits(self, transfer: Transfer) -> bool:
+        """Return whether such a transfer should take this way. Makes no request to find out."""
+
+    async def reach(self) -> int | None:
+        """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in this
+        way now. Connections that are missing are set up first. Called if several ways suit a transfer.
+        Raises Unreachable."""
+
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
+        """Do as Device.read; the file is long enough."""
+
+    async def write(self, sending: Sending) -> None:
+        """Do as Device.write."""
+
+
+W = TypeVar("W", bound=Way)
 
 
 class Device:

@@ -7,15 +7,17 @@ connection, with one line in the log.
 
 import logging
 import socket
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import trio
 
+from ..observe.figures import count, counts, gauge
 from ..trust.security import Identity, peer_identity
-from .counters import ServerFigures
+from ..unwrap import if_it_fails
 from .frames import BadMessage
 from .rights import ROLES
 
@@ -34,6 +36,19 @@ _ENDS = (
     trio.EndOfChannel,
     trio.TooSlowError,
 )
+
+
+@dataclass(slots=True)
+class ServerFigures:
+    """The node's end."""
+
+    requests: Counter[str] = counts("Requests served, by kind", "kind")
+    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
+    received_bytes: int = count("Bytes of extents received")
+    sent_bytes: int = count("Bytes of extents sent, also down the chain")
+    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
+    denied_requests: int = count("Requests of peers without the right to them")
+    connections: int = gauge("Connections of peers")
 
 
 class Door:
@@ -120,17 +135,14 @@ async def listen(address: str, port: int = 0) -> trio.socket.SocketType:
     )
     family, kind, protocol, _, where = found[0]
     sock = trio.socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        await sock.bind(where)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        text = f"cannot listen on {address} port {port}: {error.strerror}"
-        raise OSError(error.errno, text) from error
-    except BaseException:
-        sock.close()
-        raise
+    with if_it_fails(sock.close):
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await sock.bind(where)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            text = f"cannot listen on {address} port {port}: {error.strerror}"
+            raise OSError(error.errno, text) from error
     return sock
 
 

@@ -10,10 +10,10 @@ import trio
 
 from ..model.records import NodeAddress
 from ..trust.security import is_final, peer_identity
+from ..unwrap import if_it_fails
 from . import Distrusted, Unreachable
 from .caller import A, Caller, ControlClient, Ends, broken_text
-from .codec import decode_welcome
-from .frames import FRAME_BYTES_MAX, BadMessage, Frames
+from .frames import FRAME_BYTES_MAX, BadMessage, Frames, decode_welcome
 from .messages import Refused, Request
 from .prompt import PromptStream
 
@@ -118,12 +118,7 @@ class Link:
         why, final = "", False
         try:
             with trio.move_on_after(timeout_s) as self._attempt:
-                stream, ends = await self._stream(address)
-                try:
-                    frames = await self._introduce(stream)
-                except BaseException:
-                    await trio.aclose_forcefully(stream)
-                    raise
+                frames, ends = await self._open(address)
             if self._attempt.cancelled_caught:
                 why = f"no answer for {time.monotonic() - began:.1f} s"
         except trio.BrokenResourceError as error:
@@ -162,26 +157,21 @@ class Link:
         self._why = why
         self._distrusts = False
 
-    async def _stream(self, address: NodeAddress) -> tuple[trio.abc.Stream, Ends]:
+    async def _open(self, address: NodeAddress) -> tuple[Frames, Ends]:
+        caller = self.caller
         connected = await trio.open_tcp_stream(address.address, address.control_port)
-        stream = PromptStream(socket.socket(fileno=connected.socket.detach()))
-        try:
-            sock = stream.socket
-            sock.setsockopt(
-                socket.IPPROTO_TCP,
-                socket.TCP_USER_TIMEOUT,
-                int(self.caller.timeout_s * USER_TIMEOUTS * 1000),
-            )
+        plain = PromptStream(socket.socket(fileno=connected.socket.detach()))
+        with if_it_fails(plain.close):
+            sock = plain.socket
+            timeout_ms = int(caller.timeout_s * USER_TIMEOUTS * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
             ends = Ends(sock.family, sock.getsockname()[0], sock.getpeername(), address)
-            if self.caller.credentials is None:
-                return stream, ends
-            secure = trio.SSLStream(stream, self.caller.credentials.client_context())
-            await secure.do_handshake()
-            check_node(secure, self.caller.is_revoked)
-        except BaseException:
-            await trio.aclose_forcefully(stream)
-            raise
-        return secure, ends
+            stream: trio.abc.Stream = plain
+            if caller.credentials is not None:
+                stream = secure = trio.SSLStream(plain, caller.credentials.client_context())
+                await secure.do_handshake()
+                check_node(secure, caller.is_revoked)
+            return await self._introduce(stream), ends
 
     async def _introduce(self, stream: trio.abc.Stream) -> Frames:
         caller = self.caller

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import trio
 
 from . import Extent, FileRange
-from .codec import Codec, MessageSet
+from .frames import Codec, MessageSet
 from .messages import (
     GET_BYTES_MAX,
     Abort,

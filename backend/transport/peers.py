@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from ..model.records import NodeAddress, Settings
-from ..unwrap import only_error
+from ..unwrap import background
 from .caller import Caller
 from .device import Device
 from .link import Link
@@ -39,15 +39,11 @@ async def open_peers(
     **options: Any,
 ) -> AsyncIterator["Peers"]:
     """Call store nodes for the duration of the block. The parameters are those of Caller and Peers."""
-    try:
-        async with trio.open_nursery() as nursery:
-            caller = Caller(name, role, resolve, codec_for(movers), nursery, **options)
-            with closing(Peers(caller, movers)) as peers:
-                nursery.start_soon(peers.run)
-                yield peers
-                nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise only_error(group) from None
+    async with background() as nursery:
+        caller = Caller(name, role, resolve, codec_for(movers), nursery, **options)
+        with closing(Peers(caller, movers)) as peers:
+            nursery.start_soon(peers.run)
+            yield peers
 
 
 class Peers:

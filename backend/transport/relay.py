@@ -17,8 +17,7 @@ from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.connection import Endpoint
 from ..etcd.rpc import Message, Method, Response, RpcError
 from ..model.records import NodeAddress
-from ..trust.renewal import Renewable
-from ..trust.security import Credentials
+from ..trust.security import Credentials, Renewable
 from . import Distrusted, Unreachable
 from .caller import Caller, ControlClient
 from .link import Link

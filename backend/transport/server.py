@@ -1,37 +1,53 @@
-"""The node's end of the transport: a peer that connects is identified, then served."""
+"""The node's end of the transport: a peer that connects is identified, and then answered: each request as
+soon as its answer is ready."""
 
+import errno
 import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import (
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    closing,
-    contextmanager,
-    suppress,
-)
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 import trio
 
+from ..observe import logs
 from ..trust.security import Identity
+from ..unwrap import background
+from . import Fenced
 from .caller import broken_text
-from .codec import decode_hello
-from .control import Control
 from .door import Door, begins_with_tls, identity_of, listen
-from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
-from .messages import VERSION, Refused, Welcome, describe_version
-from .mover import Host, Mover
-from .operations import codec_for
-from .prompt import PromptStream, let_go
-from .rights import ROLES, Peer
+from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
+from .messages import (
+    LASTING_MAX,
+    RECEIVER_PATIENCE,
+    REQUESTS_AT_ONCE,
+    VERSION,
+    Abort,
+    AboutExtent,
+    Answer,
+    Failed,
+    Message,
+    Refused,
+    Renewed,
+    Request,
+    Welcome,
+    describe_version,
+    failure_of,
+)
+from .mover import Connection, Host, Lasting, Mover
+from .operations import OPERATIONS, codec_for
+from .prompt import PromptStream, acquire, let_go
+from .rights import ROLES, Peer, Scope, may, tell_of_denial
+from .service import check_right
 
 log = logging.getLogger(__name__)
 
+# Callers give idle connections up earlier, or keep them alive.
+IDLE_S = 60.0
+_IN_A_ROW = 8
 _REVOKED = "its certificate was revoked"
 
 
@@ -54,10 +70,10 @@ class Listener:
             host = self.host
             control = opened.enter_context(await listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
-            host.nursery = await opened.enter_async_context(_nursery())
+            host.nursery = await opened.enter_async_context(background())
             host.door = Door(host.nursery, host.counters)
             for mover in self._movers:
-                host.servings[mover] = await opened.enter_async_context(mover.serving(host))
+                host.servings[mover] = await mover.serving(host)
             host.door.open(control, self._serve_control)
             self._opened = opened.pop_all()
         return self
@@ -207,9 +223,134 @@ class Listener:
         )
 
 
-@asynccontextmanager
-async def _nursery() -> AsyncIterator[trio.Nursery]:
-    """Yield a nursery that is cancelled in the end."""
-    async with trio.open_nursery() as nursery:
-        yield nursery
-        nursery.cancel_scope.cancel()
+class Control:
+    """One control connection of a peer, to this host's address `local`. Requests of the core are carried
+    out by OPERATIONS, messages of a mover by its Connection."""
+
+    def __init__(self, frames: Frames, codec: Codec, host: Host, peer: Peer, local: str) -> None:
+        self._frames = frames
+        self._codec = codec
+        self._host = host
+        self._peer = peer
+        self._local = local
+        self._counters = host.counters
+        self._patience_s = host.timeout_s * RECEIVER_PATIENCE
+        self._heard = 0
+        self._connections: dict[type[Message], Connection] = {}
+        # Requests that write take long to answer: they have LASTING_MAX places of their own.
+        self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
+
+    async def run(self) -> None:
+        """Serve until the peer closes the connection, or sends nothing for IDLE_S or a little longer.
+        Requests under way are then cancelled. Raises BadMessage, trio.EndOfChannel,
+        trio.BrokenResourceError."""
+        error: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, nursery.cancel_scope)
+            with ExitStack() as after:
+                try:
+                    for mover, serving in self._host.servings.items():
+                        connection = serving.connected(self._peer, self._local, nursery)
+                        after.callback(connection.close, "the control connection ended")
+                        self._connections.update(dict.fromkeys(mover.messages.rights, connection))
+                    while True:
+                        await self._take_request(nursery)
+                except Exception as ended:
+                    error = ended
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    async def _watch(self, connection: trio.CancelScope) -> None:
+        quiet = 0
+        while quiet < 2:
+            heard = self._heard
+            await trio.sleep(IDLE_S / 2)
+            # No request is received while the limit of requests is reached.
+            quiet = quiet + 1 if heard == self._heard and self._slots.value else 0
+        connection.cancel()
+
+    async def _take_request(self, nursery: trio.Nursery) -> None:
+        if self._frames.has_received and self._heard % _IN_A_ROW == 0:
+            # The peer has sent many requests at once: let other tasks run, too.
+            await trio.lowlevel.checkpoint()
+        message = self._codec.decode(await self._frames.receive())
+        self._heard += 1
+        if not isinstance(message, Request):
+            self._take(message)
+            return
+        message.check()
+        await acquire(self._slots)
+        operation = OPERATIONS.get(type(message))
+        if operation is not None and operation.is_short(message):
+            await self._serve(message, nursery.cancel_scope)
+        else:
+            nursery.start_soon(self._serve, message, nursery.cancel_scope)
+
+    def _take(self, message: Message) -> None:
+        """Take a message that has no answer. Raises BadMessage if the peer has no right to it."""
+        kind = type(message)
+        if may(self._codec.rights, self._peer.role, kind) is Scope.NONE:
+            raise BadMessage(f"a {self._peer.role} may not send {kind.__name__}")
+        if isinstance(message, Renewed):
+            self._peer.session = message.session
+        else:
+            self._connections[kind].take(message)
+
+    async def _serve(self, request: Request, connection: trio.CancelScope) -> None:
+        self._counters.requests[type(request).__name__.lower()] += 1
+        try:
+            with logs.request(request.trace):
+                number = request.number
+                answer = await self._answer(request, self._do(request))
+                while isinstance(answer, Lasting):
+                    await self._send(number, answer.first, connection)
+                    number = answer.number
+                    answer = await self._answer(request, answer.then())
+            await self._send(number, answer, connection)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            connection.cancel()
+        finally:
+            self._slots.release()
+
+    async def _send(self, number: int, answer: Answer, connection: trio.CancelScope) -> None:
+        answer.number = number
+        self._frames.put(answer)
+        if not self._frames.flush_now():
+            with trio.move_on_after(self._patience_s) as sending:
+                await self._frames.flush()
+            if sending.cancelled_caught:
+                log.warning("%s does not take its answers; it is cut off", self._peer)
+                connection.cancel()
+
+    async def _answer(
+        self, request: Request, done: Awaitable[Answer | Lasting]
+    ) -> Answer | Lasting:
+        """Return the answer, or the error."""
+        try:
+            return await done
+        except OSError as error:
+            code, node, text = failure_of(error, self._host.service.node)
+            self._counters.errors[errno.errorcode.get(code, str(code))] += 1
+            if isinstance(error, PermissionError):
+                self._counters.denied_requests += 1
+                tell_of_denial(self._peer, error)
+            elif not isinstance(error, (Fenced, FileNotFoundError)):
+                log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
+            return Failed(code, node, text)
+        except Exception:
+            log.exception("%s: %s", self._peer, type(request).__name__.lower())
+            return Failed(errno.EIO, self._host.service.node, "internal error; see its log")
+
+    async def _do(self, request: Request) -> Answer | Lasting:
+        content: int | None = None
+        if isinstance(request, AboutExtent):
+            content = request.extent.content
+        elif isinstance(request, Abort):
+            content = request.content
+        peer, service = self._peer, self._host.service
+        await check_right(service, self._codec.rights, peer, type(request), content)
+        operation = OPERATIONS.get(type(request))
+        if operation is not None:
+            return await operation.do(self._host, peer, request)
+        return await self._connections[type(request)].answer(request)

@@ -17,12 +17,10 @@ class Held(Protocol):
     @property
     def is_own(self) -> bool:
         """Return whether no other process ever had it open for writing, so that it cannot be truncated."""
-        ...
 
     def lend(self) -> None:
         """Note that its pages may be referred to for ever, by a socket's send queue for instance: the file
         is never used for another extent."""
-        ...
 
     def close(self) -> None: ...
 
@@ -48,82 +46,65 @@ class Service(Protocol[I]):
     async def check_owner(self, peer: Peer, content: int) -> None:
         """Raise OSError unless the content is of a session of the peer's: ECANCELED when the session is
         over, EACCES when it is another's, Unreachable when that is not known."""
-        ...
 
     async def admit(self, extent: Extent, target: Target) -> None:
         """Raise OSError unless this extent may be stored here now: Fenced; Unreachable if the node must not
         serve, or lags behind; ECANCELED if the writer's session is over or has given the content up; EINVAL
         for a wrong target. A published version is not accepted from its writer any more, but copied from
         another member."""
-        ...
 
     def size(self, extent: Extent) -> int | None:
         """Return the bytes of a sealed extent, None if it is not here. A sealed extent need not be stored
         again."""
-        ...
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> I:
         """Return a file of `length` bytes that is allocated, open for reading and writing; or one hole,
         with `allocated` bytes reserved. Raises OSError: ENOSPC."""
-        ...
 
     async def adopt(self, extent: Extent, name: str) -> I:
         """Return the file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""
-        ...
 
     async def share(self, source: Extent, length: int) -> I:
         """Return another name of the file of a sealed extent of `length` bytes, open for reading. Raises
         OSError ENOENT if that extent is not here."""
-        ...
 
     async def seal(self, extent: Extent, incoming: I) -> None:
         """Make a complete file a readable extent, which survives a power loss if the store is on a disk. If
         it is here already, the first copy is kept. Raises OSError: as `admit`, EEXIST if the first one has
         another length."""
-        ...
 
     def open(self, extent: Extent) -> int:
         """Return a read-only descriptor, which the transport closes; the file is lent. Called in threads.
         Raises OSError: ENOENT, also for a damaged extent, so that the caller asks another node; EMFILE."""
-        ...
 
     def hold(self, extent: Extent) -> Held:
         """Open an extent for a caller that keeps no reference to its pages. Raises OSError: ENOENT."""
-        ...
 
     async def hold_own(self, extent: Extent) -> Held:
         """Open an extent as `hold` does, in a file of the store's own if that can be: an extent in the file
         of an application is copied. Raises OSError: ENOENT."""
-        ...
 
     def abort(self, content: int) -> None:
         """Note that this content will not be published."""
-        ...
 
     async def suspect(self, group: int, node: int) -> bool:
         """Check a member of the group that the caller cannot reach, and return whether it is not a member
         any more."""
-        ...
 
     def doubt(self, extent: Extent) -> None:
         """Check an extent: the caller says that it got wrong bytes."""
-        ...
 
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest of the bytes that are here (see store/digest.py). Raises OSError: ENOENT."""
-        ...
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
         """Return where the data of an extent is (see backend/files/sparse.py). Raises OSError: ENOENT."""
-        ...
 
     def scrub(self) -> None:
         """Check everything that is kept here."""
-        ...
 
     def status(self) -> dict[str, Any]:
         """Return the node's report, of values that MessagePack has."""
-        ...
 
 
 # etcd as a store node lets readers use it. Returns etcd's answer. Raises OSError: EACCES for a request that

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ..unwrap import if_it_fails
 from .security import (
     OWNER_BITS,
     READER_OID,
@@ -61,17 +62,7 @@ def make_ca(directory: str, cluster_name: str) -> str:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = _subject(f"{cluster_name} CA"[:64], "ca", cluster_name)
-    builder = _builder(name, name, key, CA_DAYS)
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = (
-        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .add_extension(identifier, critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier),
-            critical=False,
-        )
-    )
+    builder = _builder(name, name, key, key, CA_DAYS, is_ca=True)
     return _write_pair(directory, "ca", builder, key, key)[0]
 
 
@@ -132,16 +123,8 @@ def issue(
     if role != "etcd":
         owner = owner or secrets.randbelow((1 << OWNER_BITS) - 1) + 1
     user = Identity(role, name, owner).user
-    builder = _builder(_subject(user, role, cluster), ca.subject, key, days)
-    builder = (
-        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
-    )
+    builder = _builder(_subject(user, role, cluster), ca.subject, key, ca_key, days)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     if role == "reader":
         mark = x509.UnrecognizedExtension(x509.ObjectIdentifier(READER_OID), b"\x05\x00")
         builder = builder.add_extension(mark, critical=True)
@@ -206,9 +189,21 @@ def _authority(directory: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivat
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    days: float,
+    *,
+    is_ca: bool = False,
 ) -> x509.CertificateBuilder:
+    """Return the builder of a certificate of `key`: of a CA, which signs certificates and lists of revoked
+    ones, or of a process, which signs handshakes; nothing else."""
     now = datetime.datetime.now(datetime.UTC)
+    # In this order: signatures, four others, certificates and lists, two others.
+    usage = x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -217,6 +212,10 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCK_SKEW)
         .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(identifier, critical=False)
+        .add_extension(issued_by, critical=False)
     )
 
 
@@ -228,13 +227,6 @@ def _subject(name: str, unit: str, organization: str) -> x509.Name:
             x509.NameAttribute(NameOID.COMMON_NAME, name),
         ]
     )
-
-
-def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return what a key may sign: certificates and lists of revoked ones, or handshakes; nothing else."""
-    # In this order: signatures, four others, certificates and lists, two others.
-    ca = signs_certificates
-    return x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -258,11 +250,8 @@ def _write_pair(
     cert_path, key_path = (os.path.join(directory, f"{name}.{kind}") for kind in ("pem", "key"))
     key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     _write_new(key_path, key_pem)
-    try:
+    with if_it_fails(lambda: os.unlink(key_path)):
         _write_new(cert_path, builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
-    except BaseException:
-        os.unlink(key_path)
-        raise
     return cert_path, key_path
 
 

@@ -8,25 +8,37 @@ change nothing else.
 
 A reader's certificate is for store nodes only. It has a critical extension of our own: etcd, as every TLS
 server that follows RFC 5280, must refuse a certificate with a critical extension that it does not know.
+
+Certificates and keys are read again when their files change, while the process runs. The value that was
+loaded before stays in use until the files are valid again. So a process survives files that are damaged, or
+copied one after the other.
 """
 
 import contextlib
 import datetime
+import logging
 import os
 import re
 import ssl
 import stat
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+
+import trio
 
 from ..model.values import ConfigError
-from .renewal import Renewable
 
 if TYPE_CHECKING:
     from cryptography import x509
 
+log = logging.getLogger(__name__)
+
 Role = Literal["node", "mount", "reader", "admin", "etcd"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+# How often files of credentials are checked.
+LOOK_S = 10.0
 _FILE_LIMIT_BYTES = 1 << 20
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 _TIME_CODES = (9, 10)
@@ -54,6 +66,11 @@ _SUBVOLUME_DER = b"\x04\x08"
 _IGNORE_CRITICAL = 0x10
 _OWNER = re.compile(r"[0-9a-f]{6}", re.ASCII)
 
+T = TypeVar("T")
+
+# For each file: inode number, size, mtime and ctime; None: it does not exist.
+_Stamps = tuple[tuple[int, int, int, int] | None, ...]
+
 
 class CredentialsError(ConfigError):
     """Certificates or keys cannot be used; the text names the file and the remedy."""
@@ -78,6 +95,74 @@ class Identity(NamedTuple):
 
 class _Peer(Protocol):
     def getpeercert(self, binary_form: Literal[True], /) -> bytes | None: ...
+
+
+class Renewable(Generic[T]):
+    """A value that `load` makes of files: `current`. `load` gets its former value, at first None. It raises
+    OSError, ValueError or ConfigError if the files cannot be used; then `problem` says why."""
+
+    def __init__(self, files: Iterable[str], load: Callable[[T | None], T]) -> None:
+        self._files = tuple(files)
+        self._load = load
+        self._seen = self._failed = self._stamps()
+        self.current: T = load(None)
+        self.problem = ""
+
+    def renew(self, *, at_once: bool = False) -> None:
+        """Load the files again if they have changed. `at_once` does so in any case. For a worker thread."""
+        stamps = self._stamps()
+        if stamps == self._seen and not at_once:
+            return
+        try:
+            self.current = self._load(self.current)
+        except (OSError, ValueError, ConfigError) as error:
+            # Files that are copied one after the other do not match for a moment: try once more.
+            if stamps != self._failed and not at_once:
+                self._failed = stamps
+                return
+            self.problem = str(error)
+            log.error("%s; what was read before stays in use", error)
+        else:
+            self.problem = ""
+            log.info("%s: read again, new connections use them", ", ".join(self._files))
+        self._seen = stamps
+
+    def _stamps(self) -> _Stamps:
+        return tuple(map(_stamp, self._files))
+
+
+class Renewal:
+    """Keeps the values of files in one process up to date."""
+
+    def __init__(self, renewables: Iterable[Renewable[Any]]) -> None:
+        self._renewables = tuple(renewables)
+        self._asked = trio.Event()
+
+    def ask(self) -> None:
+        """Read all files again now. For the event loop."""
+        self._asked.set()
+
+    def problems(self) -> list[str]:
+        """Return why some files cannot be used as they are now."""
+        return [each.problem for each in self._renewables if each.problem]
+
+    async def run(self) -> None:
+        """Check the files periodically."""
+        while self._renewables:
+            with trio.move_on_after(LOOK_S):
+                await self._asked.wait()
+            at_once = self._asked.is_set()
+            self._asked = trio.Event()
+            for each in self._renewables:
+                await trio.to_thread.run_sync(partial(each.renew, at_once=at_once))
+
+
+def _stamp(path: str) -> tuple[int, int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class _Loaded(NamedTuple):

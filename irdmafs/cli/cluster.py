@@ -127,8 +127,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
 
 
 async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
-    from ..backend.cluster.inquiry import read_cluster
     from ..backend.cluster.membership import no_such_cluster
+    from ..backend.cluster.overview import read_cluster
 
     found = await read_cluster(engine, config.node.rebalance_rate)
     if found.members.settings is None:
@@ -271,7 +271,7 @@ def size_of(flag: str, text: str, least: int = 1) -> int:
 @click.pass_context
 def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -> None:
     """Show nodes, groups and mounts, problems, and data being moved."""
-    from ..backend.cluster.inquiry import ask_nodes, name_files
+    from ..backend.cluster.overview import ask_nodes, name_files
     from ..backend.cluster.report import report_of
     from .cluster_status import print_cluster
 

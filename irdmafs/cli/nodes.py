@@ -99,7 +99,7 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
     the cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it
     does this by itself.
     """
-    from ..backend.cluster.inquiry import begin_scrub
+    from ..backend.cluster.overview import begin_scrub
 
     config = load(config_path)
 

@@ -57,7 +57,7 @@ def rebalance(
     config = load(config_path)
 
     async def dry(engine: EtcdEngine) -> dict[str, Any]:
-        from ..backend.cluster.inquiry import read_group_bytes
+        from ..backend.cluster.overview import read_group_bytes
         from ..backend.model.policy import Candidate
 
         found = await read_state(config, engine)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.membership import Certificates, Members
 from irdmafs.backend.cluster.replica import Consumer
 from irdmafs.backend.kv import Delete, Event, KeyValue, Put
 from irdmafs.backend.kv.faults import Faults
@@ -25,7 +25,6 @@ from irdmafs.backend.model.records import NEXT_INO_KEY
 from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.namespace.inode import ROOT_INO, inode_key
 from irdmafs.backend.store.remote.lock_entries import LockEntries
-from irdmafs.backend.trust.certificates import Certificates
 
 RECORDS = int(os.environ.get("IRDMAFS_FUZZ", "250"))
 _BATCH = 60

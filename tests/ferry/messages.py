@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from irdmafs.backend.transport import Number
-from irdmafs.backend.transport.codec import MessageSet
+from irdmafs.backend.transport.frames import MessageSet
 from irdmafs.backend.transport.messages import NAME_MAX, AboutExtent, Answer, Length, ToTarget
 from irdmafs.backend.transport.rights import ANY, NONE, OWN
 

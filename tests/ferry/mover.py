@@ -1,7 +1,5 @@
 """The mover itself."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from irdmafs.backend.transport.link import Link
@@ -28,9 +26,8 @@ class Ferry(Mover):
     def way(self, link: Link) -> FerryWay:
         return FerryWay(link, self._pier)
 
-    @asynccontextmanager
-    async def serving(self, host: Host) -> AsyncIterator[Serving]:
-        yield FerryServing(host, self._pier)
+    async def serving(self, host: Host) -> Serving:
+        return FerryServing(host, self._pier)
 
     async def run(self) -> None:
         """Nothing has to be done meanwhile."""

@@ -3,15 +3,15 @@
 import errno
 import os
 import secrets
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import trio
 
 from irdmafs.backend.transport import Extent, FileRange, Target
-from irdmafs.backend.transport.messages import Answer, Done, Message, Request
-from irdmafs.backend.transport.mover import Connection, Growth, Host, Lasting, Serving
+from irdmafs.backend.transport.device import Growth
+from irdmafs.backend.transport.messages import Answer, Done, Request
+from irdmafs.backend.transport.mover import Connection, Host, Lasting, Serving
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.service import begin
 
@@ -20,8 +20,6 @@ from .messages import Bring, Fetch, Laid
 
 class FerryServing(Serving):
     """The end of one node, with files in `pier`."""
-
-    port = 0
 
     def __init__(self, host: Host, pier: Path) -> None:
         self._host = host
@@ -32,9 +30,6 @@ class FerryServing(Serving):
 
     def give_up(self, content: int) -> None:
         """Nothing is on its way for long."""
-
-    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Each request is checked by itself."""
 
 
 class _Ferryman(Connection):
@@ -48,9 +43,6 @@ class _Ferryman(Connection):
         assert isinstance(request, Bring)
         await self._take(request.extent, request.target, request.length, request.name)
         return Done()
-
-    def take(self, message: Message) -> None:
-        """There is no such message."""
 
     def close(self, why: str) -> None:
         """Nothing was given."""

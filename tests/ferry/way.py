@@ -5,9 +5,9 @@ import secrets
 from pathlib import Path
 
 from irdmafs.backend.transport import Extent, FileRange, Landed, Memory
+from irdmafs.backend.transport.device import NotThisWay, Sending, Transfer, Way
 from irdmafs.backend.transport.link import Link
 from irdmafs.backend.transport.messages import Done
-from irdmafs.backend.transport.mover import NotThisWay, Sending, Transfer, Way
 
 from .messages import Bring, Fetch, Laid
 

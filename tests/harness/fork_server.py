@@ -35,7 +35,7 @@ MODULES = (
     "irdmafs.cli.cluster_status",
     "irdmafs.cli.command",
     "irdmafs.mount.daemon",
-    "irdmafs.backend.cluster.inquiry",
+    "irdmafs.backend.cluster.overview",
     "irdmafs.backend.model.rendezvous",
     "irdmafs.backend.node.daemon",
     "irdmafs.backend.store.remote.store",

@@ -8,13 +8,13 @@ from harness.etcd_server import EtcdServer
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.rpc import ALARM
-from irdmafs.backend.node.etcd_space import EtcdWatch
+from irdmafs.backend.node.housekeeping import EtcdWatch
 
 
 async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, "irdmafs.backend.node.etcd_space"), EtcdServer() as server:
+    with caplog.at_level(logging.INFO, "irdmafs.backend.node.housekeeping"), EtcdServer() as server:
         async with EtcdEngine(server.endpoints, b"/") as engine:
             watch = EtcdWatch(engine)
             await watch.look()

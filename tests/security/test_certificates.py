@@ -21,10 +21,10 @@ import trio
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.model.values import ConfigError
-from irdmafs.backend.node.figures import NodeFigures
+from irdmafs.backend.node.daemon import NodeFigures
 from irdmafs.backend.observe import logs
 from irdmafs.backend.observe.metrics import SCRAPES_AT_ONCE, serve_metrics
-from irdmafs.backend.transport.counters import ServerFigures
+from irdmafs.backend.transport.door import ServerFigures
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import (
     Credentials,

@@ -18,8 +18,7 @@ from test_certificates import directory
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
-from irdmafs.backend.trust.renewal import Renewable, Renewal
-from irdmafs.backend.trust.security import Credentials, Identity, identity_in
+from irdmafs.backend.trust.security import Credentials, Identity, Renewable, Renewal, identity_in
 
 __all__ = ["directory"]
 
@@ -83,7 +82,7 @@ async def test_new_connections_show_what_was_renewed_and_open_ones_go_on(
 async def test_files_are_read_again_without_being_told(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("irdmafs.backend.trust.renewal.LOOK_S", 0.01)
+    monkeypatch.setattr("irdmafs.backend.trust.security.LOOK_S", 0.01)
     mount = issue(directory, "w1", "mount")
     first = mount.identity
 

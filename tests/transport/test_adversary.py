@@ -32,12 +32,11 @@ from test_strangers import (
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
-from irdmafs.backend.transport.codec import decode_welcome
+from irdmafs.backend.transport.frames import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, serving, wire
-from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
@@ -315,7 +314,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         messages.Abort(EXTENT.content),
         messages.Suspect(1, 2),
         messages.Status(),
-        tcp.Tickets(1),
+        wire.Tickets(1),
         verbs.Rails(),
         messages.Doubt(EXTENT),
         messages.Digest(EXTENT),
@@ -440,12 +439,12 @@ async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         for stream in (victim, greedy):
             await stream.send_all(hello(cluster))
             await receive_frame(stream)
-        await victim.send_all(frame(tcp.Tickets(1)))
+        await victim.send_all(frame(wire.Tickets(1)))
         await receive_frame(victim)
         office = cluster.nodes[1].serving(TcpServing)
         [number] = office.pending
-        for _ in range(serving.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
-            await greedy.send_all(frame(tcp.Tickets(tcp.TICKETS_MAX)))
+        for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
+            await greedy.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
             await receive_frame(greedy)
         assert number in office.pending
         assert len(office.pending) == serving.TICKETS_OF_ONE_MAX + 1

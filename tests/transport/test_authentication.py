@@ -17,9 +17,8 @@ from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may, need, session_digest
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Forged, Ticket
 from irdmafs.backend.transport.tcp.channel import AuthenticatedChannel
-from irdmafs.backend.transport.tcp.messages import RIGHTS
 from irdmafs.backend.transport.tcp.streams import receive_ranges, send_range
-from irdmafs.backend.transport.tcp.wire import Op
+from irdmafs.backend.transport.tcp.wire import RIGHTS, Op
 from irdmafs.backend.transport.verbs.messages import Reserve
 
 MiB = 1 << 20

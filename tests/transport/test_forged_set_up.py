@@ -23,7 +23,6 @@ from test_strangers import frame
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.devices import Route
 from irdmafs.backend.transport.verbs.library import Library
 from irdmafs.backend.transport.verbs.messages import (
@@ -37,11 +36,10 @@ from irdmafs.backend.transport.verbs.messages import (
     Release,
     Reserve,
 )
-from irdmafs.backend.transport.verbs.mover import VerbsServing
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
-from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
-from irdmafs.backend.transport.verbs.responder import Arrival
+from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
+from irdmafs.backend.transport.verbs.serving import Arrival, VerbsServing
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
 

@@ -18,7 +18,7 @@ from harness.transport_nodes import serving
 from harness.transport_place import MiB, Place, mounted, random_bytes
 
 from irdmafs.backend.transport import Extent, Target
-from irdmafs.backend.transport.codec import Codec
+from irdmafs.backend.transport.frames import Codec
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for

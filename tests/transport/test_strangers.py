@@ -30,11 +30,9 @@ from irdmafs.backend.transport import (
     door,
     messages,
 )
-from irdmafs.backend.transport.codec import decode_welcome
-from irdmafs.backend.transport.frames import HELLO_BYTES_MAX
+from irdmafs.backend.transport.frames import HELLO_BYTES_MAX, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp import serving, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
 from irdmafs.backend.transport.verbs import messages as verbs
@@ -151,9 +149,9 @@ class DataConnection:
 async def with_ticket(cluster: Place) -> DataConnection:
     """One in which nothing was said yet."""
     control = await introduced(cluster)
-    await control.send_all(frame(tcp.Tickets(1)))
+    await control.send_all(frame(wire.Tickets(1)))
     answer = CODEC.decode_answer(await receive_frame(control))
-    assert isinstance(answer, tcp.Granted)
+    assert isinstance(answer, wire.Granted)
     stream = await connect(cluster, "tcp")
     return DataConnection(control, stream, Ticket.unpack(answer.tickets[0]))
 
@@ -422,7 +420,7 @@ async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         messages.Abort(3),
         messages.Suspect(1, 2),
         messages.Status(),
-        tcp.Tickets(2),
+        wire.Tickets(2),
         messages.Renewed(9),
         verbs.Attach(QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
         verbs.Expose(extent, 0, 1000, 3),

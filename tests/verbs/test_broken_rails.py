@@ -20,17 +20,17 @@ from harness.transport_nodes import Node, NodeProcess
 from harness.transport_place import MiB, Place, in_cluster, mounted, until
 
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
-from irdmafs.backend.transport.mover import NotThisWay
+from irdmafs.backend.transport.device import NotThisWay
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import lanes, networks
-from irdmafs.backend.transport.verbs.lanes import Lanes
+from irdmafs.backend.transport.verbs import networks
+from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
-from irdmafs.backend.transport.verbs.mover import VerbsServing
 from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.staging import Staging
-from irdmafs.backend.transport.verbs.way import VerbsWay
+from irdmafs.backend.transport.verbs.way import Lanes, VerbsWay
 
 pytestmark = pytest.mark.verbs
 
@@ -242,7 +242,7 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
 def first_address(links: tuple[str, ...]) -> Iterator[str]:
     """Of the first link, which may be taken away."""
     yield FIRST_ADDRESS
-    if FIRST_ADDRESS not in {str(address) for address in networks.prefixes()}:
+    if FIRST_ADDRESS not in {str(address) for address in networks.own_addresses()}:
         change_address("add")
 
 
@@ -282,7 +282,7 @@ async def test_a_way_that_takes_the_control_connection_along_makes_the_node_unre
 async def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_LOOK_S", 0.1)
+    monkeypatch.setattr(way_module, "_LOOK_S", 0.1)
     set_links("roce1", up=False)
     async with in_place(memory) as place:
         await place.lanes(count=1)
@@ -313,7 +313,7 @@ async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
 async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "RETRY_S", 0.1)
+    monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     broken: list[QueuePair] = []
     post = QueuePair._post
     posted = 0
@@ -345,7 +345,7 @@ async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_repla
 async def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "RETRY_S", 0.1)
+    monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with in_place(memory) as place:
         found = await place.lanes()
         (responder,) = (

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.transport import CHAIN_MAX, Extent, Target, messages
+from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import Message, Request
-from irdmafs.backend.transport.mover import Growth
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.tcp.messages import TICKETS_MAX, Tickets
+from irdmafs.backend.transport.tcp.wire import TICKETS_MAX, Tickets
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.library import immediate

@@ -29,14 +29,14 @@ from harness.transport_place import (
 )
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
-from irdmafs.backend.transport.mover import Growth
+from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices, lanes
+from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import path as path_module
-from irdmafs.backend.transport.verbs.adapter import Adapter
+from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
-from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.way import VerbsWay
 
@@ -153,10 +153,10 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path)
             growth = Growth(MiB, MiB)
             await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), whole, growth=growth)
             assert peers.counters.fallbacks == 0
-        registrations = cluster.regions.counters.registrations
+        registrations = cluster.regions.registrations
         async with registered(cluster.regions, source) as region:
             assert region.writable
-        assert cluster.regions.counters.registrations == registrations
+        assert cluster.regions.registrations == registrations
         os.close(readable)
         os.close(source)
 
@@ -236,10 +236,10 @@ async def test_a_file_without_a_name_does_not_stay_registered(memory: Path) -> N
         source = cluster.file("source", bytes(MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
-        pinned_bytes = cluster.regions.counters.pinned_bytes
+        pinned_bytes = cluster.regions.pinned_bytes
         os.unlink(cluster.service(1).path(Extent(1, 0)))
         cluster.regions.drop_orphans()
-        assert cluster.regions.counters.pinned_bytes == pinned_bytes - MiB
+        assert cluster.regions.pinned_bytes == pinned_bytes - MiB
         os.close(source)
 
 
@@ -250,8 +250,8 @@ async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
             source = cluster.file(f"source{number}", bytes(MiB))
             await device.write(Extent(number, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
             os.close(source)
-        assert cluster.regions.counters.pinned_bytes <= 4 * MiB
-        assert cluster.regions.counters.evictions >= 4
+        assert cluster.regions.pinned_bytes <= 4 * MiB
+        assert cluster.regions.evictions >= 4
         assert cluster.peers.counters.fallbacks == 0
 
 
@@ -297,7 +297,7 @@ async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Pa
 async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "RETRY_S", 0.0)
+    monkeypatch.setattr(way_module, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
     async with on_adapter(memory) as cluster:
         source, target = cluster.file("source", data), cluster.file("target")

@@ -18,7 +18,7 @@ from irdmafs.backend.node.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
-from irdmafs.backend.transport.verbs import lanes as lanes_module
+from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
@@ -241,7 +241,7 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
 async def test_what_a_peer_was_given_ends_with_its_session(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await path_to_first(nodes)

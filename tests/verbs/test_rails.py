@@ -1,6 +1,7 @@
 """Which rails of two hosts are paired. Needs no device."""
 
 import ipaddress
+import socket
 
 import msgspec
 import pytest
@@ -124,8 +125,8 @@ V2 = "RoCE v2"
 def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """This host has 10.1.0.1/16, 10.2.0.1/16 and fe80::5/64."""
     known = {"10.1.0.1": 16, "10.2.0.1": 16, "fe80::5": 64, "127.0.0.1": 8}
-    found = {ipaddress.ip_address(address): bits for address, bits in known.items()}
-    monkeypatch.setattr(networks, "prefixes", lambda: found)
+    found = {ipaddress.ip_address(one): networks.Own(bits, 1) for one, bits in known.items()}
+    monkeypatch.setattr(networks, "own_addresses", lambda: found)
 
 
 @pytest.mark.usefixtures("addresses")
@@ -151,9 +152,10 @@ def test_rails_are_the_active_ports_with_an_address_of_this_host() -> None:
 
 def test_this_hosts_own_addresses_have_prefixes_and_interfaces() -> None:
     loopback = ipaddress.ip_address("127.0.0.1")
-    assert networks.prefixes()[loopback] == 8
-    assert networks.interface_of(loopback) == "lo"
-    assert networks.interface_of(ipaddress.ip_address("192.0.2.255")) is None
+    own = networks.own_addresses()
+    assert own[loopback].bits == 8
+    assert socket.if_indextoname(own[loopback].interface) == "lo"
+    assert ipaddress.ip_address("192.0.2.255") not in own
 
 
 def test_a_device_is_near_a_process_that_may_run_beside_it() -> None:

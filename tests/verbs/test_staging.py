@@ -25,8 +25,7 @@ from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
-from irdmafs.backend.transport.verbs.adapter import Adapter
-from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 
 pytestmark = pytest.mark.verbs
 
@@ -100,7 +99,7 @@ async def test_bytes_arrive_as_they_were_and_no_file_is_registered(
         for number in range(1, 4):
             await worker.write(number, data)
             assert await worker.read(number, length) == data
-        assert worker.adapter.regions.counters.registrations == 1
+        assert worker.adapter.regions.registrations == 1
         assert worker.adapter.staging.staged_bytes == 6 * length
         assert worker.peers.counters.moved_bytes["verbs"] == 6 * length
         assert worker.peers.counters.message_bytes == 0
@@ -128,27 +127,25 @@ async def test_memory_that_is_lent_is_registered_once(
     async with with_worker(memory, SMALL._replace(limit_bytes=8 * MiB)) as worker:
         await worker.write(1, data)
         regions, staging = worker.adapter.regions, worker.adapter.staging
-        before, staged_bytes = regions.counters.registrations, staging.staged_bytes
+        before, staged_bytes = regions.registrations, staging.staged_bytes
         fd = lent(3 * MiB)
         for length in (MiB, 10, 500 * KiB):
             os.pwrite(fd, bytes(MiB), 0)
             assert await read_lent(worker, fd, length) == data[:length]
-        assert regions.counters.registrations == before + blocks
+        assert regions.registrations == before + blocks
         at = 2 * MiB + 77  # across two small blocks
         await worker.device.read(Extent(1, 0), 7, FileRange(fd, at, 256 * KiB, Memory.LENT))
         assert os.pread(fd, 256 * KiB + 2, at - 1) == b"\0" + data[7 : 256 * KiB + 7] + b"\0"
-        registrations = regions.counters.registrations
+        registrations = regions.registrations
         assert registrations == before + (1 if block_bytes > 3 * MiB else blocks + 2)
         assert staging.staged_bytes == staged_bytes
         regions.drop_orphans()  # it has no name, but a lender
         assert await read_lent(worker, fd, 10) == data[:10]
-        assert regions.counters.registrations == registrations
-        pinned = regions.counters.pinned_bytes
+        assert regions.registrations == registrations
+        pinned = regions.pinned_bytes
         status = os.fstat(fd)
         regions.forget((status.st_dev, status.st_ino))
-        assert regions.counters.pinned_bytes == pinned - min(
-            3 * MiB, (registrations - before) * block_bytes
-        )
+        assert regions.pinned_bytes == pinned - min(3 * MiB, (registrations - before) * block_bytes)
         assert await read_lent(worker, fd, MiB) == data
         os.close(fd)
 

@@ -12,7 +12,7 @@ from harness.clusters import Cluster, ClusterMount
 from harness.parts import STATUS_XATTR
 from harness.training_runs import reducing, start
 
-from irdmafs.backend.cluster.inquiry import ask_nodes
+from irdmafs.backend.cluster.overview import ask_nodes
 from irdmafs.backend.cluster.report import report_of
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.cli.cluster import load, read_state, with_etcd

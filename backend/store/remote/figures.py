@@ -1,8 +1,5 @@
 """Figures of a mount of a cluster, by the component that counts them."""
 
-# Functions that return dataclasses.field are called in the class bodies below.
-# ruff: noqa: RUF009
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -9,7 +9,7 @@ import trio
 from ...cluster.config import ClusterConfig
 from ...cluster.group_configs import Groups
 from ...cluster.lease import MOUNT, Session
-from ...cluster.membership import Members
+from ...cluster.membership import Certificates, Members
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
 from ...kv import Event, KeyValue
@@ -18,8 +18,7 @@ from ...model.records import ContentId, MountRecord, Settings
 from ...namespace import Inode, Tree
 from ...namespace.deferred import Deferred
 from ...namespace.numbers import ALL_INOS, numbers_of
-from ...trust.certificates import Certificates
-from ...trust.renewal import Renewal
+from ...trust.security import Renewal
 
 
 class StoreListener(Protocol):
@@ -143,9 +142,7 @@ class Member:
         self.faults = Faults()
         self.members = Members(self.session, self.faults)
         self.groups = Groups(self.faults)
-        self.certificates = Certificates(
-            lambda: self.credentials.identity.serial if self.credentials else "", self.faults
-        )
+        self.certificates = Certificates(self.credentials, self.faults)
         engine.calls.client.heed(
             self.certificates.is_revoked,
             lambda: [(one.address, one.control_port) for one in self.members.nodes.values()],

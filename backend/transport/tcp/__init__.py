@@ -3,9 +3,8 @@
 mover           what this process offers and asks for
 way             the caller's end: extents sent and received on several connections, opened with tickets
 serving         the node's end: data connections come in, with tickets
-data            requests on them (transfers: extents that come in, and go on to the next node)
-messages        messages on control connections, and the rights to them
-wire            the format of data connections
+data            requests on them: extents that go out, or come in and go on to the next node
+wire            the format of data connections, and the messages that ask for them
 authentication  codes that only the two ends that have the key can write
 channel         one data connection as a thread uses it
 streams         files sent and received on it

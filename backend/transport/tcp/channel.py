@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from ..link import USER_TIMEOUTS
@@ -396,15 +397,12 @@ def make_channel(
 ) -> Channel:
     """Return the channel of a connected socket, which is closed if there is an error: encrypted where there
     is a context, after a handshake, else with codes after the bytes of requests where they are wanted."""
-    try:
+    with if_it_fails(plain.close):
         if context is not None:
             secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
             return EncryptedChannel(secure, timeout_s, listens=listens)
         kind = AuthenticatedChannel if codes else Channel
         return kind(plain, timeout_s, listens=listens)
-    except BaseException:
-        plain.close()
-        raise
 
 
 def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:

@@ -1,17 +1,14 @@
 """The mover over TCP: it reaches every node, and moves everything but a device's memory."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import trio
 
 from ..door import listen
 from ..link import Link
 from ..mover import Host, Mover, Serving
 from .channel import choose_congestion_control
-from .messages import MESSAGES
 from .serving import TcpServing
 from .way import TcpWay
+from .wire import MESSAGES
 
 _THREADS_MAX = 512
 _TIDY_S = 5.0
@@ -35,13 +32,12 @@ class Tcp(Mover):
         self._ways.append(way)
         return way
 
-    @asynccontextmanager
-    async def serving(self, host: Host) -> AsyncIterator[Serving]:
+    async def serving(self, host: Host) -> Serving:
         listening = await listen(host.address)
         choose_congestion_control(listening)
         served = TcpServing(host, self._encrypt, listening.getsockname()[1])
         host.door.open(listening, served.serve)
-        yield served
+        return served
 
     async def run(self) -> None:
         """Close data connections that have not been used for long."""

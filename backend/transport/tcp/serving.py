@@ -3,22 +3,21 @@
 import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import trio
 
 from ...trust.security import describe_tls_error
+from ...unwrap import if_it_fails
 from ..door import begins_with_tls, identity_of
 from ..frames import BadMessage
-from ..messages import Answer, Message, Request
+from ..messages import Answer, Request
 from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
 from .authentication import CODE_BYTES, Forged, Ticket
 from .channel import Channel, EncryptedChannel, Lost, make_channel
 from .data import Data
-from .messages import Granted, Tickets
-from .wire import PREAMBLE_BYTES, unpack_preamble
+from .wire import PREAMBLE_BYTES, Granted, Tickets, unpack_preamble
 
 # Callers give idle connections up earlier.
 IDLE_S = 60.0
@@ -43,9 +42,6 @@ class Guest(Connection):
         assert isinstance(request, Tickets)
         return Granted(self._serving.grant(self, request.count))
 
-    def take(self, message: Message) -> None:
-        """Do nothing: there is no such message."""
-
     def close(self, why: str) -> None:
         self.has_left = True
         for scope in self.waiting:
@@ -65,8 +61,6 @@ class TcpServing(Serving):
     """The end of one node, which issues and redeems the tickets of all peers. `encrypt` refuses data
     connections that are not encrypted; with credentials those that are, are always welcome."""
 
-    port = 0
-
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
         self._door = host.door
         self._credentials = host.credentials
@@ -82,9 +76,6 @@ class TcpServing(Serving):
 
     def give_up(self, content: int) -> None:
         self._data.give_up(content)
-
-    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Do nothing: the rights to each request are checked when it comes."""
 
     def grant(self, guest: Guest, count: int) -> list[bytes]:
         now = trio.current_time()
@@ -157,15 +148,10 @@ class TcpServing(Serving):
         channel = make_channel(
             plain, context, self._timeout_s, codes=credentials is not None, listens=True
         )
-        try:
-            if isinstance(channel, EncryptedChannel):
+        if isinstance(channel, EncryptedChannel):
+            with if_it_fails(channel.close):
                 await _shake_hands(channel.sock)
                 identity_of(channel.sock)
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, ssl.SSLError):
-                raise BadMessage(describe_tls_error(error)) from None
-            raise
         return channel
 
 
@@ -200,7 +186,7 @@ async def _has_request(channel: Channel, guest: Guest) -> bool:
 
 
 async def _shake_hands(secure: ssl.SSLSocket) -> None:
-    """Do the TLS handshake. Raises ssl.SSLError and other OSErrors."""
+    """Do the TLS handshake. Raises BadMessage, OSError."""
     secure.setblocking(False)
     while True:
         try:
@@ -209,5 +195,7 @@ async def _shake_hands(secure: ssl.SSLSocket) -> None:
             await trio.lowlevel.wait_readable(secure)
         except ssl.SSLWantWriteError:
             await trio.lowlevel.wait_writable(secure)
+        except ssl.SSLError as error:
+            raise BadMessage(describe_tls_error(error)) from None
         else:
             return

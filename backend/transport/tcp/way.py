@@ -15,11 +15,12 @@ import trio
 
 from ...files.sparse import segments
 from ...observe.logs import current_request
+from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
 from ..caller import ControlClient
+from ..device import Sending, Transfer, Way
 from ..frames import BadMessage
 from ..link import Link, Refusal, check_node
-from ..mover import Sending, Transfer, Way
 from .authentication import Ticket
 from .channel import (
     Channel,
@@ -29,10 +30,9 @@ from .channel import (
     choose_congestion_control,
     make_channel,
 )
-from .messages import TICKETS_MAX, Granted, Tickets
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
-from .wire import Header, Op, Ranges, Reply, ReplyKind, pack_preamble
+from .wire import TICKETS_MAX, Granted, Header, Op, Ranges, Reply, ReplyKind, Tickets, pack_preamble
 
 log = logging.getLogger(__name__)
 
@@ -225,15 +225,12 @@ class TcpWay(Way):
             finally:
                 self._opening.discard(scope)
 
-        try:
+        with if_it_fails(partial(self.give_back, opened)):
             async with trio.open_nursery() as nursery:
                 for ticket in answer.tickets:
                     nursery.start_soon(open_one, ticket)
             if errors:
                 raise errors[0]
-        except BaseException:
-            self.give_back(opened)
-            raise
         return opened
 
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
@@ -249,7 +246,7 @@ class TcpWay(Way):
         channel = make_channel(
             plain, context, caller.timeout_s, codes=credentials is not None, listens=False
         )
-        try:
+        with if_it_fails(channel.close):
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
@@ -257,9 +254,6 @@ class TcpWay(Way):
             channel.authenticate(ticket.key)
             # Fits into the empty buffer of the new connection.
             channel.send_messages(pack_preamble(ticket.number))
-        except BaseException:
-            channel.close()
-            raise
         return channel
 
 

@@ -1,4 +1,5 @@
-"""The format of data connections: a preamble, then Headers and Replies (streams.py says in what order).
+"""The format of data connections: a preamble, then Headers and Replies (streams.py says in what order); and
+the messages on control connections by which they are asked for.
 
 A header with several ranges is followed by a table of them. Each of these messages is followed by its code
 (authentication.py).
@@ -6,13 +7,17 @@ A header with several ranges is followed by a table of them. Each of these messa
 
 import enum
 import struct
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
+
+from msgspec import Meta
 
 from ...files.sparse import SEGMENTS_MAX
 from .. import CHAIN_MAX, Extent, Target
-from ..frames import BadMessage
-from ..messages import VERSION, describe_version, error_of
+from ..frames import BadMessage, MessageSet
+from ..messages import VERSION, Answer, Request, describe_version, error_of
+from ..rights import ANY, NONE, OWN, Row
 from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 
 _MAGIC = b"irDM"
@@ -28,6 +33,7 @@ PREAMBLE_BYTES = _PREAMBLE.size + CODE_BYTES
 HEADER_BYTES = _HEADER.size + CODE_BYTES
 
 _UINT63_MAX = (1 << 63) - 1
+TICKETS_MAX = 64
 
 # Starts and lengths of ranges of an extent.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -36,6 +42,22 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
+
+
+class Tickets(Request, tag=17):
+    """Asks for the right to open `count` data connections."""
+
+    count: Annotated[int, Meta(gt=0, le=TICKETS_MAX)]
+
+
+class Granted(Answer, tag=24):
+    tickets: list[bytes]
+
+
+MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
+
+# The rights to requests on data connections.
+RIGHTS: Mapping[Op, Row] = {Op.READ: (ANY, ANY, ANY, NONE), Op.WRITE: (ANY, OWN, NONE, NONE)}
 
 
 class ReplyKind(enum.IntEnum):

@@ -3,17 +3,14 @@
     library     pyverbs, if it is installed
     devices     devices of this host, obstacles to their use, and which one leads to a peer
     rails       ports and their networks (networks); which rails of two hosts reach each other
-    opened      an opened port, and the regions registered on it
-    adapter     an opened port with everything that its queue pairs share
     queue       a reliable connection: work requests, completions, errors, and rights that a peer has by it
-    regions     registered ranges of files, kept for later operations
+    regions     an opened port, and registered ranges of files, kept for later operations
     staging     registered memory for files that are transferred only once
     rdma        this process's adapters; whether verbs are used at all
     path        the caller's end of a queue pair to a store node
-    lanes       all queue pairs to one node: how they are set up, and what happens when one breaks
-    way         the caller's end: which queue pair an operation uses
-    responder   the node's end of one control connection
-    mover       the mover and the node's end; messages: its messages on control connections
+    way         the caller's end: all queue pairs to one node, and which one an operation uses
+    serving     the node's end: rights to its memory
+    mover       what this process offers and asks for; messages: its messages on control connections
 
 Only `library` imports pyverbs, and only when `rdma` found a device.
 """

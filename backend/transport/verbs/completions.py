@@ -11,6 +11,7 @@ from typing import Any
 
 import trio
 
+from ...unwrap import if_it_fails
 from .library import Library
 
 _POLL = 32
@@ -35,12 +36,8 @@ class Completions:
         self._is_armed = False
         self._is_closed = False
         self._channel, self._fd = library.completion_channel(context)
-        try:
-            with library.errors:
-                self.queue = library.CQ(context, entries, channel=self._channel)
-        except BaseException:
-            self._channel.close()
-            raise
+        with if_it_fails(self._channel.close), library.errors:
+            self.queue = library.CQ(context, entries, channel=self._channel)
 
     def look(self, is_over: Callable[[], bool]) -> None:
         """Poll a few times: hardware that needs only microseconds is not worth a wait."""

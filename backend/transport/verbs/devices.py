@@ -258,14 +258,12 @@ def _leads_to(
 ) -> bool:
     if port.link_layer == "Ethernet":
         return gid.address == address
-    interface = networks.interface_of(address)
-    return interface is not None and _is_interface_of(interface, device.name, port.number)
-
-
-def _is_interface_of(interface: str, device: str, port: int) -> bool:
-    where = Path("/sys/class/net", interface)
-    return (where / "device" / "infiniband" / device).exists() and (
-        _number(where / "dev_port", 0) == port - 1
+    own = networks.own_addresses().get(address)
+    if own is None:
+        return False
+    where = Path("/sys/class/net", socket.if_indextoname(own.interface))
+    return (where / "device" / "infiniband" / device.name).exists() and (
+        _number(where / "dev_port", 0) == port.number - 1
     )
 
 

@@ -7,8 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from .. import Number
-from ..codec import MessageSet
-from ..frames import BadMessage
+from ..frames import BadMessage, MessageSet
 from ..messages import LASTING_MAX, AboutExtent, Answer, Length, Message, Name, Request, ToTarget
 from ..rights import ANY, NONE, OWN
 

@@ -1,16 +1,12 @@
 """The mover for RDMA verbs: it reaches nodes on a network that both ends have a device on."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-
 import trio
 
 from ..link import Link
-from ..mover import Connection, Host, Mover, Serving
-from ..rights import Peer
+from ..mover import Host, Mover, Serving
 from .messages import MESSAGES
 from .rdma import Rdma
-from .responder import SESSION_OVER, Responder
+from .serving import VerbsServing
 from .way import VerbsWay
 
 _TIDY_S = 5.0
@@ -35,9 +31,8 @@ class Verbs(Mover):
     def way(self, link: Link) -> VerbsWay:
         return VerbsWay(link, self._rdma, self._stages)
 
-    @asynccontextmanager
-    async def serving(self, host: Host) -> AsyncIterator[Serving]:
-        yield VerbsServing(host, self._rdma)
+    async def serving(self, host: Host) -> Serving:
+        return VerbsServing(host, self._rdma)
 
     async def run(self) -> None:
         """Watch ports, and free the memory of files that were removed."""
@@ -46,28 +41,3 @@ class Verbs(Mover):
             while True:
                 await trio.sleep(_TIDY_S)
                 self._rdma.drop_orphans()
-
-
-class VerbsServing(Serving):
-    """A store node's end. It has a responder for each control connection."""
-
-    port = 0
-
-    def __init__(self, host: Host, rdma: Rdma) -> None:
-        self._host = host
-        self._rdma = rdma
-        self.responders: set[Responder] = set()
-
-    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        responder = Responder(self._host, self._rdma, peer, local, nursery, self.responders.discard)
-        self.responders.add(responder)
-        return responder
-
-    def give_up(self, content: int) -> None:
-        for responder in self.responders:
-            responder.give_up(content)
-
-    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        for responder in self.responders:
-            if is_over(responder.peer):
-                responder.detach(SESSION_OVER)

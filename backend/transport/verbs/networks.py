@@ -16,32 +16,19 @@ _ANSWER_BYTES = 64 << 10
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class _Own(NamedTuple):
-    """An address of this host, with the length of its network's prefix and its interface's number."""
+class Own(NamedTuple):
+    """The length of the prefix of an own address's network, and the number of its interface."""
 
-    address: Address
     bits: int
     interface: int
 
 
-def prefixes() -> dict[Address, int]:
-    """Return the prefix length of each address of this host. Raises OSError."""
-    return {own.address: own.bits for own in _addresses()}
-
-
-def interface_of(address: Address) -> str | None:
-    """Return the network interface that has this address. Raises OSError."""
-    for own in _addresses():
-        if own.address == address:
-            return socket.if_indextoname(own.interface)
-    return None
-
-
-def _addresses() -> list[_Own]:
+def own_addresses() -> dict[Address, Own]:
+    """Return the addresses of this host. Raises OSError."""
     question = _MESSAGE.pack(
         _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
     ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-    found: list[_Own] = []
+    found: dict[Address, Own] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
         sock.send(question)
         while _take(sock.recv(_ANSWER_BYTES), found):
@@ -49,7 +36,7 @@ def _addresses() -> list[_Own]:
     return found
 
 
-def _take(answer: bytes, found: list[_Own]) -> bool:
+def _take(answer: bytes, found: dict[Address, Own]) -> bool:
     """Add the addresses in `answer` to `found`. Return whether more answers will come."""
     at = 0
     while at + _MESSAGE.size <= len(answer):
@@ -62,7 +49,7 @@ def _take(answer: bytes, found: list[_Own]) -> bool:
             # On a point-to-point link IFA_ADDRESS is the peer's address.
             value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
             if value is not None:
-                found.append(_Own(ipaddress.ip_address(value), bits, interface))
+                found[ipaddress.ip_address(value)] = Own(bits, interface)
         at += length + -length % 4
     return bool(answer)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory, nothing_landed
 from ..caller import A, ControlClient, Expected
+from ..device import Growth, NotThisWay, Sending
 from ..messages import Done, Request
-from ..mover import Growth, NotThisWay, Sending
-from .adapter import Adapter
 from .devices import Gid
 from .messages import (
     NO_QUEUE_PAIR,
@@ -32,6 +32,7 @@ from .messages import (
     Reserve,
 )
 from .queue import Broken, Piece, QueuePair
+from .rdma import Adapter
 from .regions import Region
 
 _PIECE_BYTES_MAX = 16 << 20
@@ -194,12 +195,9 @@ async def open_path(
     Raises OSError, NotThisWay."""
     caller = control.caller
     pair = adapter.queue_pair(gid)
-    try:
+    with if_it_fails(pair.close):
         answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid), Attached)
         pair.connect(answer.end, caller.timeout_s)
-    except BaseException:
-        pair.close()
-        raise
     caller.nursery.start_soon(pair.run)
     path = Path(control, adapter, pair, number, stages)
     try:

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import trio
 
-from ..mover import NotThisWay
+from ...unwrap import if_it_fails
+from ..device import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
 from .devices import Gid
 from .library import immediate, status_name
 from .messages import QueueEnd
-from .opened import OpenedPort
-from .regions import Region
+from .regions import OpenedPort, Region
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class QueuePair:
         )
         self._arrivals = self._sent
         self.pd = port.pd
-        try:
+        with if_it_fails(self._close_rest):
             if self._receives and not port.has_windows:
                 # Without windows a right is a memory region, whose rkey works for the whole protection
                 # domain.
@@ -137,9 +137,6 @@ class QueuePair:
                 )
                 self._arrivals.arm()
             self._pair = self._make()
-        except BaseException:
-            self._close_rest()
-            raise
         # WRITE with immediate data uses no buffer of the receive request, but pyverbs wants an element.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")

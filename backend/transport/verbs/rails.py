@@ -32,18 +32,18 @@ def find_rails(
     OSError ENODEV if there is no rail."""
     rails: list[OwnRail] = []
     why: OSError | None = None
-    bits_of = networks.prefixes()
+    own = networks.own_addresses()
     by_name = {each.name: each for each in found}
     try:
         way = choose(found, local, device, gid_index)
     except OSError as error:
         why = error
     else:
-        rails.append(_rail(by_name[way.device], way, bits_of, on_way=True))
+        rails.append(_rail(by_name[way.device], way, own, on_way=True))
     for each, port, gid in entries(found, device, gid_index):
         route = Route(each.name, port.number, gid, port.lid)
-        if _can_be_paired(port, gid, bits_of) and all(rail.route != route for rail in rails):
-            rails.append(_rail(each, route, bits_of, on_way=False))
+        if _can_be_paired(port, gid, own) and all(rail.route != route for rail in rails):
+            rails.append(_rail(each, route, own, on_way=False))
     if not rails and why is not None:
         raise why
     return rails[:RAILS_MAX]
@@ -88,26 +88,27 @@ def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:
     return not on_way, not mine.is_near, -rate, mine.rail.gid, other.gid
 
 
-def _can_be_paired(port: Port, gid: Gid, bits_of: dict[networks.Address, int]) -> bool:
+def _can_be_paired(port: Port, gid: Gid, own: dict[networks.Address, networks.Own]) -> bool:
     if port.link_layer != "Ethernet":
         return True
     # An address of another network namespace does not belong to this process.
     return (
         gid.kind == "RoCE v2"
-        and gid.address in bits_of
+        and gid.address in own
         and not gid.address.is_link_local
         and not gid.address.is_loopback
     )
 
 
 def _rail(
-    device: Device, route: Route, bits_of: dict[networks.Address, int], on_way: bool
+    device: Device, route: Route, own: dict[networks.Address, networks.Own], on_way: bool
 ) -> OwnRail:
     (port,) = (port for port in device.ports if port.number == route.port)
     gid = route.gid
     bits = _FABRIC_BITS
     if port.link_layer == "Ethernet":
-        bits = bits_of.get(gid.address, 32 if gid.address.version == 4 else 128)
+        known = own.get(gid.address)
+        bits = known.bits if known is not None else gid.address.max_prefixlen
         bits += _MAPPED_BITS if gid.address.version == 4 else 0
     rail = Rail(
         f"{device.name}/{route.port}",

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
@@ -12,9 +13,11 @@ import trio
 
 from ...observe.figures import count, gauge
 from . import devices
-from .adapter import Adapter
-from .library import VerbsMissing, load
+from .library import Library, VerbsMissing, load
+from .queue import QueuePair
 from .rails import OwnRail, find_rails
+from .regions import OpenedPort
+from .staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,9 @@ Mode = Literal["auto", "off", "require"]
 THRESHOLD_BYTES = 64 << 10
 # How long the kernel's list of devices is cached: many peers may ask at once.
 _FRESH_S = 1.0
+# The limit for all peers together. Each queue pair takes kernel memory at both ends.
+QUEUE_PAIRS_MAX = 4096
+_SETBACK_S = 0.1
 
 
 class RdmaUnavailable(OSError):
@@ -52,6 +58,60 @@ class RdmaFigures:
     rdma_registrations: int = count("Registrations of memory for RDMA")
     rdma_registration_hits: int = count("Uses of memory that was registered already")
     rdma_registered_bytes: int = gauge("Bytes of memory registered for RDMA")
+
+
+class Adapter(OpenedPort):
+    """An opened port with all that its queue pairs share. Use as a context manager; close queue pairs and
+    windows before it. Raises OSError."""
+
+    def __init__(self, library: Library, route: devices.Route, limit_bytes: int) -> None:
+        super().__init__(library, route, limit_bytes)
+        # The queue pairs that fail when the port goes down.
+        self.pairs: set[QueuePair] = set()
+        # Why this port cannot be used until the process restarts; "" if it can.
+        self.failure = ""
+        self.staging = Staging(self.regions)
+
+    def __exit__(self, *_: object) -> None:
+        self.staging.close()
+        super().__exit__()
+
+    def queue_pair(
+        self, gid: devices.Gid, arrived: Callable[[int], None] | None = None
+    ) -> QueuePair:
+        """Return a new queue pair at this GID; the caller has to start its `run`. Raises OSError."""
+        if self.failure:
+            raise OSError(errno.ENODEV, self.failure)
+        if len(self.pairs) >= QUEUE_PAIRS_MAX:
+            raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
+        pair = QueuePair(self, gid, self.pairs.discard, arrived)
+        self.pairs.add(pair)
+        return pair
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Fail all queue pairs of the port as soon as the kernel reports that it is down."""
+        while True:
+            await trio.lowlevel.wait_readable(self.events)
+            try:
+                with self.library.errors:
+                    self.context.get_async_event().ack()
+            except OSError:
+                # There was no event to read. Wait, so that this loop does not spin.
+                await trio.sleep(_SETBACK_S)
+            try:
+                with self.library.errors:
+                    state = int(self.context.query_port(self.port).state)
+            except OSError as error:
+                self.failure = f"device {self.name} is gone: {error.strerror}"
+                self._fail_all(self.failure)
+                return
+            if state != self.library.enum("PORT_ACTIVE"):
+                self._fail_all(f"port {self.port} of {self.name} is down")
+            changed()
+
+    def _fail_all(self, why: str) -> None:
+        for pair in list(self.pairs):
+            pair.fail(why)
 
 
 class Rdma:
@@ -138,12 +198,12 @@ class Rdma:
 
     def figures(self) -> RdmaFigures:
         """Return the figures of all adapters together."""
-        regions = [adapter.regions.counters for adapter in self.adapters]
+        every = self.adapters
         return RdmaFigures(
-            rdma_staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
-            rdma_registrations=sum(each.registrations for each in regions),
-            rdma_registration_hits=sum(each.hits for each in regions),
-            rdma_registered_bytes=sum(each.pinned_bytes for each in regions),
+            rdma_staged_bytes=sum(each.staging.staged_bytes for each in every),
+            rdma_registrations=sum(each.regions.registrations for each in every),
+            rdma_registration_hits=sum(each.regions.hits for each in every),
+            rdma_registered_bytes=sum(each.regions.pinned_bytes for each in every),
         )
 
     # -- devices ---------------------------------------------------------------------------------

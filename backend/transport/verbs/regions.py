@@ -1,4 +1,4 @@
-"""Registered memory: ranges of files, mapped and pinned, and kept registered for later operations.
+"""An opened port, and its registered memory: ranges of files, mapped, pinned and kept for later operations.
 
 The kernel looks at every page of a registration (measured with soft-RoCE in a guest: 0.6 to 4.5 ms per
 MiB). So a registration is kept when its operation ends, and the next operation on the same file uses it,
@@ -16,13 +16,15 @@ import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import Memory
+from .devices import Route
 from .library import Library
+from .messages import Mtu
 
 REGIONS_MAX = 1024
 # Registering blocks the event loop, so lent memory of many GiB is registered in blocks.
@@ -39,16 +41,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@dataclass(slots=True)
-class RegionCounters:
-    """`registrations` were made, `hits` used an existing one. `pinned_bytes` are registered now."""
-
-    registrations: int = 0
-    hits: int = 0
-    evictions: int = 0
-    pinned_bytes: int = 0
+_MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class Region:
@@ -89,6 +82,11 @@ class Region:
         assert self.offset <= offset <= self.offset + self.length
         return self._mapped.address + offset - self.offset
 
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return bytes of the file in this process's memory, to be released before the region."""
+        there = (ctypes.c_char * length).from_address(self.address(offset))
+        return memoryview(there).cast("B")
+
     def covers(self, offset: int, length: int, writable: bool) -> bool:
         return (
             not self.is_stale
@@ -116,7 +114,8 @@ class Regions:
         self.limit_bytes = limit_bytes
         self._regions: OrderedDict[Region, None] = OrderedDict()
         self._of_file: dict[tuple[int, int], list[Region]] = {}
-        self.counters = RegionCounters()
+        # Regions made, uses of one that was there, regions dropped to make room, and bytes registered now.
+        self.registrations = self.hits = self.evictions = self.pinned_bytes = 0
 
     async def acquire(self, fd: int, length: int) -> Region:
         """Return a region over a whole file, which has at least `length` bytes; the caller has to `release`
@@ -186,8 +185,8 @@ class Regions:
         except BaseException:
             mapped.close()
             raise
-        self.counters.registrations += 1
-        self.counters.pinned_bytes += region.length
+        self.registrations += 1
+        self.pinned_bytes += region.length
         self._regions[region] = None
         self._of_file.setdefault(file, []).append(region)
         region.users = 1
@@ -198,7 +197,7 @@ class Regions:
     ) -> Region | None:
         for region in self._of_file.get(file, ()):
             if region.covers(offset, length, writable):
-                self.counters.hits += 1
+                self.hits += 1
                 self._regions.move_to_end(region)
                 region.users += 1
                 return region
@@ -240,22 +239,17 @@ class Regions:
             self.drop_orphans()
             self._evict_where(is_full)
         if self._is_full(length):
-            raise OSError(
-                errno.ENOMEM, f"{self.counters.pinned_bytes} bytes are registered already"
-            )
+            raise OSError(errno.ENOMEM, f"{self.pinned_bytes} bytes are registered already")
 
     def _is_full(self, length: int) -> bool:
-        return (
-            self.counters.pinned_bytes + length > self.limit_bytes
-            or len(self._regions) >= REGIONS_MAX
-        )
+        return self.pinned_bytes + length > self.limit_bytes or len(self._regions) >= REGIONS_MAX
 
     def _evict_where(self, condition: Callable[[Region], bool]) -> None:
         """Drop the unused regions that fulfil the condition, the least recently used first."""
         for region in list(self._regions):
             if not region.users and condition(region):
                 self._evict(region)
-                self.counters.evictions += 1
+                self.evictions += 1
 
     def _evict(self, region: Region) -> None:
         del self._regions[region]
@@ -263,8 +257,41 @@ class Regions:
         others.remove(region)
         if not others:
             del self._of_file[region.file]
-        self.counters.pinned_bytes -= region.length
+        self.pinned_bytes -= region.length
         region.close()
+
+
+class OpenedPort:
+    """A port of a device. Use as a context manager; close everything made from `context` and `pd` before
+    it. At most `limit_bytes` are registered. `mtu` is in bytes; `events` is the descriptor of the device's
+    asynchronous events. Raises OSError."""
+
+    def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
+        self.library = library
+        self.name = route.device
+        self.port = route.port
+        self.lid = route.lid
+        self.context: Any
+        self.context, self.events = library.open(route.device)
+        with if_it_fails(self.context.close), library.errors:
+            limits = self.context.query_device()
+            port = self.context.query_port(route.port)
+            self.pd = library.PD(self.context)
+        self.mtu = _MTUS.get(int(port.active_mtu), 256)
+        self.reads_answered = max(1, int(limits.max_qp_rd_atom))
+        self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
+        kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
+        self.has_windows = bool(int(limits.device_cap_flags) & kinds)
+        self.regions = Regions(library, self.pd, min(limit_bytes, int(limits.max_mr_size)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.regions.close()
+        with self.library.errors:
+            self.pd.close()
+            self.context.close()
 
 
 class _Mapped:

@@ -24,7 +24,7 @@ import trio
 
 from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
-from ..mover import NotThisWay
+from ..device import NotThisWay
 from ..prompt import acquire
 from .messages import Exposed
 from .queue import Piece, QueuePair
@@ -59,7 +59,7 @@ class Staging:
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._memory: tuple[Region, mmap.mmap] | None = None
+        self._memory: Region | None = None
         self._making = trio.Lock()
         self._why = ""
         self._after = 0.0
@@ -87,46 +87,38 @@ class Staging:
             if size < _BYTES_MIN:
                 text = f"no more than {limit_bytes} bytes may be registered"
                 raise OSError(errno.ENOMEM, text)
-            region, mapped = self._memory = await self._register(size)
+            region = self._memory = await self._register(size)
         except OSError as error:
             self._why = f"{size} bytes cannot be registered: {error.strerror}"
             self._after = time.monotonic() + _PAUSE_S
             raise NotThisWay(self._why) from None
         step = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
         self._slot_bytes = step = step - step % mmap.PAGESIZE
-        with memoryview(mapped) as view:
-            self.slots = [
-                _Slot(region.address(at), region.key, view[at : at + step])
-                for at in range(0, size - step + 1, step)
-            ]
+        self.slots = [
+            _Slot(region.address(at), region.key, region.view(at, step))
+            for at in range(0, size - step + 1, step)
+        ]
         for slot in self.slots:
             self._give_back(slot)
 
-    async def _register(self, size: int) -> tuple[Region, mmap.mmap]:
-        """Return new memory, registered and mapped. Raises OSError."""
+    async def _register(self, size: int) -> Region:
+        """Return new memory, registered. Raises OSError."""
         fd = os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-            region = await self._regions.acquire(fd, size)
-            try:
-                return region, mmap.mmap(fd, size)
-            except BaseException:
-                self._regions.release(region, keep=False)
-                raise
+            return await self._regions.acquire(fd, size)
         finally:
             os.close(fd)
 
     def close(self) -> None:
         """Give the memory back; no transfer may be under way."""
         if self._memory is not None:
-            region, mapped = self._memory
-            self._memory = None
             for slot in self.slots:
                 slot.view.release()
             self.slots.clear()
             self.free.clear()
-            mapped.close()
-            self._regions.release(region, keep=False)
+            self._regions.release(self._memory, keep=False)
+            self._memory = None
 
     def piece_bytes(self, length: int) -> int:
         """Return how many bytes one work request moves of a transfer of `length` bytes. `make` comes

@@ -1,23 +1,250 @@
-"""The caller's end of the verbs mover: an operation goes to one of the queue pairs to a store node.
+"""The caller's end of the verbs mover: all queue pairs to one store node, and which one an operation uses.
 
-An operation goes to the queue pair that would finish it first. If that one breaks meanwhile, the operation
-begins again on another one, and raises NotThisWay if none is left.
+A lane is one queue pair between a rail here and one there. Lanes are set up when the first operation asks.
+Lost ones are tried again in the background, every RETRY_S and when a port of this host comes back.
+
+An operation goes to the lane that would finish it first. If that one breaks meanwhile, the operation begins
+again on another one, and raises NotThisWay if none is left.
 """
 
+import logging
 from collections.abc import Awaitable, Callable
 
 import trio
 
 from ...unwrap import first_error
 from .. import Extent, FileRange, Landed, Memory, landed_from
+from ..caller import ControlClient
+from ..device import NotThisWay, Sending, Transfer, Way
 from ..link import Link
-from ..mover import NotThisWay, Sending, Transfer, Way
-from .lanes import Lanes
-from .path import Path
+from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
+from .path import Path, ask, open_path
+from .rails import OwnRail, name_of
+from .rails import pair as paired
 from .rdma import Rdma
 
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+# How often rails that were missing are looked for.
+_LOOK_S = 60.0
+# A READ is divided between rails if each of them gets at least this much.
+SHARE_BYTES_MIN = 4 << 20
+_SHARE_ALIGNMENT_BYTES = 2 << 20
+# The node chooses a part of each name, and might send ever new ones.
+_NAMES_MAX = 256
 # An operation that breaks this many queue pairs is moved over TCP.
 _TRIES = 4
+_UP, _DOWN = "up", "down"
+
+
+class Lane:
+    """One queue pair between a rail here and one of the node."""
+
+    def __init__(self, mine: OwnRail, other: Rail, index: int) -> None:
+        self.number = -1
+        self.index = index
+        self.mine = mine
+        self.other = other
+        self.name = name_of(mine.rail, other)
+        self.mbit_s = max(1, min(mine.rail.mbit_s, other.mbit_s))
+        self.path: Path | None = None
+        self.bytes_under_way = 0
+
+    @property
+    def key(self) -> tuple[str, bytes, str, bytes, int]:
+        mine, other = self.mine.rail, self.other
+        return mine.name, mine.gid, other.name, other.gid, self.index
+
+    @property
+    def is_usable(self) -> bool:
+        return self.path is not None and not self.path.pair.failure
+
+
+class Lanes:
+    """The lanes of one control connection; `run` is a task. `told` has the last state logged
+    for each pair of rails, by name; `stages` is as in Path."""
+
+    def __init__(
+        self, control: ControlClient, rdma: Rdma, told: dict[str, str], stages: bool
+    ) -> None:
+        self.control = control
+        self._rdma = rdma
+        self._told = told
+        self._stages = stages
+        self._lanes: list[Lane] = []
+        self._first = trio.Event()
+        self._looking = trio.CancelScope()
+        self._scope = trio.CancelScope()
+        control.closers.append(self._end)
+
+    @property
+    def is_usable(self) -> bool:
+        return any(lane.is_usable for lane in self._lanes)
+
+    @property
+    def mbit_s(self) -> int:
+        """Return the Mbit/s of all pairs of rails in use."""
+        return sum({lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}.values())
+
+    @property
+    def usable(self) -> list[str]:
+        """Return the pairs of rails in use."""
+        return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
+
+    async def ready(self) -> None:
+        """Wait until there is a queue pair, or until the first attempt to set them up has failed."""
+        if not self._first.is_set():
+            await self._first.wait()
+
+    # -- choice of a lane ------------------------------------------------------------------------
+
+    def fastest(self, length: int) -> Lane | None:
+        """Return the lane that would finish an operation on so many bytes first; None if none is usable."""
+        return min(
+            (lane for lane in self._lanes if lane.is_usable),
+            key=lambda lane: (lane.bytes_under_way + length) / lane.mbit_s,
+            default=None,
+        )
+
+    def shares(self, length: int) -> list[tuple[int, int]]:
+        """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
+        speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
+        count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
+        chosen = sorted(speeds.values(), reverse=True)[:count]
+        shares: list[tuple[int, int]] = []
+        at = 0
+        for number, speed in enumerate(chosen):
+            end = length
+            if number < count - 1:
+                end = at + (length - at) * speed // sum(chosen[number:])
+                end -= end % _SHARE_ALIGNMENT_BYTES
+            if end > at:
+                shares.append((at, end - at))
+            at = end
+        return shares or [(0, length)]
+
+    # -- lanes come and go -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep queue pairs ready as long as the control connection is open."""
+        try:
+            with self._scope:
+                while self.control.is_open:
+                    changed = self._rdma.changed
+                    await self._set_up()
+                    self._first.set()
+                    await self._pause(changed)
+        finally:
+            self._first.set()
+
+    async def _pause(self, changed: trio.Event) -> None:
+        """Wait until it is time to try lost queue pairs again, or to look for new rails."""
+        if self._is_complete():
+            with trio.move_on_after(_LOOK_S) as self._looking:
+                await changed.wait()
+            if changed.is_set() or self._is_complete():
+                return
+        with trio.move_on_after(RETRY_S):
+            await changed.wait()
+
+    def _is_complete(self) -> bool:
+        """Return whether no pair of rails worked before, or failed to connect, and does not work now."""
+        return _DOWN not in self._told.values() and all(lane.is_usable for lane in self._lanes)
+
+    async def _set_up(self) -> None:
+        """Set up queue pairs between all rails that reach each other."""
+        try:
+            own = self._rdma.rails(self.control.ends.here)
+            answer = await ask(self.control, Rails(), RailsFound)
+        except (OSError, NotThisWay) as error:
+            self._cannot(_text(error))
+            return
+        each = self._rdma.choice.queue_pairs
+        pairs = paired(own, answer.rails)[: QUEUE_PAIRS_MAX // each]
+        if not pairs:
+            self._cannot("no RDMA device here is on a network with one of the node's")
+            return
+        if len(self._told) > _NAMES_MAX:
+            self._told.clear()
+        before = {lane.key: lane for lane in self._lanes}
+        lanes = [Lane(*ends, index) for ends in pairs for index in range(each)]
+        lanes = [before.pop(lane.key, lane) for lane in lanes]
+        lanes += [lane for lane in before.values() if lane.is_usable]
+        self._lanes = lanes[:QUEUE_PAIRS_MAX]
+        numbers = set(range(QUEUE_PAIRS_MAX)) - {lane.number for lane in self._lanes}
+        async with trio.open_nursery() as nursery:
+            for lane in self._lanes:
+                if lane.number < 0:
+                    lane.number = numbers.pop()
+                if lane.path is None:
+                    nursery.start_soon(self._connect, lane)
+
+    async def _connect(self, lane: Lane) -> None:
+        try:
+            adapter, gid = self._rdma.open(lane.mine.route), lane.mine.route.gid
+            path = await open_path(
+                self.control, adapter, gid, lane.other, lane.number, self._stages
+            )
+        except (OSError, NotThisWay) as error:
+            self._cannot(_text(error), lane)
+            return
+        lane.path = path
+        if not self.control.is_open:
+            path.pair.fail("the control connection ended")
+            return
+        self.control.caller.nursery.start_soon(self._watch, lane, path)
+        told = self._told.get(lane.name)
+        back = " is back" if told == _DOWN else ""
+        if told != _UP:
+            log.info("store node %x: by RDMA over %s%s", self.control.node, lane.name, back)
+        self._told[lane.name] = _UP
+        self._told.pop("", None)
+        self._first.set()
+
+    async def _watch(self, lane: Lane, path: Path) -> None:
+        await path.pair.failed.wait()
+        await self.lose(lane, path)
+
+    async def lose(self, lane: Lane, path: Path) -> None:
+        """Take a broken queue pair out of use. It has told the operations under way on it itself."""
+        if lane.path is not path:
+            return
+        lane.path = None
+        if self.control.is_open:
+            self._cannot(path.pair.failure, lane)
+            self._looking.cancel()
+        await path.close(path.pair.failure)
+
+    def _cannot(self, why: str, lane: Lane | None = None) -> None:
+        """Log that RDMA, or this lane, does not work; once until that changes."""
+        if not self.control.is_open:
+            return
+        name = lane.name if lane is not None else ""
+        if name in self.usable:
+            return
+        told = _DOWN if lane is not None else why
+        if self._told.get(name) == told:
+            return
+        now = ", ".join(self.usable) or "TCP"
+        node = self.control.node
+        if lane is None:
+            log.warning("store node %x: over TCP: %s", node, why)
+        elif self._told.get(name) == _UP:
+            log.warning("store node %x: %s is lost: %s; over %s now", node, name, why, now)
+        else:
+            log.warning("store node %x: %s does not work: %s; over %s", node, name, why, now)
+        self._told[name] = told
+
+    def _end(self, why: str) -> None:
+        self._scope.cancel()
+        for lane in self._lanes:
+            if lane.path is not None:
+                lane.path.pair.fail(why)
+
+
+def _text(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)
 
 
 class VerbsWay(Way):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from irdmafs.backend.node import catalog
-from irdmafs.backend.transport.verbs import lanes
+from irdmafs.backend.transport.verbs import way
 from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.cli.command import main
 
@@ -46,7 +46,7 @@ def make_breakable() -> None:
 
 
 if __name__ == "__main__":
-    lanes.RETRY_S = 0.5
+    way.RETRY_S = 0.5
     setattr(catalog, "SPARE_S", float("inf"))  # noqa: B010
     make_breakable()
     main(prog_name="irdmafs")

@@ -1,4 +1,4 @@
-"""The node's end of queue pairs: it grants a peer rights to read extents, and to write reserved ones.
+"""The node's end over verbs: it grants a peer rights to read extents, and to write reserved ones.
 
 A right ends with its operation, with the queue pair, with the control connection that set the pair up, with
 the peer's session in the cluster, or after GIVEN_S.
@@ -12,9 +12,11 @@ from functools import partial
 
 import trio
 
+from ...unwrap import if_it_fails
 from .. import FileRange
+from ..device import Growth
 from ..messages import Answer, Done, Message, Request
-from ..mover import Connection, Growth, Host, Lasting
+from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
 from ..service import Held, Incoming, begin
 from .messages import (
@@ -95,27 +97,44 @@ class Arrival(_Operation):
             self.handed_on.set()
 
 
+class VerbsServing(Serving):
+    """The end of one node. It has a responder for each control connection."""
+
+    def __init__(self, host: Host, rdma: Rdma) -> None:
+        self.host = host
+        self.rdma = rdma
+        self.responders: set[Responder] = set()
+
+    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
+        responder = Responder(self, peer, local, nursery)
+        self.responders.add(responder)
+        return responder
+
+    def give_up(self, content: int) -> None:
+        for responder in self.responders:
+            responder.give_up(content)
+
+    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
+        for responder in self.responders:
+            if is_over(responder.peer):
+                responder.detach(SESSION_OVER)
+
+
 class Responder(Connection):
     """Carries out what one peer asks of the verbs mover on its control connection. `nursery` is the
-    connection's; `local` is this host's address on it. `ended` is told when the connection ends."""
+    connection's; `local` is this host's address on it."""
 
     def __init__(
-        self,
-        host: Host,
-        rdma: Rdma,
-        peer: Peer,
-        local: str,
-        nursery: trio.Nursery,
-        ended: Callable[["Responder"], None],
+        self, serving: VerbsServing, peer: Peer, local: str, nursery: trio.Nursery
     ) -> None:
         self.peer = peer
-        self._host = host
-        self._service = host.service
-        self._counters = host.counters
-        self._rdma = rdma
+        self._serving = serving
+        self._host = serving.host
+        self._service = serving.host.service
+        self._counters = serving.host.counters
+        self._rdma = serving.rdma
         self._local = local
         self._nursery = nursery
-        self._ended = ended
         self._handles = itertools.count(1)
         self._pairs: dict[int, QueuePair] = {}
         self._operations: dict[int, _Operation] = {}
@@ -140,7 +159,7 @@ class Responder(Connection):
                 self.detach("the peer gave it up", message.pair)
 
     def close(self, why: str) -> None:
-        self._ended(self)
+        self._serving.responders.discard(self)
         self.detach(why)
 
     def detach(self, why: str, number: int | None = None) -> None:
@@ -179,11 +198,8 @@ class Responder(Connection):
             rdma = self._usable()
             route = rdma.rail(self._local, asked.rail, asked.gid).route
             pair = rdma.open(route).queue_pair(route.gid, self._arrived)
-            try:
+            with if_it_fails(pair.close):
                 pair.connect(asked.end, self._host.timeout_s)
-            except BaseException:
-                pair.close()
-                raise
         except OSError as error:
             raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
         self._pairs[asked.pair] = pair
