@@ -186,7 +186,8 @@ class Part:
         number = plan.version - 1
         if self._before is None or self._before[0] != number:
             path = self._train.version(number) / self._name
-            self._before = (number, self._open(path, look(path)))
+            there = self._train.in_version(number).folder(self._name)
+            self._before = (number, self._open(path, there))
         return self._before[1]
 
     def _open(self, path: Path, there: Folder) -> PartFolders:

@@ -62,9 +62,9 @@ class Prefetch:
         is gone, and OSError."""
         self.close()
         found: dict[str, ShardFile] = {}
-        there = look(self._train.version(version))
         if version != self._version:
             return found
+        there = self._train.in_version(version)
         for shard in self._layout.shards:
             fetch = self._fetches.get(shard.name)
             if fetch is None or fetch.file.exception() is not None:

@@ -163,7 +163,7 @@ class Reducer:
         if self._found is None or self._found[0] != names:
             config = self.train.config()
             newest = self.train.newest_plan()
-            found = _Found(config, newest, self.train.making(newest.version + 1, names))
+            found = _Found(config, newest, self.train.making(newest.version + 1, below))
             self._found = (names, found)
         return self._found[1]
 

@@ -31,7 +31,7 @@ _NAMES_MAX = 1024
 # A thread that nobody waits for any more ends its wait after so long.
 _WATCH_S = 1.0
 # Too much for one answer; not for this user. Such a directory is walked.
-_WALKED = (errno.E2BIG, errno.ERANGE, errno.EACCES)
+WALKED = (errno.E2BIG, errno.ERANGE, errno.EACCES)
 _NOT_IRDMAFS = (errno.ENODATA, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,20 +59,23 @@ class Folder(NamedTuple):
         """Return a directory below it; one without entries if it is not there."""
         found = self
         for name in names:
-            found = found.folders.get(name, _NOTHING)
+            found = found.folders.get(name, NOTHING)
         return found
 
 
-_NOTHING = Folder(0, {}, (), {}, ())
+NOTHING = Folder(0, {}, (), {}, ())
 
 
-def look(path: Path, after: int | None = None, timeout_s: float = 0.0) -> Folder:
+def look(
+    path: Path, after: int | None = None, timeout_s: float = 0.0, *, walks: bool = True
+) -> Folder:
     """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
-    Raises OSError, InterruptedError too."""
+    What one answer cannot have is looked at directory by directory if it `walks`. Raises OSError,
+    InterruptedError too."""
     try:
         counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
-        if error.errno not in _WALKED:
+        if not walks or error.errno not in WALKED:
             raise
         counter = count_changes(path, after, timeout_s)
         return _walk(path)._replace(counter=counter)
@@ -175,7 +178,7 @@ class Trees:
 
     def _take(self, path: Path, found: Folder) -> bool:
         """Keep what was found, unless something later is known; return whether it is new."""
-        known = self._found.get(path, _NOTHING).counter
+        known = self._found.get(path, NOTHING).counter
         if known is not None and found.counter is not None and found.counter <= known:
             return False
         self._found[path] = found

@@ -36,7 +36,7 @@ from irdmafs.train.pushes import STEP, arrays_of, slices_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
 from irdmafs.train.speculation import Staged
-from irdmafs.train.trees import Trees
+from irdmafs.train.trees import Trees, look
 
 SHARDS = 3
 # Long enough for whatever is waited for to happen.
@@ -188,7 +188,7 @@ def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: l
         coordinator, lost = reducer._coordinator, dict(reducer._parts)
         assert coordinator is not None
         eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
-        made = train.making(1, os.listdir(train.next))
+        made = train.making(1, look(train.next))
         assert made is not None
         staged = Staged(train, train.layout(), Trees())
         taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}

@@ -38,7 +38,7 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import Lock, is_locked
-from irdmafs.train.trees import Trees
+from irdmafs.train.trees import Trees, look
 
 JOINS = """
 import sys
@@ -427,7 +427,7 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
 
         def coordinate() -> None:
             newest = train.newest_plan()
-            made = train.making(newest.version + 1, os.listdir(train.next))
+            made = train.making(newest.version + 1, look(train.next))
             coordinator.step(train.config(), newest, made)
 
         worker.push(ones())
