@@ -52,7 +52,7 @@ _TIDY_LEAST = 8
 # The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
 # So often the coordinator looks whether there is something else to show as the status.
-_SHOW_S = 0.5
+_SHOW_S = 2.0
 # The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
 

@@ -350,12 +350,14 @@ def remove(path: Path) -> None:
     """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
     meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        path.unlink()
     except FileNotFoundError:
         pass
+    except IsADirectoryError:
+        try:
+            path.rmdir()
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def put_aside(train: TrainDirectory, path: Path) -> Path | None:
@@ -379,11 +381,15 @@ def remove_aside(path: Path) -> None:
     """
     # A file has no tree.
     with contextlib.suppress(FileNotFoundError, TrainError):
-        for name in look(path).folders:
+        there = look(path)
+        for name in there.folders:
             gone = path.with_name(f"@{secrets.token_hex(8)}")
             with contextlib.suppress(FileNotFoundError):
                 move(path / name, gone)
                 remove(gone)
+        for name in there.files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path / name)
     remove(path)
 
 
