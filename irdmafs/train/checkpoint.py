@@ -22,9 +22,9 @@ from ..client import _files
 from ..client._safetensors import encode
 from .directory import COMPLAINT, NORM, PLAN, TrainDirectory, make_new, params_of, read_small
 from .errors import TrainError
-from .folders import Directory
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, gather
+from .trees import Directory
 
 # Other files of the models' directory are kept if they are no larger, and so many of them: each version
 # has a name for each.

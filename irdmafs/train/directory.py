@@ -20,10 +20,9 @@ import msgspec
 from ..client import _files
 from .config import TrainConfig
 from .errors import TrainError
-from .folders import Directory, Seen, seen
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .trees import NOTHING, WALKED, Folder, count_changes, look
+from .trees import NOTHING, WALKED, Directory, Folder, Seen, count_changes, look, seen
 
 T = TypeVar("T")
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from ..client import FormatError
 from .directory import LOOK_S, PARAMS, TrainDirectory, owner_of
-from .folders import Directories, Directory, Seen
 from .layout import ModelLayout, Shard
 from .shard_files import ShardFile, copy_shard
-from .trees import GATHER_S, Folder, look
+from .trees import GATHER_S, Directories, Directory, Folder, Seen, look
 
 # Shards that are fetched at once: of each node the next.
 _AT_ONCE = 16

@@ -22,10 +22,9 @@ from .coordinator import Coordinator
 from .directory import COORDINATOR, LOOK_S, PLAN, TrainDirectory, params_of
 from .errors import TrainError
 from .liveness import Lock
-from .part import Part
+from .part import Part, Staged
 from .placement import is_here
 from .plan import Plan, is_foreseen
-from .speculation import Staged
 from .trees import Folder, Trees
 
 log = logging.getLogger(__name__)

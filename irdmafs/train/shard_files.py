@@ -16,8 +16,8 @@ from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
 from .directory import VERSION
-from .folders import Directory, seen
 from .layout import ModelLayout, Shard, Slice
+from .trees import Directory, seen
 
 T = TypeVar("T")
 

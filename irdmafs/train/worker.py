@@ -17,7 +17,6 @@ from typing import Any
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
@@ -26,8 +25,8 @@ from .plan import Plan, Push, is_foreseen, may_pull
 from .prefetch import Prefetch
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import ShardFile, copy_shard, gather, in_parallel
-from .status import is_reduced, no_reducer
-from .watch import Watch
+from .status import Watch, is_reduced, no_reducer
+from .trees import Directories
 
 _LOOK_S = 1.0
 

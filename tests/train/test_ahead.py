@@ -31,11 +31,10 @@ from irdmafs.client import _files
 from irdmafs.client._safetensors import encode
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.open_push import OpenPush
-from irdmafs.train.part import Part
+from irdmafs.train.part import Part, Staged
 from irdmafs.train.pushes import STEP, arrays_of, slices_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
-from irdmafs.train.speculation import Staged
 from irdmafs.train.trees import Trees, look
 
 SHARDS = 3
