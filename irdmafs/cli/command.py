@@ -26,11 +26,10 @@ from .cluster import ask, config_option, load, mount_of, print_json, rdma_wanted
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
-from .nodes import admit, drain, remove, scrub
+from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .restore import accept_restore, repair_etcd
 from .serve import serve
 from .train import train
-from .transfer import prefetch, rebalance
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig

@@ -42,7 +42,7 @@ from __future__ import annotations
 import os
 
 from ._buffer import Buffer
-from ._errors import FormatError
+from ._files import FormatError
 from ._store import Store
 
 __all__ = ["Buffer", "FormatError", "Store", "open"]

@@ -17,7 +17,6 @@ import msgspec
 
 from ..client._files import look_up
 from . import pushes
-from .checkpoint import add_kept_files, assemble
 from .config import TrainConfig
 from .directory import (
     COMPLAINT,
@@ -38,6 +37,7 @@ from .directory import (
 from .errors import Refused
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
+from .models import add_kept_files, assemble
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .status import complaints, note_refusal, one_line, text_of
 from .trees import Folder, Seen, Trees, look, seen

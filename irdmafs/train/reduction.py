@@ -19,6 +19,7 @@ from ..client._safetensors import head_of
 from .arithmetic import (
     F32,
     Blocks,
+    BlockScales,
     Weight,
     accumulate,
     count_nonfinite,
@@ -33,7 +34,6 @@ from .layout import Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import has_nonfinite
 from .rules import Rule, make_rule
-from .scales import BlockScales
 from .shard_files import NewFile, ShardFile
 from .trees import Directory
 
