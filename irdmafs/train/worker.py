@@ -22,9 +22,8 @@ from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
-from .prefetch import Prefetch
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
-from .shard_files import ShardFile, copy_shard, gather, in_parallel
+from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
 from .trees import Directories
 
