@@ -288,10 +288,7 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
             **report_of(found),
             "warnings": await engine.admin.weaknesses(),
         }
-        if as_json:
-            print_json(data)
-        else:
-            print_cluster(data)
+        (print_json if as_json else print_cluster)(data)
         return str(data["health"])
 
     try:

@@ -318,10 +318,7 @@ def rebalance(
         say("everything is where it should be")
         return
     plan = with_etcd(config, dry)
-    if as_json:
-        print_json(plan)
-    else:
-        print_moves(plan)
+    (print_json if as_json else print_moves)(plan)
 
 
 @click.command()
