@@ -348,11 +348,10 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
     meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        pass
-    except IsADirectoryError:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            path.unlink()
+            return
         try:
             path.rmdir()
         except OSError:
@@ -387,7 +386,7 @@ def remove_aside(path: Path) -> None:
                 move(path / name, gone)
                 remove(gone)
         for name in there.files:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(path / name)
     remove(path)
 

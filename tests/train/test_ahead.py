@@ -15,10 +15,12 @@ import pytest
 from harness.mountpoint import eventually
 from harness.training_runs import (
     Arrays,
+    fetched,
     gradients,
     model,
     newest,
     parameters,
+    put_all,
     reduce,
     reduce_until,
     same_bits,
@@ -54,16 +56,6 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
     return made
-
-
-def put_all(worker: Worker, values: Arrays) -> OpenPush:
-    """Begin a push, and wait until all of its files are in staging/."""
-    push = worker.begin_push()
-    for name, value in values.items():
-        push.put(name, value)
-    for writing in push._written.values():
-        writing.result()
-    return push
 
 
 def sum_ahead(reducer: Reducer, reductions: list[bool], count: int = SHARDS) -> None:
@@ -310,12 +302,6 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(run: P
 
 
 # -- what was fetched ahead ------------------------------------------------------------------------
-
-
-def fetched(worker: Worker) -> bool:
-    """Return whether all shards of the version that is being made are here."""
-    fetches = list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
-    return len(fetches) == SHARDS and all(one.file.done() for one in fetches)
 
 
 def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> None:
