@@ -1,7 +1,7 @@
 """The processes that use a store, and those that keep a mount busy.
 
-These are read from /proc alone: the mount itself is never touched. Reading /proc of a process can block for
-ever (onlooker.py says why). So a child reads it, which can be left behind.
+Those of a mount are found in /proc alone: the mount itself is never touched. Reading /proc of a process
+can block for ever (onlooker.py says why). So a child reads it, which can be left behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOUNTPOINT_FILE = "mountpoint"
 # umount(8) returns before the daemon has stored its last changes and ended.
 _FREE_WITHIN_S = 15.0
 _LOOK_AGAIN_S = 0.02
-# So long a child may read /proc.
+# A child that reads /proc is left behind after so long.
 _PATIENCE_S = 5.0
 
 

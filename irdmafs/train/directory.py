@@ -219,11 +219,10 @@ class TrainDirectory:
         versions/, if it was just looked at. Raises TrainError."""
         missed = None
         while True:
-            number = -1
-            # The newest may have gone since it was seen.
+            self._versions = versions or self.look_at_versions()
+            number = max(map(int, filter(str.isdecimal, self._versions.folders)), default=0)
+            # It may have gone since it was seen.
             with contextlib.suppress(FileNotFoundError):
-                self._versions = versions or self.look_at_versions()
-                number = max(map(int, filter(str.isdecimal, self._versions.folders)), default=-1)
                 return self.plan_of(number)
             if number == missed:
                 raise TrainError(f"{self.version(number)} has no {PLAN}")
