@@ -19,7 +19,7 @@ from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name, worker_of
-from .trees import Directory
+from .trees import Directory, look
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ def one_line(text: str) -> str:
 def refusals(train: TrainDirectory) -> list[str]:
     """Return the names of the files of refusals, oldest first. Whoever put something else in the place of
     refused/ is told nothing."""
-    with contextlib.suppress(OSError):
-        return sorted(os.listdir(train.refused))
+    with contextlib.suppress(OSError, TrainError):
+        return sorted(look(train.refused).names)
     return []
 
 
