@@ -84,6 +84,8 @@ class Staged:
         self._pushes: dict[str, _Push] = {}
         # The files of shards, by shard, for which some pushes have no file yet.
         self._opened: dict[str, Foreseen] = {}
+        # The last plan that was made, and what was in push/ after that.
+        self._published: tuple[Plan, Folder] | None = None
         self._directories = Directories()
 
     def close(self) -> None:
@@ -150,9 +152,11 @@ class Staged:
         self._directories.past.add(before)
         return None
 
-    def published(self) -> Folder:
-        """Return what is in push/ now. Raises OSError."""
-        return self._trees.look_again(self._train.push)
+    def published(self, plan: Plan) -> Folder:
+        """Return what is in push/ after a plan was made. Raises OSError."""
+        if self._published is None or self._published[0] is not plan:
+            self._published = (plan, self._trees.look_again(self._train.push))
+        return self._published[1]
 
     def open_published(self, shard: Shard, name: str) -> ShardFile:
         """Return the file with a shard of the push that has a name in push/. Raises Refused, FormatError
@@ -269,19 +273,15 @@ class Part:
 
     def _missing(self, plan: Plan) -> list[Shard]:
         """Return the shards that are to be made: all but those that were made by this plan, from the files
-        that its pushes have now."""
-        missing = []
-        pushes: Folder | None = None
-        for shard in self._shards:
+        that its pushes had when it was made."""
+
+        def is_made(shard: Shard) -> bool:
             made = self._made.get(shard.name)
             if isinstance(made, Foreseen):
-                pushes = pushes or self._staged.published()
-                is_made = made.is_of(shard, plan, pushes)
-            else:
-                is_made = made == plan
-            if not is_made:
-                missing.append(shard)
-        return missing
+                return made.is_of(shard, plan, self._staged.published(plan))
+            return made == plan
+
+        return [shard for shard in self._shards if not is_made(shard)]
 
     def _reductions(
         self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
