@@ -81,6 +81,8 @@ class TrainDirectory:
         self._plans: dict[Seen, Plan] = {}
         # What was below versions/ when it was looked at last, and whether that is too much to be looked at.
         self._versions = NOTHING
+        # The clocks of the newest plan that was read.
+        self._clocks: dict[str, int] = {}
         self._are_many = False
         self.push = self._folder("push")
         self.staging = self._folder("staging")
@@ -223,10 +225,17 @@ class TrainDirectory:
             number = max(map(int, filter(str.isdecimal, self._versions.folders)), default=0)
             # It may have gone since it was seen.
             with contextlib.suppress(FileNotFoundError):
-                return self.plan_of(number)
+                self._clocks = (plan := self.plan_of(number)).clocks
+                return plan
             if number == missed:
                 raise TrainError(f"{self.version(number)} has no {PLAN}")
             versions, missed = None, number
+
+    def has_counted(self, worker: str, step: int) -> bool:
+        """Return whether a push has counted. Versions are asked for only if it had not before."""
+        if self._clocks.get(worker, 0) < step:
+            self.newest_plan()
+        return self._clocks.get(worker, 0) >= step
 
     def in_version(self, number: int) -> Folder:
         """Return what is in a version. Raises FileNotFoundError if it is gone."""

@@ -276,7 +276,7 @@ class Watch:
             )
 
     def _has_counted(self) -> bool:
-        return self._train.newest_plan().clocks.get(self._worker, 0) >= self._step
+        return self._train.has_counted(self._worker, self._step)
 
     def look_for_reducer(self) -> None:
         """Log a warning if there has been no reducer for some seconds of a wait."""
