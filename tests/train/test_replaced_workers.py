@@ -34,9 +34,7 @@ def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
 ) -> None:
     start(run, shards=3, sync="async")
     stopped = Worker(run, "a")
-    push = stopped.begin_push()
-    for name, array in ones(1).items():
-        push.put(name, array)
+    push = put_all(stopped, ones(1))
     lose_lock(stopped)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
         worker.push(ones(2), weight=3)
