@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
     from ..backend.cluster.overview import Cluster
     from ..backend.etcd.engine import EtcdEngine
+    from ..backend.model.records import Epoch, Report
     from ..backend.transport.verbs.rdma import Choice
 
 T = TypeVar("T")
@@ -286,10 +288,7 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
             **report_of(found),
             "warnings": await engine.admin.weaknesses(),
         }
-        if as_json:
-            print_json(data)
-        else:
-            print_cluster(data)
+        (print_json if as_json else print_cluster)(data)
         return str(data["health"])
 
     try:
@@ -300,3 +299,69 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
         say(str(error), err=True)
         ctx.exit(_EXIT_CODES["unavailable"])
     ctx.exit(_EXIT_CODES[health])
+
+
+@cluster.command("accept-restore")
+@click.option("--above", type=click.IntRange(0), default=0, metavar="REVISION",
+              help="A revision of etcd that was seen elsewhere, in a log for example.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@config_option
+def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
+    """Go on with an etcd that was restored from a backup, as its newest data are lost.
+
+    Files are again as they were when the backup was made. What is newer stays in the nodes' quarantine
+    for a while. A file whose content was replaced or removed since cannot be read.
+    """
+    from ..backend.cluster.history import accept, described, goal, read_reports
+    from .cluster_status import Progress
+
+    config = load(config_path)
+
+    async def look(engine: EtcdEngine) -> tuple[dict[int, Report], int]:
+        return await read_reports(engine), engine.revision
+
+    reports, now = with_etcd(config, look)
+    if not reports:
+        raise MountError(
+            "no store node says that etcd went back in time: there is nothing to accept (a node says so "
+            "when it runs or is started)"
+        )
+    floor = goal(reports, above)
+    when = time.strftime(
+        "%Y-%m-%d %H:%M:%S", time.localtime(max(r.time_s for r in reports.values()))
+    )
+    say(f"found {when}: etcd {described(reports)}", err=True)
+    say(
+        f"what changed after the backup is lost if you go on; etcd's revision is lifted from {now} to "
+        f"{floor} first, so that no number is used twice",
+        err=True,
+    )
+    consent("Accept the restored state?", "accepts the restored state", yes)
+
+    async def go_on(engine: EtcdEngine) -> Epoch | None:
+        with Progress(
+            "lifting etcd's revision", "revisions", max(floor - engine.revision, 0)
+        ) as bar:
+            return await accept(engine, floor, bar.update)
+
+    if with_etcd(config, go_on) is None:
+        raise MountError("nothing was changed: etcd's newest data are back")
+    say(
+        "the restored state is accepted; nodes and mounts go on by themselves: irdmafs cluster status"
+    )
+
+
+@cluster.command("repair-etcd")
+@config_option
+def repair_etcd(config_path: str | None) -> None:
+    """Free the room that etcd does not use, and take its alarms back, so that it takes writes again.
+
+    Each member of etcd is defragmented, one after the other: it answers nothing else meanwhile, for some
+    seconds per GiB. After the alarm CORRUPT the members' data are compared first.
+    """
+
+    async def repair(engine: EtcdEngine) -> None:
+        await engine.admin.room.repair(say)
+
+    with_etcd(load(config_path), repair)
+    say("see how it is now with: irdmafs cluster status")

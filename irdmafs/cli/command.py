@@ -25,11 +25,9 @@ from .cluster import ask, config_option, load, mount_of, print_json, rdma_wanted
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
-from .nodes import admit, drain, remove, scrub
-from .restore import accept_restore, repair_etcd
+from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .serve import serve
 from .train import train
-from .transfer import prefetch, rebalance
 from .watch import watch
 
 if TYPE_CHECKING:
@@ -395,7 +393,7 @@ def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flag
     ctx.exit(0 if found.sessions else 1)
 
 
-for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
+for _command in (admit, drain, remove, scrub):
     cluster.add_command(_command)
 for _command in (cluster, install, prefetch, rebalance, serve, train, uninstall, watch):
     main.add_command(_command)

@@ -52,8 +52,8 @@ def cert(
     The certificate and its rights are recorded in etcd, so that it can be revoked.
     """
     from ..backend.trust.authority import issue
+    from .cluster_admin import subvolume_at
     from .cluster_members import node_addresses, register_all, renewable
-    from .subvolumes import subvolume_at
 
     config, authority = _with_ca(config_path)
     target, owner, subvolume, kept_to = directory or authority, 0, 0, root or ""

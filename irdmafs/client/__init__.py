@@ -47,7 +47,7 @@ from __future__ import annotations
 import os
 
 from ._buffer import Buffer
-from ._errors import FormatError
+from ._files import FormatError
 from ._store import Store
 from ._waiting import Seen, wait, watch
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from . import _files
 from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, size_bytes
-from ._errors import FormatError
+from ._files import FormatError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 
 from ._dtypes import Array, Layout, size_bytes
-from ._errors import FormatError
 
 StrPath: TypeAlias = str | os.PathLike[str]
 AnyPath = TypeVar("AnyPath", bound=StrPath)
@@ -44,6 +43,18 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class FormatError(ValueError):
+    """A file that should hold arrays does not: ``path`` names it, ``defect`` says what is wrong."""
+
+    def __init__(self, path: str, defect: str) -> None:
+        super().__init__(path, defect)
+        self.path = path
+        self.defect = defect
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.defect}"
 
 
 class Mapping:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from numpy.lib import format as npy_format
 
 from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, buffers, size_bytes
-from ._errors import FormatError
-from ._files import Mapping, open_to_read, read_at, view
+from ._files import FormatError, Mapping, open_to_read, read_at, view
 
 # Headers are Python literals; the limit keeps a hostile one from costing memory and time.
 _HEADER_MAX_BYTES = 64 << 10

@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from ._dtypes import Array, DType, Layout, buffers, code_of, dtype_of_code, size_bytes
-from ._errors import FormatError
+from ._files import FormatError
 
 LENGTH_BYTES = 8
 # The limit of the reference implementation, which must be able to read our files.

@@ -1,13 +1,17 @@
-"""One mounted filesystem from start to end: store, session, signals."""
+"""One mounted filesystem from start to end: store, session, signals; and its report."""
 
 import logging
 import os
+import platform
+import resource
 import signal
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
@@ -30,13 +34,13 @@ from ..fuse.notices import Notices, Submounts
 from ..fuse.tasks import Tasks
 from ..fuse.wakeups import FastWakeups
 from ..mount_options import MountConfig, MountError
+from ..posix import quotas
 from ..posix.atimes import Atimes
 from ..posix.census import census
 from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
-from .status import SessionKind, Status
 
 if TYPE_CHECKING:
     from ..backend.store.remote.store import RemoteStore
@@ -50,6 +54,7 @@ _STACKED = ("overlay", "ecryptfs")
 _STORE_READS_S = 3.0
 _CHECK_NODES_S = 1.0
 _CHECKED_NODES_MAX = 16
+_LOW_SPACE_SHARE = 0.05
 
 
 async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
@@ -113,13 +118,17 @@ class _Daemon:
         self._atimes = Atimes(config.options, store.extents)
         self._tasks = Tasks()
         self._counts = Counts()
-        self._session, self._status = self._mount()
+        self._started = time.monotonic()
+        # Why it is not the kernel session; what wakes processors for that session.
+        self._reason = ""
+        self._wakeups: FastWakeups | None = None
+        self._session = self._mount()
         found = mounting.find_mount(config.mountpoint)
         self._mounted = (found.mount_id, found.device) if found is not None else None
 
-    def _mount(self) -> tuple[Session, Status]:
+    def _mount(self) -> Session:
         """Mount with the requested session, or with the best one that works. Raises MountError."""
-        wanted, reason = self._config.session, ""
+        wanted = self._config.session
         if wanted in ("auto", "kernel"):
             try:
                 return self._with_kernel_session()
@@ -127,9 +136,9 @@ class _Daemon:
                 text = getattr(error, "strerror", None) or str(error)
                 if wanted == "kernel":
                     raise MountError(f"no kernel session: {text}") from error
-                reason = f"no passthrough: {text}"
-                log.warning("taking the pyfuse3 session; %s", reason)
-        return self._with_portable_session(reason)
+                self._reason = f"no passthrough: {text}"
+                log.warning("taking the pyfuse3 session; %s", self._reason)
+        return self._with_portable_session()
 
     async def store_reads(self) -> None:
         """Store, after the unmount, when files were last read, if there is room and etcd answers."""
@@ -139,7 +148,7 @@ class _Daemon:
         except OSError as error:
             log.warning("the times of the last reads could not be stored: %s", error)
 
-    def _with_kernel_session(self) -> tuple[Session, Status]:
+    def _with_kernel_session(self) -> Session:
         if not mounting.can_mount():
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -159,10 +168,9 @@ class _Daemon:
             os.close(fd)
             raise
         notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
-        kind = SessionKind(KernelSession.name, "", wakeups)
-        filesystem, status = self._filesystem(notices, kind, acls=options.acl)
-        session = KernelSession(connection, filesystem, notices, self._tasks, self._counts, wakeups)
-        return session, status
+        self._wakeups = wakeups
+        filesystem = self._filesystem(notices, acls=options.acl)
+        return KernelSession(connection, filesystem, notices, self._tasks, self._counts, wakeups)
 
     def _stack_depth(self) -> int:
         """Return 1, so that others can stack (overlayfs) on this mount; 2 for a store on overlayfs, and in
@@ -170,18 +178,18 @@ class _Daemon:
         below = mounting.containing_mount(self._config.store)
         return 2 if self._config.cluster or (below and below.fstype in _STACKED) else 1
 
-    def _with_portable_session(self, reason: str) -> tuple[Session, Status]:
+    def _with_portable_session(self) -> Session:
         # Imported here: a kernel session needs no pyfuse3.
         from ..fuse.portable import PortableNotices, PortableSession
 
         config = self._config
         if config.options.locks == "refuse":
             raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
-        kind = SessionKind(PortableSession.name, reason, None)
-        filesystem, status = self._filesystem(PortableNotices(self._tasks), kind, acls=False)
+        self._wakeups = None
+        filesystem = self._filesystem(PortableNotices(self._tasks), acls=False)
         options = mounting.libfuse_options(config.options)
         try:
-            session = PortableSession(
+            return PortableSession(
                 filesystem, self._tasks, self._counts, config.mountpoint, options
             )
         except RuntimeError as error:
@@ -189,11 +197,8 @@ class _Daemon:
                 f"cannot mount on {config.mountpoint}: {error}; `irdmafs doctor` says what is missing "
                 "here, and how to get it"
             ) from error
-        return session, status
 
-    def _filesystem(
-        self, kernel: KernelCache, kind: SessionKind, *, acls: bool
-    ) -> tuple[Filesystem, Status]:
+    def _filesystem(self, kernel: KernelCache, *, acls: bool) -> Filesystem:
         """Make the parts that both kinds of session need."""
         store, options = self._store, self._config.options
         cache = Cache(
@@ -201,7 +206,7 @@ class _Daemon:
             kernel,
             self._processes,
             isolates=options.isolation,
-            passthrough=kind.wakeups is not None,
+            passthrough=self._wakeups is not None,
         )
         locking = Locking(
             options.locks, store.locks, cache.publisher, kernel, store.namespace.describe
@@ -213,10 +218,9 @@ class _Daemon:
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Coherence(store.namespace, cache)
-        counted = partial(census, store.namespace, cache, coherence, locking)
-        status = Status(self._config, store, self._cluster, kind, self._counts, counted)
+        self._census = partial(census, store.namespace, cache, coherence, locking)
         block = Superblock(store, cache, coherence, self._atimes, options)
-        return Filesystem(block, locking, status.report, acls=acls), status
+        return Filesystem(block, locking, self._report, acls=acls)
 
     async def run(self, ready: Callable[[str], None]) -> None:
         config = self._config
@@ -238,7 +242,7 @@ class _Daemon:
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Call `ready` when the mount answers a stat that comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
-        words = self._status.first_words()
+        words = self._first_words()
         name, *reasons = words.split("\n")
         tell_manager("READY=1", status="; ".join((f"{name} session", *reasons)))
         ready(words)
@@ -251,7 +255,7 @@ class _Daemon:
         section = self._config.cluster.mount
         labels = {"mountpoint": self._config.mountpoint}
         address, port = section.metrics_address, section.metrics_port
-        return serve_metrics("mount", self._status.figures, labels, address, port)
+        return serve_metrics("mount", self._figures, labels, address, port)
 
     async def _stop_on_signal(self) -> None:
         """Unmount on SIGINT, SIGTERM or SIGHUP. In a cluster's mount without a terminal, SIGHUP reads the
@@ -274,3 +278,72 @@ class _Daemon:
             mounting.unmount(self._config.mountpoint, lazy=True)
         except MountError as error:
             log.error("%s", error)
+
+    # -- its report --------------------------------------------------------------------------------
+
+    def _first_words(self) -> str:
+        """Return the session's name and, on lines of their own, why it is not the faster one and what else
+        is wrong."""
+        lines = self._cluster_warnings() + self._lock_warnings()
+        warnings = [f"warning: {line}" for line in lines]
+        return "\n".join(filter(None, (self._session.name, self._reason, *warnings)))
+
+    def _report(self) -> dict[str, Any]:
+        """Return the attribute user.irdmafs.status."""
+        below = self._store.statvfs()
+        free, total = below.f_bavail * below.f_frsize, below.f_blocks * below.f_frsize
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        warnings = [*filter(None, [self._reason]), *self._cluster_warnings()]
+        if free < total * _LOW_SPACE_SHARE:
+            warnings.append(f"the store is nearly full: {free >> 20} MiB of {total >> 20} MiB free")
+        if self._wakeups is None:
+            warnings.append("locks are kept by version: two versions of a file lock separately")
+            warnings += self._lock_warnings()
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "mountpoint": self._config.mountpoint,
+            "store": self._config.store,
+            "session": self._session.name,
+            "session_reason": self._reason,
+            "passthrough": self._wakeups is not None,
+            "fast_wakeups": self._wakeups is not None and self._wakeups.enabled,
+            "kernel": platform.release(),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            **self._census(),
+            "quotas": quotas.report(self._store.namespace),
+            **self._store.status(),
+            "store_free_bytes": free,
+            "store_total_bytes": total,
+            "daemon_rss_bytes": _resident_bytes(),
+            "open_files_limit": soft,
+            "requests": self._counts.requests,
+            "errors": self._counts.errors,
+            "warnings": warnings,
+        }
+
+    def _figures(self) -> list[Any]:
+        """Return dataclasses of figures (observe/figures.py)."""
+        # Here only: a mount without metrics starts without them.
+        from ..backend.observe.metrics import MountCounters
+
+        requests, errors = Counter(self._counts.requests), Counter(self._counts.errors)
+        opened = self._census()["open_handles"]
+        return [MountCounters(requests, errors, opened), *self._store.figures()]
+
+    def _cluster_warnings(self) -> list[str]:
+        return self._cluster.warnings() if self._cluster is not None else []
+
+    def _lock_warnings(self) -> list[str]:
+        """Return warnings about locks in the pyfuse3 session, where the kernel keeps them by itself."""
+        in_cluster = self._store.locks is not None and self._config.options.locks == "cluster"
+        if self._wakeups is None and in_cluster:
+            return [
+                "locks hold on this host only, not in the cluster (-o locks=local says so, too)"
+            ]
+        return []
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

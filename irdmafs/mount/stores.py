@@ -37,14 +37,7 @@ from .mounting import (
     named,
     unmount_filesystem,
 )
-from .store_use import (
-    MOUNTPOINT_FILE,
-    is_locked,
-    mountpoint_of,
-    read_note,
-    wait_until_free,
-    write_note,
-)
+from .users import MOUNTPOINT_FILE, is_locked, mountpoint_of, read_note, wait_until_free, write_note
 
 # Unlike /tmp, it is not cleaned by age, and only root can write to it.
 TMPFS_ROOT = "/run/irdmafs/stores"

@@ -14,8 +14,8 @@ the reducer; ``irdmafs train run DIR --workers N -- COMMAND`` runs reducers and 
 
 from .config import TrainConfig
 from .errors import Refused, TrainError
+from .models import begin, end
 from .reducer import Reducer
-from .setup import begin, end
 from .worker import Worker
 
 __all__ = ["Reducer", "Refused", "TrainConfig", "TrainError", "Worker", "begin", "end"]

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..client._files import look_up
-from . import pushes, refusals
-from .checkpoint import add_kept_files, assemble
+from . import pushes
 from .config import TrainConfig
 from .directory import (
     COMPLAINT,
@@ -36,12 +35,12 @@ from .directory import (
     replace,
 )
 from .errors import Refused
-from .folders import Seen, seen
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
+from .models import add_kept_files, assemble
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
-from .status import text_of
-from .trees import Folder, Trees, look
+from .status import complaints, note_refusal, one_line, text_of
+from .trees import Folder, Seen, Trees, look, seen
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ _TIDY_LEAST = 8
 # The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
 # So often the coordinator looks whether there is something else to show as the status.
-_SHOW_S = 0.5
+_SHOW_S = 2.0
 # The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
 
@@ -149,14 +148,14 @@ class Coordinator:
         they are, and count for nothing unless all of them were made."""
         now_s = time.monotonic()
         names = self._trees.look(self._train.next).folder(target.name).names
-        complaints = refusals.complaints(target, names)
-        if not complaints and now_s < self._lacking_s + LOOK_S:
+        bad = complaints(target, names)
+        if not bad and now_s < self._lacking_s + LOOK_S:
             return False
         self._lacking_s = now_s
         counted = {push.path for push in plan.pushes if push.weight}
-        for path in counted & complaints.keys():
-            self._refuse(path, Refused(errno.EINVAL, complaints[path]), counts=True)
-        gone = {path for path in counted if path in complaints or not self._is_usable(path)}
+        for path in counted & bad.keys():
+            self._refuse(path, Refused(errno.EINVAL, bad[path]), counts=True)
+        gone = {path for path in counted if path in bad or not self._is_usable(path)}
         if not gone or self._train.newest() >= plan.version:
             return False
         log.warning("%s: gone while it was counted: %s", self._train.models, ", ".join(gone))
@@ -250,8 +249,8 @@ class Coordinator:
 
     def _refuse(self, name: str, error: Refused, *, counts: bool = False) -> None:
         """Refuse a push. `counts`: it is in a plan, where it has weight 0 from now on."""
-        log.warning("%s: %s is refused: %s", self._train.models, refusals.one_line(name), error)
-        refusals.note(self._train, name, error, counts=counts)
+        log.warning("%s: %s is refused: %s", self._train.models, one_line(name), error)
+        note_refusal(self._train, name, error, counts=counts)
 
     def _look_at_members(self) -> None:
         """See which workers take part, and which have ended."""

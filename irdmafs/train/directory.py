@@ -20,10 +20,9 @@ import msgspec
 from ..client import _files
 from .config import TrainConfig
 from .errors import TrainError
-from .folders import Directory, Seen, seen
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .trees import count_changes, look
+from .trees import NOTHING, WALKED, Directory, Folder, Seen, count_changes, look, seen
 
 T = TypeVar("T")
 
@@ -78,10 +77,13 @@ class TrainDirectory:
         self._opened: dict[str, Directory] = {}
         # The configuration, the layout and the members as they were when they were read.
         self._read: dict[Path, tuple[Seen, Any]] = {}
-        # Plans by their paths: the last ones that were read. A plan never changes.
-        self._plans: dict[Path, Plan] = {}
-        # The counter of changes below versions/, and the plan that was the newest then.
-        self._newest: tuple[int, Plan] | None = None
+        # Plans by their files: the last ones that were read. A plan never changes.
+        self._plans: dict[Seen, Plan] = {}
+        # What was below versions/ when it was looked at last, and whether that is too much to be looked at.
+        self._versions = NOTHING
+        # The clocks of the newest plan that was read.
+        self._clocks: dict[str, int] = {}
+        self._are_many = False
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")
@@ -173,16 +175,20 @@ class TrainDirectory:
 
     def plan_of(self, number: int) -> Plan:
         """Read the plan that a version was made by. Raises FileNotFoundError."""
-        return self._plan(self.version(number) / PLAN)
+        return self._plan(self.version(number), self._versions.folder(str(number)))
 
-    def _plan(self, path: Path) -> Plan:
-        plan = self._plans.get(path)
+    def _plan(self, directory: Path, there: Folder) -> Plan:
+        """Read the plan in a directory, unless it was read where it lay before. `there`: what is known of
+        the directory."""
+        path, file = directory / PLAN, there.files.get(PLAN)
+        plan = self._plans.get(file) if file is not None else None
         if plan is None:
             try:
                 plan = msgspec.json.decode(read_small(path), type=Plan)
             except msgspec.MsgspecError as error:
                 raise TrainError(f"{path}: {error}") from None
-            self._plans[path] = plan
+            if file is not None:
+                self._plans[file] = plan
             if len(self._plans) > _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
         return plan
@@ -196,32 +202,53 @@ class TrainDirectory:
         value: T = self._read[path][1]
         return value
 
-    def newest_plan(self, counter: int | None = None) -> Plan:
-        """Return the plan of the newest version that the mount has been told of. `counter`: of changes
-        below versions/, if it was just asked for. Raises TrainError."""
-        if counter is None:
-            counter = count_changes(self.versions)
-        if self._newest is None or self._newest[0] != counter:
-            self._newest = (counter, self._read_newest_plan())
-        return self._newest[1]
-
-    def _read_newest_plan(self) -> Plan:
-        """Read the plan of the newest version, which may have gone since the link to it was read."""
-        while True:
-            number = self.newest()
+    def look_at_versions(self, after: int | None = None, timeout_s: float = 0.0) -> Folder:
+        """Return what is below versions/, or of very many versions the newest; if `after` is a counter,
+        once it is another one, or after a while. Raises OSError, InterruptedError too."""
+        if not self._are_many:
             try:
-                return self.plan_of(number)
-            except FileNotFoundError:
-                if self.newest() == number:
-                    raise TrainError(f"{self.version(number)} has no {PLAN}") from None
+                return look(self.versions, after, timeout_s, walks=False)
+            except OSError as error:
+                if error.errno not in WALKED:
+                    raise
+                self._are_many = True
+        counter, newest = count_changes(self.versions, after, timeout_s), str(self.newest())
+        found = {newest: look(self.versions / newest)}
+        return Folder(0, {}, (), found, found.keys(), counter)
 
-    def making(self, version: int, names: Iterable[str]) -> tuple[Path, Plan] | None:
+    def newest_plan(self, versions: Folder | None = None) -> Plan:
+        """Return the plan of the newest version that the mount has been told of. `versions`: what is below
+        versions/, if it was just looked at. Raises TrainError."""
+        missed = None
+        while True:
+            self._versions = versions or self.look_at_versions()
+            number = max(map(int, filter(str.isdecimal, self._versions.folders)), default=0)
+            # It may have gone since it was seen.
+            with contextlib.suppress(FileNotFoundError):
+                self._clocks = (plan := self.plan_of(number)).clocks
+                return plan
+            if number == missed:
+                raise TrainError(f"{self.version(number)} has no {PLAN}")
+            versions, missed = None, number
+
+    def has_counted(self, worker: str, step: int) -> bool:
+        """Return whether a push has counted. Versions are asked for only if it had not before."""
+        if self._clocks.get(worker, 0) < step:
+            self.newest_plan()
+        return self._clocks.get(worker, 0) >= step
+
+    def in_version(self, number: int) -> Folder:
+        """Return what is in a version. Raises FileNotFoundError if it is gone."""
+        known = self._versions.folders.get(str(number))
+        return look(self.version(number)) if known is None else known
+
+    def making(self, version: int, below: Folder) -> tuple[Path, Plan] | None:
         """Return the directory in next/ where a version is being made, and its plan: of its attempts the
-        last. None if there is no plan yet. `names`: of the directories in next/."""
-        for attempt in reversed(_attempts(version, names)):
+        last. None if there is no plan yet. `below`: what is in next/."""
+        for attempt in reversed(_attempts(version, below.folders)):
             path = self.attempt(version, attempt)
             with contextlib.suppress(FileNotFoundError):
-                return path, self._plan(path / PLAN)
+                return path, self._plan(path, below.folder(path.name))
         return None
 
     def attempt(self, version: int, attempt: int) -> Path:
@@ -329,13 +356,14 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
     meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
             path.unlink()
-    except FileNotFoundError:
-        pass
+            return
+        try:
+            path.rmdir()
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def put_aside(train: TrainDirectory, path: Path) -> Path | None:
@@ -359,11 +387,15 @@ def remove_aside(path: Path) -> None:
     """
     # A file has no tree.
     with contextlib.suppress(FileNotFoundError, TrainError):
-        for name in look(path).folders:
+        there = look(path)
+        for name in there.folders:
             gone = path.with_name(f"@{secrets.token_hex(8)}")
             with contextlib.suppress(FileNotFoundError):
                 move(path / name, gone)
                 remove(gone)
+        for name in there.files:
+            with contextlib.suppress(OSError):
+                os.unlink(path / name)
     remove(path)
 
 

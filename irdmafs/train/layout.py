@@ -11,8 +11,7 @@ import msgspec
 
 from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
-from .arithmetic import CODES
-from .scales import SUFFIX
+from .arithmetic import CODES, SUFFIX
 
 # Cuts within a parameter are at multiples of this many elements.
 ALIGN = 64

@@ -17,10 +17,10 @@ from ..client._dtypes import Array
 from ..client._safetensors import encode
 from .directory import TrainDirectory, discard, make_home, move
 from .errors import Refused
-from .folders import Directories, Directory
 from .layout import ModelLayout, Shard
 from .plan import Push
 from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
+from .trees import Directories, Directory
 
 # Shards that are written at once: enough that the link is never idle, and few enough that one after the
 # other is there.

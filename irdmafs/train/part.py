@@ -1,16 +1,21 @@
-"""A reducer's work on one part: it makes the part's shards of each version, and publishes them together."""
+"""A reducer's work on one part: it makes the part's shards of each version, and publishes them together.
+
+Shards are also made ahead of the plan, from pushes that are still in staging/. Such a shard is used if
+the plan turns out to be the foreseen one, and its pushes to have the files that were summed. Otherwise the
+shard is made again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ..client import FormatError
-from . import refusals
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
@@ -21,20 +26,156 @@ from .directory import (
     make_home,
     make_part,
     move,
+    owner_of,
     put_aside,
     read_small,
     replace,
 )
-from .errors import BadPush, TrainError
-from .folders import Directories, is_published
+from .errors import BadPush, Refused, TrainError
 from .layout import ModelLayout, Shard
-from .plan import Plan
+from .plan import Plan, Push, next_plan
+from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
 from .shard_files import ShardFile
-from .speculation import Foreseen, Staged
-from .trees import Folder, look
+from .status import complain
+from .trees import Directories, Directory, Folder, Seen, Trees, is_published, look
 
 log = logging.getLogger(__name__)
+
+
+class _Push(NamedTuple):
+    """A push in shards: its directory, and what is known to be in there."""
+
+    push: Push
+    path: Path
+    folder: Folder
+
+
+class Foreseen(NamedTuple):
+    """The files of a shard that the pushes of a foreseen plan have, by the names of the pushes. `seen`:
+    what identified each file before it was opened."""
+
+    plan: Plan
+    files: dict[str, ShardFile]
+    seen: dict[str, Seen]
+
+    def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
+        """Return whether a plan is the foreseen one, and its pushes, which are in push/ now, have the files
+        that were opened."""
+        return plan == self.plan and all(
+            pushes.folder(push.path).files.get(shard.name) == self.seen[push.path]
+            for push in plan.pushes
+            if push.weight
+        )
+
+
+class Staged:
+    """The pushes of the next version that are in staging/ or push/ already."""
+
+    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
+        self._train = train
+        self._header_max_bytes = layout.header_max_bytes
+        self._trees = trees
+        self._newest = -1
+        # The pushes and workers from which no plan could be foreseen last.
+        self._too_few: tuple[Collection[str], Collection[str]] = ((), ())
+        self._plan: Plan | None = None
+        # The pushes, by the names of their directories.
+        self._pushes: dict[str, _Push] = {}
+        # The files of shards, by shard, for which some pushes have no file yet.
+        self._opened: dict[str, Foreseen] = {}
+        # The last plan that was made, and what was in push/ after that.
+        self._published: tuple[Plan, Folder] | None = None
+        self._directories = Directories()
+
+    def close(self) -> None:
+        self._directories.close()
+
+    def plan(self, config: TrainConfig, newest: Plan) -> Plan | None:
+        """Return the next plan, if it can be foreseen. Raises OSError and TrainError."""
+        if self._newest != newest.version:
+            self._newest, self._plan, self._too_few = newest.version, None, ((), ())
+            self._opened.clear()
+        self._pushes = {one.push.path: one for one in self._find(newest)}
+        members = self._trees.look(self._train.workers).visible
+        if self._plan is None and self._pushes and self._too_few != (self._pushes.keys(), members):
+            self._too_few = (self._pushes.keys(), members)
+            pushes = [one.push for one in self._pushes.values()]
+            self._plan = next_plan(config, newest, pushes, members)
+        return self._plan
+
+    def _find(self, newest: Plan) -> Iterator[_Push]:
+        """Return the pushes that are there and have not counted."""
+        homes: list[tuple[Path, str | None, Folder]] = [
+            (self._train.staging / name, owner_of(name), home)
+            for name, home in self._trees.look(self._train.staging).folders.items()
+            if owner_of(name)
+        ]
+        homes.append((self._train.push, None, self._trees.look(self._train.push)))
+        for home, owner, folder in homes:
+            for name, found in folder.folders.items():
+                # The coordinator tells of a name that is refused.
+                with contextlib.suppress(Refused):
+                    push = push_in_shards(name)
+                    if (
+                        push is not None
+                        and owner in (push.worker, None)
+                        and push.step > newest.clocks.get(push.worker, 0)
+                    ):
+                        yield _Push(push, home / name, found)
+
+    def files(self, shard: Shard, plan: Plan) -> Foreseen | None:
+        """Return the shard's files of all pushes of the foreseen plan; None if one of them is not there."""
+        found = self._opened.setdefault(shard.name, Foreseen(plan, {}, {}))
+        for push in plan.pushes:
+            if push.weight and push.path not in found.files:
+                there = self._pushes.get(push.path)
+                opened = None if there is None else self._open(there, shard, push.step)
+                if opened is None:
+                    return None
+                found.files[push.path], found.seen[push.path] = opened
+        return self._opened.pop(shard.name)
+
+    def _open(self, push: _Push, shard: Shard, step: int) -> tuple[ShardFile, Seen] | None:
+        before = push.folder.files.get(shard.name)
+        if before is None or before in self._directories.past:
+            return None
+        try:
+            directory = self._directories.get(push.folder.ino, push.path)
+            file = ShardFile(shard.name, directory, header_max_bytes=self._header_max_bytes)
+            if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
+                check_shard(shard, file.header, cut=True)
+                return file, before
+        except (OSError, FormatError, Refused):
+            # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
+            return None
+        self._directories.past.add(before)
+        return None
+
+    def published(self, plan: Plan) -> Folder:
+        """Return what is in push/ after a plan was made. Raises OSError."""
+        if self._published is None or self._published[0] is not plan:
+            self._published = (plan, self._trees.look_again(self._train.push))
+        return self._published[1]
+
+    def open_published(self, shard: Shard, name: str) -> ShardFile:
+        """Return the file with a shard of the push that has a name in push/. Raises Refused, FormatError
+        and OSError."""
+        path, most = self._train.push / name, self._header_max_bytes
+        try:
+            directory = Directory(path)
+        except NotADirectoryError:
+            file, cut = ShardFile(path, header_max_bytes=most), False
+        else:
+            # The mount was told of the push before it was told of the plan.
+            file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
+        check_shard(shard, file.header, cut=cut)
+        return file
+
+    def used(self, foreseen: Foreseen) -> None:
+        """Note that these files were summed: they are not opened again before they are written anew."""
+        for one in foreseen.seen.values():
+            self._directories.past.add(one)
 
 
 class Part:
@@ -132,19 +273,15 @@ class Part:
 
     def _missing(self, plan: Plan) -> list[Shard]:
         """Return the shards that are to be made: all but those that were made by this plan, from the files
-        that its pushes have now."""
-        missing = []
-        pushes: Folder | None = None
-        for shard in self._shards:
+        that its pushes had when it was made."""
+
+        def is_made(shard: Shard) -> bool:
             made = self._made.get(shard.name)
             if isinstance(made, Foreseen):
-                pushes = pushes or self._staged.published()
-                is_made = made.is_of(shard, plan, pushes)
-            else:
-                is_made = made == plan
-            if not is_made:
-                missing.append(shard)
-        return missing
+                return made.is_of(shard, plan, self._staged.published(plan))
+            return made == plan
+
+        return [shard for shard in self._shards if not is_made(shard)]
 
     def _reductions(
         self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
@@ -186,7 +323,8 @@ class Part:
         number = plan.version - 1
         if self._before is None or self._before[0] != number:
             path = self._train.version(number) / self._name
-            self._before = (number, self._open(path, look(path)))
+            there = self._train.in_version(number).folder(self._name)
+            self._before = (number, self._open(path, there))
         return self._before[1]
 
     def _open(self, path: Path, there: Folder) -> PartFolders:
@@ -228,5 +366,5 @@ class Part:
             return False
         self._complaint = (target, bad.path)
         with contextlib.suppress(FileNotFoundError):
-            refusals.complain(target, self._name, bad)
+            complain(target, self._name, bad)
         return True

@@ -15,17 +15,15 @@ import numpy as np
 from ..client import FormatError, _files
 from ..client._dtypes import Array, Layout, array_of, code_of, size_bytes
 from ..client._safetensors import Header
-from .arithmetic import CODES, F32_MAX, count_nonfinite
+from .arithmetic import CODES, F32_MAX, SUFFIX, blocks_of, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory
 from .errors import Refused
-from .folders import is_published
 from .layout import ModelLayout, Parameter, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
-from .scales import SUFFIX, blocks_of
 from .shard_files import ShardFile, read_header
-from .trees import Folder
+from .trees import Folder, is_published
 
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)

@@ -22,10 +22,9 @@ from .coordinator import Coordinator
 from .directory import COORDINATOR, LOOK_S, PLAN, TrainDirectory, params_of
 from .errors import TrainError
 from .liveness import Lock
-from .part import Part
+from .part import Part, Staged
 from .placement import is_here
 from .plan import Plan, is_foreseen
-from .speculation import Staged
 from .trees import Folder, Trees
 
 log = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class Reducer:
         if self._found is None or self._found[0] != names:
             config = self.train.config()
             newest = self.train.newest_plan()
-            found = _Found(config, newest, self.train.making(newest.version + 1, names))
+            found = _Found(config, newest, self.train.making(newest.version + 1, below))
             self._found = (names, found)
         return self._found[1]
 

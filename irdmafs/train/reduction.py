@@ -19,6 +19,7 @@ from ..client._safetensors import head_of
 from .arithmetic import (
     F32,
     Blocks,
+    BlockScales,
     Weight,
     accumulate,
     count_nonfinite,
@@ -29,13 +30,12 @@ from .arithmetic import (
 from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION
 from .errors import BadPush, Refused
-from .folders import Directory
 from .layout import Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import has_nonfinite
 from .rules import Rule, make_rule
-from .scales import BlockScales
 from .shard_files import NewFile, ShardFile
+from .trees import Directory
 
 MASTER = "master"
 # The value of "state" in the metadata of params/K where there is no state/K.

@@ -1,27 +1,31 @@
-"""Files of shards: as memory to read, copied into arrays and tensors, and new ones to write."""
+"""Files of shards: as memory to read, copied into arrays and tensors, new ones to write, and those that are
+fetched ahead of their version."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..client import _files
+from ..client import FormatError, _files
 from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
-from .directory import VERSION
-from .folders import Directory, seen
+from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of
 from .layout import ModelLayout, Shard, Slice
+from .trees import GATHER_S, Directories, Directory, Folder, Seen, look, seen
 
 T = TypeVar("T")
 
-# Shards that are written or opened at once.
+# Shards that are written, opened or fetched at once.
 _AT_ONCE = 16
 
 
@@ -167,3 +171,127 @@ class NewFile:
     def _write(self, values: Array, offset: int) -> None:
         if values.size:
             _files.write_at(self._fd, values.reshape(-1).view(np.uint8).data, offset)
+
+
+# -- ahead of a version ------------------------------------------------------------------------------
+
+
+class _Fetch(NamedTuple):
+    """A file that is being fetched. `status`: what identified it before it was opened."""
+
+    status: Seen
+    file: Future[ShardFile]
+
+
+class Prefetch:
+    """Fetches the parameters of a version that is being made, in a thread, until take() or close()."""
+
+    def __init__(
+        self,
+        train: TrainDirectory,
+        layout: ModelLayout,
+        version: int,
+        directories: Directories,
+        out: Mapping[str, Any] | None,
+        *,
+        shown: bool,
+    ) -> None:
+        """`directories`: of earlier parts, which are added to. `out`: arrays or tensors that each shard
+        that is here is copied into, of which the version may get another one yet. `shown`: as in
+        ShardFile."""
+        self.out = out
+        self._version = version
+        self._train = train
+        self._layout = layout
+        self._directories = directories
+        self._shown = shown
+        self._fetches: dict[str, _Fetch] = {}
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
+        self._lock = threading.Lock()
+        self._ended = False
+        threading.Thread(target=self._run, name="prefetch", daemon=True).start()
+
+    def take(self, version: int) -> dict[str, ShardFile]:
+        """End, and return the shards that a version has, by name. Raises FileNotFoundError if the version
+        is gone, and OSError."""
+        self.close()
+        found: dict[str, ShardFile] = {}
+        if version != self._version:
+            return found
+        there = self._train.in_version(version)
+        for shard in self._layout.shards:
+            fetch = self._fetches.get(shard.name)
+            if fetch is None or fetch.file.exception() is not None:
+                continue
+            if there.folder(shard.part, PARAMS).files.get(shard.name) == fetch.status:
+                found[shard.name] = fetch.file.result()
+                self._directories.past.add(fetch.status)
+        return found
+
+    def close(self) -> None:
+        """Begin no more fetches, and wait for those that were begun: nothing is used any more then."""
+        with self._lock:
+            self._ended = True
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        counter = None
+        while not self._ended and len(self._fetches) < len(self._layout.shard_names):
+            try:
+                ahead = look(self._train.ahead, counter, LOOK_S)
+                counter = ahead.counter
+                self._fetch(ahead)
+            except InterruptedError:
+                continue
+            except OSError:
+                # pull() meets the error again.
+                return
+            time.sleep(GATHER_S)
+
+    def _fetch(self, ahead: Folder) -> None:
+        """Begin to fetch what can be fetched now."""
+        number = str(self._version)
+        made = {
+            owner_of(home): (
+                self._train.ahead / home / number / PARAMS,
+                folder.folder(number, PARAMS),
+            )
+            for home, folder in ahead.folders.items()
+            if number in folder.folders
+        }
+        if any(
+            shard.name not in self._fetches and shard.part not in made
+            for shard in self._layout.shards
+        ):
+            # A part that has gone from ahead/ is published as soon as there is a plan.
+            planned = look(self._train.next).folder(number)
+            for part, folder in planned.folders.items():
+                path = self._train.next / number / part / PARAMS
+                made.setdefault(part, (path, folder.folder(PARAMS)))
+        for shard in self._layout.shards:
+            if shard.part in made and shard.name not in self._fetches:
+                self._fetch_shard(*made[shard.part], shard)
+
+    def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
+        before = folder.files.get(shard.name)
+        if before is None or before in self._directories.past:
+            return
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            if not self._ended:
+                # If its part was published meanwhile, the next look finds the file there.
+                directory = self._directories.get(folder.ino, path)
+                file = self._pool.submit(self._open, shard, directory, before)
+                self._fetches[shard.name] = _Fetch(before, file)
+
+    def _open(self, shard: Shard, directory: Directory, before: Seen) -> ShardFile:
+        try:
+            file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
+        except (FileNotFoundError, FormatError):
+            # The file is of an earlier version, and will be written anew.
+            self._directories.past.add(before)
+            with self._lock:
+                del self._fetches[shard.name]
+            raise
+        if self.out is not None:
+            copy_shard(lambda _: file, self.out, shard)
+        return file

@@ -1,24 +1,122 @@
-"""The file `status` of a training directory: how far it is, and who is waited for."""
+"""What a training tells: which pushes were refused, how far it is, and that a worker waits in vain."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import shlex
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
-from . import refusals
+import msgspec
+
 from .config import TrainConfig
-from .directory import COORDINATOR, TrainDirectory, read_small
-from .errors import TrainError
+from .directory import COMPLAINT, COORDINATOR, TrainDirectory, discard, read_small, replace
+from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked
 from .plan import Plan, Push, is_wanted, pending
-from .pushes import push_by_name
+from .pushes import push_by_name, worker_of
+from .trees import Directory, look
 
+log = logging.getLogger(__name__)
+
+# The refusals that are kept, as small files in refused/, and those that `status` shows.
+_KEPT = 32
+_SHOWN = 8
+_TEXT_MAX = 500
 # At most so many workers are listed that take no part and of whom nothing has counted: whoever may push may
 # do so under any number of names.
 _STRANGERS_MAX = 20
+# Reducers and workers are often started together.
+_WITHOUT_REDUCER_S = 3.0
+
+
+# -- refused pushes -----------------------------------------------------------------------------------
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A refused push. `path`: its name in push/; `made_s`: seconds since 1970; `code`: the error code.
+    `counts`: it was refused when it was in a plan, and counts with weight 0."""
+
+    path: str
+    reason: str
+    made_s: float
+    code: int = errno.EINVAL
+    counts: bool = False
+
+
+def note_refusal(
+    train: TrainDirectory, path: str, refused: Refused | TrainError, *, counts: bool = False
+) -> str:
+    """Keep the reason of a refusal, and return the name of its file. A filesystem that is full or read-only
+    does not keep it.
+
+    Only files of refused/ itself are touched: somebody may have put a link there.
+    """
+    code, reason = errno.EINVAL, str(refused)
+    if isinstance(refused, Refused):
+        code, reason = refused.errno or code, refused.strerror or reason
+    refusal = Refusal(one_line(path), one_line(reason), time.time(), code, counts)
+    name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        folder = Directory(train.path / "refused")
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(folder.file(name), new, 0o644), "wb") as file:
+            file.write(msgspec.json.encode(refusal))
+        for old in sorted(os.listdir(folder.path))[:-_KEPT]:
+            with contextlib.suppress(OSError):
+                folder.file(old).unlink()
+    return name
+
+
+def one_line(text: str) -> str:
+    """Return a text that others chose as one short line."""
+    return repr(text[:_TEXT_MAX])[1:-1]
+
+
+def refusals(train: TrainDirectory) -> list[str]:
+    """Return the names of the files of refusals, oldest first. Whoever put something else in the place of
+    refused/ is told nothing."""
+    with contextlib.suppress(OSError, TrainError):
+        return sorted(look(train.refused).names)
+    return []
+
+
+def _read(train: TrainDirectory, files: Iterable[str]) -> list[Refusal]:
+    """Return what files of these names say, as far as they are there and say it."""
+    found = []
+    for name in files:
+        with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
+    return found
+
+
+def _newest_refusals(train: TrainDirectory) -> list[Refusal]:
+    """Return the newest refusals, oldest first."""
+    return _read(train, refusals(train)[-_SHOWN:])
+
+
+def complain(target: Path, shard: str, bad: BadPush) -> None:
+    """Tell the coordinator of a push of a plan that a reducer cannot sum. `target`: the directory of the
+    version that is being made. Raises OSError."""
+    replace(target / f"{COMPLAINT}{shard}", msgspec.json.encode({bad.path: bad.reason}))
+
+
+def complaints(target: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the reasons of the complaints about a plan, by the names of the pushes. `names`: of all that
+    is in the directory of the version. Raises OSError."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.startswith(COMPLAINT):
+            with contextlib.suppress(TrainError, msgspec.MsgspecError):
+                found |= msgspec.json.decode(read_small(target / name), type=dict[str, str])
+    return found
+
+
+# -- how far it is ------------------------------------------------------------------------------------
 
 
 def text_of(
@@ -52,7 +150,7 @@ def text_of(
         )
     if len(strangers) > _STRANGERS_MAX:
         lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
-    refused = refusals.newest(train)
+    refused = _newest_refusals(train)
     if refused:
         lines += ["", "refused:"]
         for one in refused:
@@ -86,11 +184,11 @@ def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
         for name in os.listdir(train.workers)
         if not name.startswith(".") and is_locked(train.workers / name)
     ]
-    refused = {one.path for one in refusals.newest(train)}
+    refused = {one.path for one in _newest_refusals(train)}
     pushes = []
     for name in os.listdir(train.push):
         push = push_by_name(name)
-        if push is not None and refusals.one_line(name) not in refused:
+        if push is not None and one_line(name) not in refused:
             step = push.step or newest.clocks.get(push.worker, 0) + 1
             pushes.append(push._replace(step=step))
     waiting = pending(pushes, newest.clocks)
@@ -111,6 +209,80 @@ def _holders(train: TrainDirectory) -> str:
         holder = "nobody"
         if is_locked(path):
             with contextlib.suppress(OSError, TrainError):
-                holder = refusals.one_line(read_small(path).decode(errors="replace").strip())
+                holder = one_line(read_small(path).decode(errors="replace").strip())
         parts.setdefault(holder, []).append(name)
     return "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
+
+
+# -- a worker that waits -----------------------------------------------------------------------------
+
+
+class Watch:
+    """Looks after the reducers and the worker's pushes, while the worker waits."""
+
+    def __init__(self, train: TrainDirectory, worker: str) -> None:
+        self._train = train
+        self._worker = worker
+        # The refusals that were there before, or that the worker was told of.
+        self._known = set(refusals(train))
+        # The name and the step of the last push.
+        self._last, self._step = "", 0
+        # When this wait began, or a reducer was seen in it.
+        self._reducer_s = 0.0
+        self._told = False
+
+    def begin(self) -> None:
+        """Begin a wait."""
+        self._reducer_s = time.monotonic()
+
+    def pushed(self, name: str, step: int) -> None:
+        """Note the worker's last push, which is looked after from now on."""
+        self._last, self._step = name, step
+
+    def counted(self) -> Path | None:
+        """Return the last push if it has counted: its files may be written anew."""
+        return self._train.push / self._last if self._last and self._has_counted() else None
+
+    @contextlib.contextmanager
+    def noting(self, path: str) -> Iterator[None]:
+        """Write into refused/ why the worker refuses its own push, if this user may write there."""
+        try:
+            yield
+        except (Refused, TrainError) as error:
+            self._known.add(note_refusal(self._train, path, error))
+            raise
+
+    def look(self) -> None:
+        """Raise Refused if a push of the worker was refused; remove the push if the worker itself made it.
+        Raise TrainError if the last push was removed before it counted: the worker would wait forever."""
+        names = refusals(self._train)
+        new = [name for name in names if name not in self._known]
+        self._known = set(names)
+        for refusal in _read(self._train, new):
+            if worker_of(refusal.path) == self._worker and not refusal.counts:
+                if self._last == refusal.path:
+                    if self._has_counted():
+                        # The configuration that refused the push was changed since.
+                        continue
+                    self._last = ""
+                    discard(self._train, self._train.push / refusal.path)
+                raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
+        if not self._last or (self._train.push / self._last).exists():
+            return
+        self._last = ""
+        if not self._has_counted():
+            raise TrainError(
+                f"push {self._step} of {self._worker!r} was removed before it counted: push it again"
+            )
+
+    def _has_counted(self) -> bool:
+        return self._train.has_counted(self._worker, self._step)
+
+    def look_for_reducer(self) -> None:
+        """Log a warning if there has been no reducer for some seconds of a wait."""
+        now_s = time.monotonic()
+        if is_reduced(self._train):
+            self._reducer_s, self._told = now_s, False
+        elif not self._told and now_s > self._reducer_s + _WITHOUT_REDUCER_S:
+            self._told = True
+            log.warning("irdmafs: %s", no_reducer(self._train))

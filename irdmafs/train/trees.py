@@ -1,7 +1,8 @@
-"""Read all that is below directories, and wait for its changes, by one request for each change.
+"""Directories of a mount: kept open, and read with all that is below them, by one request for each change.
 
-The answers are what the mount has been told so far: of two changes that somebody saw one after the other
-they have both, or the first, or none.
+A mount in a cluster is asked for each name of a path, each time: so directories are kept open. What is
+below them is what the mount has been told so far: of two changes that somebody saw one after the other the
+answers have both, or the first, or none.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import json
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..client._files import look_up
+from ..client import _files
 from .errors import TrainError
-from .folders import Seen, is_published, seen
 
+_PAST_MAX = 1 << 16
+_OPEN_MAX = 128
+_PRIVATE_VIEW = ".irdmafs-private"
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TREE = "user.irdmafs.tree"
 _CHANGES = "user.irdmafs.changes"
 # Changes often come together: they are looked at so much later.
@@ -31,11 +36,119 @@ _NAMES_MAX = 1024
 # A thread that nobody waits for any more ends its wait after so long.
 _WATCH_S = 1.0
 # Too much for one answer; not for this user. Such a directory is walked.
-_WALKED = (errno.E2BIG, errno.ERANGE, errno.EACCES)
+WALKED = (errno.E2BIG, errno.ERANGE, errno.EACCES)
 _NOT_IRDMAFS = (errno.ENODATA, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.getxattr.restype = ctypes.c_ssize_t
+
+
+# -- files, and open directories ----------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """Identifies one publication of one file: no other has the same values."""
+
+    ino: int
+    ctime_ns: int
+    size: int
+
+
+def seen(status: os.stat_result) -> Seen:
+    return Seen(status.st_ino, status.st_ctime_ns, status.st_size)
+
+
+def is_published(path: Path, status: os.stat_result | None = None) -> bool:
+    """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
+    try:
+        size = (status or _files.look_up(os.stat, path)).st_size
+        return size > 0 and _files.look_up(_files.read_version, path) != 0
+    except FileNotFoundError:
+        return False
+
+
+class Past:
+    """Files that have been used, and will be written anew: the last ones of them."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[int, Seen] = OrderedDict()
+
+    def add(self, file: Seen) -> None:
+        self._files[file.ino] = file
+        if len(self._files) > _PAST_MAX:
+            self._files.popitem(last=False)
+
+    def __contains__(self, file: Seen) -> bool:
+        return self._files.get(file.ino) == file
+
+
+class Directory:
+    """An open directory, which has the same files after it was renamed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, also for a link."""
+        self.fd = _files.look_up(os.open, path, _DIRECTORY)
+        # The descriptor of its private view. None: it was not looked for; -1: there is none.
+        self._view_fd: int | None = None
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        for fd in (getattr(self, "fd", -1), getattr(self, "_view_fd", None)):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+    @property
+    def path(self) -> Path:
+        """Return a path of this directory, wherever it is."""
+        return Path(f"/proc/self/fd/{self.fd}")
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def view(self) -> Path | None:
+        """Return a path of its private view (docs/mount.md), in which this process opens files as its mount
+        knows them, and promises to keep no references to their pages. None where there is none."""
+        with self._lock:
+            if self._view_fd is None:
+                try:
+                    self._view_fd = os.open(_PRIVATE_VIEW, _DIRECTORY, dir_fd=self.fd)
+                except OSError:
+                    self._view_fd = -1
+        return Path(f"/proc/self/fd/{self._view_fd}") if self._view_fd >= 0 else None
+
+
+class Directories:
+    """Directories that are used again and again under changing names: the last ones, by their inodes.
+    `past`: their files that have been used."""
+
+    def __init__(self) -> None:
+        self._opened: OrderedDict[int, Directory] = OrderedDict()
+        self.past = Past()
+
+    def get(self, ino: int, path: Path) -> Directory:
+        """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
+        found = self._opened.get(ino)
+        if found is None:
+            found = self.open(path)
+            if self._opened.get(ino) is not found:
+                raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
+        self._opened.move_to_end(ino)
+        return found
+
+    def open(self, path: Path) -> Directory:
+        """Return the directory that has a path. Raises OSError."""
+        opened = Directory(path)
+        found = self._opened.setdefault(os.fstat(opened.fd).st_ino, opened)
+        if len(self._opened) > _OPEN_MAX:
+            self._opened.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        self._opened.clear()
+
+
+# -- what is below a directory ------------------------------------------------------------------------
 
 
 class Folder(NamedTuple):
@@ -59,20 +172,23 @@ class Folder(NamedTuple):
         """Return a directory below it; one without entries if it is not there."""
         found = self
         for name in names:
-            found = found.folders.get(name, _NOTHING)
+            found = found.folders.get(name, NOTHING)
         return found
 
 
-_NOTHING = Folder(0, {}, (), {}, ())
+NOTHING = Folder(0, {}, (), {}, ())
 
 
-def look(path: Path, after: int | None = None, timeout_s: float = 0.0) -> Folder:
+def look(
+    path: Path, after: int | None = None, timeout_s: float = 0.0, *, walks: bool = True
+) -> Folder:
     """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
-    Raises OSError, InterruptedError too."""
+    What one answer cannot have is looked at directory by directory if it `walks`. Raises OSError,
+    InterruptedError too."""
     try:
         counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
-        if error.errno not in _WALKED:
+        if not walks or error.errno not in WALKED:
             raise
         counter = count_changes(path, after, timeout_s)
         return _walk(path)._replace(counter=counter)
@@ -90,7 +206,7 @@ def _ask(path: Path, attribute: str, after: int | None, timeout_s: float) -> byt
         attribute += f".{after}.{max(0.0, timeout_s):.3f}"
     # os.getxattr asks twice if an answer is longer than a few bytes.
     answer = ctypes.create_string_buffer(_BYTES_MAX)
-    size = look_up(_read_xattr, path, attribute, answer)
+    size = _files.look_up(_read_xattr, path, attribute, answer)
     return answer.raw[:size]
 
 
@@ -125,7 +241,7 @@ def _walk(path: Path) -> Folder:
     """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
     directory that has very many: whoever made them would have others look at them for ever."""
     files, linked, folders = {}, [], {}
-    with look_up(os.scandir, path) as entries:
+    with _files.look_up(os.scandir, path) as entries:
         there = list(entries)
     for entry in there:
         below = path / entry.name
@@ -175,7 +291,7 @@ class Trees:
 
     def _take(self, path: Path, found: Folder) -> bool:
         """Keep what was found, unless something later is known; return whether it is new."""
-        known = self._found.get(path, _NOTHING).counter
+        known = self._found.get(path, NOTHING).counter
         if known is not None and found.counter is not None and found.counter <= known:
             return False
         self._found[path] = found

@@ -17,18 +17,15 @@ from typing import Any
 from .config import is_worker_name
 from .directory import TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .folders import Directories
 from .layout import Shard
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
 from .placement import is_here
 from .plan import Plan, Push, is_foreseen, may_pull
-from .prefetch import Prefetch
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
-from .shard_files import ShardFile, copy_shard, gather, in_parallel
-from .status import is_reduced, no_reducer
-from .trees import count_changes
-from .watch import Watch
+from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
+from .status import Watch, is_reduced, no_reducer
+from .trees import Directories
 
 _LOOK_S = 1.0
 
@@ -274,14 +271,14 @@ class Worker:
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._watch.begin()
-        counter = count_changes(self.train.versions)
+        versions = self.train.look_at_versions()
         while True:
             now_s = time.monotonic()
             looks = now_s >= self._looked_s + _LOOK_S
             if looks:
                 self._looked_s = now_s
                 self._look_for_refusals()
-            newest = self.train.newest_plan(counter)
+            newest = self.train.newest_plan(versions)
             if suffices(newest):
                 return newest
             if looks:
@@ -293,7 +290,7 @@ class Worker:
                     f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
-                counter = count_changes(self.train.versions, counter, min(left_s, _LOOK_S))
+                versions = self.train.look_at_versions(versions.counter, min(left_s, _LOOK_S))
 
     def _reason(self) -> str:
         if not is_reduced(self.train):

@@ -62,7 +62,7 @@ def test_a_store_that_a_detached_mount_still_serves_says_so(
     mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = mounted.pid
-    monkeypatch.setattr("irdmafs.mount.store_use._FREE_WITHIN_S", 0.1)
+    monkeypatch.setattr("irdmafs.mount.users._FREE_WITHIN_S", 0.1)
     with Process() as user:
         user.do("file = open(path, 'wb')", path=str(mounted.path / "file"))
         assert irdmafs("umount", "--lazy", mounted.path).returncode == 0

@@ -322,7 +322,7 @@ def _lock(store: str) -> int:
 def test_store_with_a_daemon_is_neither_leftover_nor_discarded(
     unprivileged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("irdmafs.mount.store_use._FREE_WITHIN_S", 0.1)
+    monkeypatch.setattr("irdmafs.mount.users._FREE_WITHIN_S", 0.1)
     store = stores.default_store("/some/where")
     lock = _lock(store.path)
     try:

@@ -21,7 +21,7 @@ from harness.processes import AS_NOBODY
 from harness.training_runs import newest, ones
 from safetensors.numpy import load_file, save_file
 
-from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
+from irdmafs.train import TrainConfig, TrainError, Worker, begin, end
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import is_locked
 
@@ -145,7 +145,7 @@ def test_interrupted_init_leaves_the_model_as_it_was(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"irdmafs.train.setup.{step}", interrupted)
+    monkeypatch.setattr(f"irdmafs.train.models.{step}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         begin(models, TrainConfig())
     left = [name for name in os.listdir(models) if not name.startswith(".")]
@@ -207,7 +207,7 @@ def test_run_that_is_at_work_is_not_ended_and_its_reducer_ends_with_it(models: P
         assert "is still at work" in refused("end", models)
         with Worker(models, "w"):
             assert "is still at work" in refused("end", models)
-        setup.end(models)
+        end(models)
         assert reducer.wait(60) == 1
         assert "is not trained in any more" in reducer.log_tail()
     assert os.listdir(models) == ["model.safetensors"]
@@ -232,9 +232,9 @@ def test_what_a_reducer_adds_while_its_run_is_removed_goes_with_it_or_is_told(
     monkeypatch.setattr(os, "rmdir", add_and_remove)
     if files > 10:
         with pytest.raises(TrainError, match=r"training has ended in .*\.train\..* is left"):
-            setup.end(models)
+            end(models)
     else:
-        setup.end(models)
+        end(models)
         assert os.listdir(models) == ["model.safetensors"]
     assert not (models / "model.safetensors").is_symlink()
     assert not TrainDirectory(models).path.exists()

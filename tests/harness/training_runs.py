@@ -20,6 +20,7 @@ from irdmafs.client import FormatError
 from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin, coordinator, reducer, worker
 from irdmafs.train.directory import STATE, TrainDirectory
 from irdmafs.train.layout import Shard
+from irdmafs.train.open_push import OpenPush
 from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file
 from irdmafs.train.shard_files import read_header
 
@@ -122,6 +123,22 @@ def reduce(reducer: Reducer) -> None:
     """Do all that can be done now."""
     while reducer.step():
         pass
+
+
+def put_all(worker: Worker, values: Arrays) -> OpenPush:
+    """Begin a push, and wait until all of its files are in staging/."""
+    push = worker.begin_push()
+    for name, value in values.items():
+        push.put(name, value)
+    for writing in push._written.values():
+        writing.result()
+    return push
+
+
+def fetched(worker: Worker) -> bool:
+    """Return whether all shards of the version that is being made are here."""
+    fetches = list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
+    return len(fetches) == len(worker.layout.shards) and all(one.file.done() for one in fetches)
 
 
 def push_and_reduce(reducer: Reducer, worker: Worker, gradients: Arrays, **options: Any) -> None:

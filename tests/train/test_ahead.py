@@ -15,10 +15,12 @@ import pytest
 from harness.mountpoint import eventually
 from harness.training_runs import (
     Arrays,
+    fetched,
     gradients,
     model,
     newest,
     parameters,
+    put_all,
     reduce,
     reduce_until,
     same_bits,
@@ -31,12 +33,11 @@ from irdmafs.client import _files
 from irdmafs.client._safetensors import encode
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.open_push import OpenPush
-from irdmafs.train.part import Part
+from irdmafs.train.part import Part, Staged
 from irdmafs.train.pushes import STEP, arrays_of, slices_of
 from irdmafs.train.reduction import Reduction
 from irdmafs.train.shard_files import ShardFile
-from irdmafs.train.speculation import Staged
-from irdmafs.train.trees import Trees
+from irdmafs.train.trees import Trees, look
 
 SHARDS = 3
 # Long enough for whatever is waited for to happen.
@@ -55,16 +56,6 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
     return made
-
-
-def put_all(worker: Worker, values: Arrays) -> OpenPush:
-    """Begin a push, and wait until all of its files are in staging/."""
-    push = worker.begin_push()
-    for name, value in values.items():
-        push.put(name, value)
-    for writing in push._written.values():
-        writing.result()
-    return push
 
 
 def sum_ahead(reducer: Reducer, reductions: list[bool], count: int = SHARDS) -> None:
@@ -188,7 +179,7 @@ def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: l
         coordinator, lost = reducer._coordinator, dict(reducer._parts)
         assert coordinator is not None
         eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
-        made = train.making(1, os.listdir(train.next))
+        made = train.making(1, look(train.next))
         assert made is not None
         staged = Staged(train, train.layout(), Trees())
         taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}
@@ -311,12 +302,6 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(run: P
 
 
 # -- what was fetched ahead ------------------------------------------------------------------------
-
-
-def fetched(worker: Worker) -> bool:
-    """Return whether all shards of the version that is being made are here."""
-    fetches = list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
-    return len(fetches) == SHARDS and all(one.file.done() for one in fetches)
 
 
 def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> None:

@@ -268,7 +268,7 @@ def test_push_that_says_what_cannot_be_is_refused(place: Path) -> None:
 def test_worker_without_a_reducer_says_so_and_what_to_do(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("irdmafs.train.watch._WITHOUT_REDUCER_S", 0.2)
+    monkeypatch.setattr("irdmafs.train.status._WITHOUT_REDUCER_S", 0.2)
     start(run)
     said = f"no reducer is at work: irdmafs train reduce {run}"
     with Worker(run, "w") as worker:

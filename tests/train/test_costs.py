@@ -8,10 +8,12 @@ import pytest
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.mountpoint import eventually
 from harness.training_runs import (
+    fetched,
     model,
     newest,
     ones,
     parameters,
+    put_all,
     reduce,
     reduce_until,
     same_bits,
@@ -74,17 +76,8 @@ def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(cluster
     run = start(worker_at.path / "ahead", model(), shards=3)
     with Worker(run, "w") as worker, Reducer(reduced_at.path / "ahead") as reducer:
         worker.pull()
-        push = worker.begin_push()
-        for name, value in ones().items():
-            push.put(name, value)
-
-        def is_here() -> bool:
-            fetches = (
-                list(worker._prefetch._fetches.values()) if worker._prefetch is not None else []
-            )
-            return len(fetches) == 3 and all(one.file.done() for one in fetches)
-
-        reduce_until(reducer, is_here, "the shards are here")
+        push = put_all(worker, ones())
+        reduce_until(reducer, lambda: fetched(worker), "the shards are here")
         push.finish()
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
         # Its plan is read, too.

@@ -11,7 +11,7 @@ from harness.training_runs import newest, ones, parameters, reduce, reduce_until
 
 from irdmafs.train import Reducer, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
-from irdmafs.train.folders import Directory
+from irdmafs.train.trees import Directory
 
 
 @contextmanager

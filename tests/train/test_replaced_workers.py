@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.training_runs import everywhere, newest, ones, reduce, reduce_until, start
+from harness.training_runs import everywhere, newest, ones, put_all, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
@@ -20,10 +20,7 @@ def stopped_in_a_push(folder: Path) -> Worker:
     """Return a worker that has written all of a push, and has not published it."""
     start(folder, shards=3)
     worker = Worker(folder, "a")
-    push = worker.begin_push()
-    for name, array in ones(1).items():
-        push.put(name, array)
-    push._threads.shutdown()
+    put_all(worker, ones(1))._threads.shutdown()
     lose_lock(worker)
     return worker
 
@@ -37,9 +34,7 @@ def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
 ) -> None:
     start(run, shards=3, sync="async")
     stopped = Worker(run, "a")
-    push = stopped.begin_push()
-    for name, array in ones(1).items():
-        push.put(name, array)
+    push = put_all(stopped, ones(1))
     lose_lock(stopped)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
         worker.push(ones(2), weight=3)
@@ -91,9 +86,7 @@ def test_two_workers_of_one_name_do_not_mix_their_shards(run: Path) -> None:
     push.put("norm", ones(8)["norm"])
     lose_lock(stopped)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        other = worker.begin_push()
-        for name, array in ones(2).items():
-            other.put(name, array)
+        other = put_all(worker, ones(2))
         push.put("embedding", ones(8)["embedding"])
         other.finish()
         push.abort()

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from irdmafs.train import Reducer, Worker
-from irdmafs.train.arithmetic import accumulate
+from irdmafs.train.arithmetic import SCALE_BLOCK, SUFFIX, BlockScales, accumulate, blocks_of
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.scales import BLOCK, SUFFIX, BlockScales, blocks_of
 
 F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SHAPES = {"w": (300, 200), "bias": (517,), "experts": (3, 130, 70)}
@@ -33,9 +32,9 @@ def widened(shape: tuple[int, ...], scales: Array) -> Array:
 
 def quantized(values: Array) -> tuple[Array, Array]:
     """Quantize as DeepSeek-V3 does: the largest of each block becomes 448."""
-    shape = tuple(-(-length // BLOCK) for length in values.shape)
+    shape = tuple(-(-length // SCALE_BLOCK) for length in values.shape)
     largest = np.zeros(shape, np.float32)
-    blocks = np.ix_(*(np.arange(length) // BLOCK for length in values.shape))
+    blocks = np.ix_(*(np.arange(length) // SCALE_BLOCK for length in values.shape))
     np.maximum.at(largest, blocks, np.abs(values))
     scales = np.maximum(largest, np.float32(1e-4)) / np.float32(448)
     return (values / widened(values.shape, scales)).astype(F8), scales
@@ -66,7 +65,7 @@ def test_factors_are_those_of_the_elements_index(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3)))
     if np.prod(shape) > 1_000_000:
         shape = shape[:2]
-    choices = (sorted({length, -(-length // BLOCK), 1}) for length in shape)
+    choices = (sorted({length, -(-length // SCALE_BLOCK), 1}) for length in shape)
     counts = tuple(data.draw(st.sampled_from(lengths)) for lengths in choices)
     scales = np.random.default_rng(0).standard_normal(counts).astype(np.float32)
     size = int(np.prod(shape))
@@ -87,7 +86,7 @@ def test_sum_with_scales_is_that_of_numpy(
     pushes, expected = [], np.zeros(rows * columns, np.float32)
     for number in range(data.draw(st.integers(1, 3))):
         values = random.standard_normal((rows, columns)).astype(dtype)
-        scales = random.random((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
+        scales = random.random((-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)), np.float32)
         factors = BlockScales(values.shape, scales).factors(0, values.size, 1.0)
         pushes.append((values.reshape(-1), factors.__getitem__))
         term = (values.astype(np.float32) * widened(values.shape, scales)).reshape(-1)

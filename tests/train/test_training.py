@@ -38,7 +38,7 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import Lock, is_locked
-from irdmafs.train.trees import Trees
+from irdmafs.train.trees import Trees, look
 
 JOINS = """
 import sys
@@ -402,6 +402,18 @@ def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> Non
     assert not [*(run / ".train" / "versions").rglob("*123*")]
 
 
+def test_newest_of_more_versions_than_an_answer_of_the_mount_can_tell_is_found(run: Path) -> None:
+    start(run, shards=2)
+    for number in range(400):
+        (run / ".train" / "versions" / f"{number:0200}.kept").mkdir()
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        for step in (1, 2):
+            push_and_reduce(reducer, worker, ones())
+            assert worker.pull(timeout_s=30)["norm"].tolist() == [step] * 3
+        with pytest.raises(OSError, match="Argument list too long"):
+            look(worker.train.versions, walks=False)
+
+
 def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +437,7 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
 
         def coordinate() -> None:
             newest = train.newest_plan()
-            made = train.making(newest.version + 1, os.listdir(train.next))
+            made = train.making(newest.version + 1, look(train.next))
             coordinator.step(train.config(), newest, made)
 
         worker.push(ones())

@@ -12,8 +12,7 @@ from harness.mountpoint import Mount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irdmafs.train.folders import Seen, seen
-from irdmafs.train.trees import Folder, Trees, look
+from irdmafs.train.trees import Folder, Seen, Trees, look, seen
 
 LONG_S = 30.0
 
