@@ -154,6 +154,8 @@ class Routes(OnHost):
         if (nameless and node.opens) or (not promise and self.comes_by_no_name(node, flags)):
             # An open through a descriptor of the file shares the content of the descriptor.
             assert node.content is not None
+            if flags & os.O_ACCMODE and not self._sharing.may_be_written(node.content):
+                raise fail(errno.ESTALE)
             return node.content, truncates(flags)
         if self.promises:
             self._withdraw_stale()

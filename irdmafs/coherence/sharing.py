@@ -85,12 +85,16 @@ class Sharing:
         return self.to_share(current, inode)
 
     def to_share(self, content: Content, inode: Inode) -> Content:
-        """Return the content to write in place for this one: another one if its readers read a store node's
-        own file, which must not be written."""
-        if content.opens and not content.is_busy and self._table.is_borrowed(content):
-            self._table.supersede(content)
-            return self.current_or_new(inode)
-        return content
+        """Return the content to write in place for this one: another one if this may not be written."""
+        if self.may_be_written(content):
+            return content
+        self._table.supersede(content)
+        return self.current_or_new(inode)
+
+    def may_be_written(self, content: Content) -> bool:
+        """Return whether a content may be written in place: not if it has readers of a store node's own
+        file, which must not be written, as their node passes through to one file."""
+        return not content.opens or content.is_busy or not self._table.is_borrowed(content)
 
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
         """Return whether emptying the file begins a version of its own, which nobody sees before it is

@@ -1,6 +1,7 @@
 """A mount on the host of a store node, which opens the node's very files and gives it its own."""
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan
+from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
@@ -199,3 +201,16 @@ def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) 
         # The promise holds for one open.
         with open_to_read(name):
             assert told()
+
+
+def test_a_descriptor_of_the_nodes_own_file_is_not_opened_anew_to_write(folder: Path) -> None:
+    """The kernel passes all descriptors of one node through to one file; a name leads to another node."""
+    file = folder / "file"
+    file.write_bytes(b"first")
+    with file.open("rb") as reader:
+        with fails_with(errno.ESTALE):
+            os.open(f"/proc/self/fd/{reader.fileno()}", os.O_RDWR)
+        with file.open("r+b") as writer:
+            writer.write(b"third")
+        assert reader.read() == b"first"
+    assert file.read_bytes() == b"third"
