@@ -10,6 +10,7 @@ at once in one directory would conflict. Its times have a key of their own, whic
 compare (the last one wins), and its link count is derived from its names.
 """
 
+import errno
 import os
 import stat
 from functools import partial
@@ -195,9 +196,16 @@ def nearest_time(time_ns: int) -> int:
     return max(-(2**63), min(time_ns, 2**63 - 1))
 
 
-class NoInode(KeyError):
-    """There is no inode of that number: maybe another host removed it just now."""
-
-
 def fail(code: int, detail: str = "") -> OSError:
     return OSError(code, detail or os.strerror(code))
+
+
+class NoInode(OSError, KeyError):
+    """ESTALE: there is no inode of that number, maybe as another host removed it just now."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def damaged(ino: int) -> OSError:
+    return fail(errno.EIO, f"the record of inode {ino} is damaged")

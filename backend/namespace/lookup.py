@@ -26,6 +26,7 @@ from .inode import (
     ROOT_INO,
     Inode,
     NoInode,
+    damaged,
     fail,
     inode_key,
     name_key,
@@ -64,11 +65,8 @@ class Names:
     def inode(self, ino: int) -> Inode:
         """Return an inode. Raises OSError ESTALE, and EIO if it is damaged."""
         if ino in self.damaged:
-            raise fail(errno.EIO, f"the record of inode {ino} is damaged")
-        try:
-            return self.inodes[ino]
-        except KeyError:
-            raise fail(errno.ESTALE) from None
+            raise damaged(ino)
+        return self.inodes[ino]
 
     def leads_to(self, parent: int, name: bytes, ino: int) -> bool:
         """Return whether a name leads to an inode."""
@@ -264,13 +262,15 @@ class Inodes(dict[int, Inode]):
         self._changed: dict[int, tuple[Inode | None, bytes | None]] = {}
         # Directories before the change under way, of which the map has another time since.
         self._touched: dict[int, Inode] = {}
+        # Returns an inode if it is in memory, as all are that have no record.
+        self.at_hand = super().get
 
     def __missing__(self, ino: int) -> Inode:
         if ino in self._changed:
-            raise NoInode(ino)  # it is being removed
+            raise NoInode  # it is being removed
         value = self._records.get(inode_key(ino))
         if value is None:
-            raise NoInode(ino)
+            raise NoInode
         if super().__len__() > self._kept_max and not self._changed:
             self.forget()
         inode = self[ino] = self._decode(ino, value)
@@ -340,7 +340,7 @@ class Inodes(dict[int, Inode]):
         """Have an inode whose derived fields are right, with a record at this revision, instead of the one
         that was just read. 0: it has no record any more, or not yet."""
         ino = inode.ino
-        before = self.get(ino) if inode.revision else super().get(ino)
+        before = self.at_hand(ino) or (self.get(ino) if inode.revision else None)
         inode.revision = revision
         self._changed[ino] = before, inode.encode() if revision else None
         self[ino] = inode
@@ -348,7 +348,7 @@ class Inodes(dict[int, Inode]):
     def touch(self, ino: int, time_ns: int | None) -> None:
         """Have the time when the names of a directory changed, which the map is about to have. It is set in
         place where nobody compares inodes with what they were."""
-        known = self.get(ino) if self.are_compared else super().get(ino)
+        known = self.get(ino) if self.are_compared else self.at_hand(ino)
         if known is None or not known.revision:
             return
         self._touched.setdefault(ino, known)

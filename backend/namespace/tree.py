@@ -311,7 +311,7 @@ class Tree(Names):
 
     def drop(self, ino: int) -> bool:
         """Forget an inode that has no name and is not open any more. Return whether there was one."""
-        inode = self.inodes.get(ino)
+        inode = self.inodes.at_hand(ino)
         if inode is None or ino in self.damaged or (inode.nlink and ino < FIRST_VIRTUAL_INO):
             return False  # it is gone, or names lead to it
         self.inodes.pop(ino, None)

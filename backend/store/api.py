@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .remote.locks import SharedLocks
     from .remote.versions import Freshness
 
-_HERE = Layout()
 _TRIES_MAX = 100
 
 
@@ -55,7 +54,6 @@ class Store(Protocol):
 
     def layout(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
-        return _HERE
 
     async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
         """Return, for each stripe group of a file, the group and the store nodes that keep it, the primary

@@ -15,7 +15,7 @@ import trio
 from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
-from ..model.records import NO_CONTENT, ContentId
+from ..model.records import NO_CONTENT, ContentId, Layout
 from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
 from .api import Store, save_aside
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 # The names in a store directory, and what stores had before.
 _NAMES = "names"
 _FORMER = "kv.sqlite"
+_HERE = Layout()
 
 
 @asynccontextmanager
@@ -144,6 +145,9 @@ class EmbeddedStore(Pinned, Store):
         """Drop an inode that has no name and no holder, and its content."""
         if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
+
+    def layout(self, parent: int, name: bytes) -> Layout:
+        return _HERE
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         extent, fd = self.extents.allocate()

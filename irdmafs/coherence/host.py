@@ -22,7 +22,7 @@ class Host:
         self.kernel = kernel
         self.table = ContentTable(store)
         self.nameless: list[Inode] = []
-        self.nodes = NodeTable(store.namespace.inode, self._node_dropped)
+        self.nodes = NodeTable(store.namespace.tree, self._node_dropped)
         store.namespace.holders.append(self.nodes.has_nodes)
 
     # -- contents --------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Host:
         content = self.table.current.get(ino)
         if content is not None and not content.holds and content.state is not State.LEFT:
             del self.table.current[ino]
-        inode = self.inodes.get(ino)
+        inode = self.inodes.at_hand(ino)
         if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
             self.nameless.append(inode)
 
@@ -114,7 +114,8 @@ class Host:
         while self.nameless:
             inode = self.nameless.pop()
             if not self.nodes.has_nodes(inode.ino):
-                self.unnamed(inode)
+                if inode.ino in self.table.current:
+                    self.unnamed(inode)
                 await self.store.forget(inode)
 
 

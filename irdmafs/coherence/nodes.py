@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..backend.model.records import NO_CONTENT, ContentId
-from ..backend.namespace import ROOT_INO, Inode, fail
+from ..backend.namespace import ROOT_INO, Inode, Tree, fail
+from ..backend.namespace.inode import damaged
 from .content import Content, Stamp
 
 # A node's id is its inode's number, with a number of the node's own in the bits above, which are free.
@@ -89,11 +90,12 @@ class Handle:
 
 
 class NodeTable:
-    """All nodes and handles. inode(number) returns an inode, or raises OSError. dropped(node) is called
-    when the kernel has forgotten a node, and nothing refers to it any more."""
+    """All nodes and handles. dropped(node) is called when the kernel has forgotten a node, and nothing
+    refers to it any more."""
 
-    def __init__(self, inode: Callable[[int], Inode], dropped: Callable[[Node], None]) -> None:
-        self._inode = inode
+    def __init__(self, tree: Tree, dropped: Callable[[Node], None]) -> None:
+        self._inodes = tree.inodes
+        self._damaged = tree.damaged
         self._dropped = dropped
         self._next_extra_id = 1
         self._next_fh = 1
@@ -107,7 +109,7 @@ class NodeTable:
         # refer, and whether it has several nodes.
         self.has_nodes = self.main.__contains__
         self.has_siblings = self._siblings.__contains__
-        root = self.add(inode(ROOT_INO))
+        root = self.add(self._inodes[ROOT_INO])
         root.lookups = 1
         assert root.id == ROOT_INO
 
@@ -117,14 +119,18 @@ class NodeTable:
         node = self.by_id.get(node_id)
         if node is None:
             raise fail(errno.ESTALE)
-        return node, self._inode(node.ino)
+        if node.ino in self._damaged:
+            raise damaged(node.ino)
+        return node, self._inodes[node.ino]
 
     def inode_of(self, node_id: int) -> Inode:
         """Return a node's inode. Raises OSError as `get` does."""
         node = self.by_id.get(node_id)
         if node is None:
             raise fail(errno.ESTALE)
-        return self._inode(node.ino)
+        if node.ino in self._damaged:
+            raise damaged(node.ino)
+        return self._inodes[node.ino]
 
     def directory(self, node_id: int) -> Inode:
         """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM
@@ -134,7 +140,9 @@ class NodeTable:
             raise fail(errno.ESTALE)
         if node_id != node.ino:
             raise fail(errno.EPERM)
-        return self._inode(node_id)
+        if node_id in self._damaged:
+            raise damaged(node_id)
+        return self._inodes[node_id]
 
     def private_view(self, directory: Inode) -> Node:
         """Return the node of the private view of a directory, another one than its own."""

@@ -3,7 +3,6 @@
 import errno
 import logging
 
-from ..backend.namespace import NoInode
 from .wire import Malformed, Opcode
 
 log = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ class Counts:
             code = error.errno
             if code in _LOGGED:
                 log.error("%s: %s", request, error)
-        elif isinstance(error, NoInode):
-            code = errno.ESTALE
         elif isinstance(error, KeyError):
             log.error("%s: the kernel asked for what is not open", request, exc_info=error)
             code = errno.EBADF

@@ -170,10 +170,9 @@ class Names(Part):
 
     def _unnamed(self, inode: Inode) -> None:
         """Tell the kernel and the store that an inode lost a name."""
-        nodes = self._nodes.count(inode.ino)
-        if inode.nlink or nodes > 1:
+        if inode.nlink or self._nodes.has_siblings(inode.ino):
             self._metadata.refresh_other_nodes(None, inode.ino)
-        elif not nodes:
+        elif not self._nodes.has_nodes(inode.ino):
             self._cache.host.unnamed(inode)
             self._store.retire(inode.extent)
 
