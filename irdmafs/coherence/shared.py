@@ -45,6 +45,7 @@ class Shared(Coherence):
         super().__init__(store.namespace, cache)
         self._store = store
         self._freshness = freshness
+        self._exclusive = freshness.exclusive
         self._inodes = store.namespace.inodes
         self._kernel = cache.kernel
         self._beliefs = beliefs
@@ -57,7 +58,7 @@ class Shared(Coherence):
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
         if inode.is_dir:
-            if self._freshness.is_deferred_elsewhere(inode.ino):
+            if inode.ino in self._exclusive and self._freshness.is_deferred_elsewhere(inode.ino):
                 return
             valid_s = self._freshness.believable_s(inode.ino, used=False)
         elif self._cache.looks.changes_unnoticed(node):
@@ -160,12 +161,12 @@ class Shared(Coherence):
             led = self._cache.routes.led(pid, (parent, name))
             if led is not None or retry is not None:
                 return led  # None: find_fresh prepares it
-        if self._freshness.is_deferred_elsewhere(parent):
+        if parent in self._exclusive and self._freshness.is_deferred_elsewhere(parent):
             return None
         inode = self.namespace.lookup(parent, name)
         if inode is not None:
             if inode.is_dir and (
-                self._freshness.is_deferred_elsewhere(inode.ino)
+                (inode.ino in self._exclusive and self._freshness.is_deferred_elsewhere(inode.ino))
                 or not self._may_tell(parent, inode, pid)
             ):
                 return None  # find_fresh waits
@@ -237,7 +238,7 @@ class Shared(Coherence):
         return False
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
-        is_second, empties = self._trails.retry(pid) is not None, truncates(flags)
+        is_second, empties = pid in self._trails.retries, truncates(flags)
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)

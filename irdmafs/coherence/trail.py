@@ -57,6 +57,7 @@ class LookupTrails:
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
+        self._ino_behind = namespace.tree.ino_behind
         self._of: OrderedDict[int, list[TrailStep]] = OrderedDict()
         # By thread: the last name of the path whose open was refused.
         self._refused: dict[int, bytes] = {}
@@ -107,9 +108,10 @@ class LookupTrails:
         for step in reversed(names):
             if step.ino != ino and not step.link:
                 continue  # it looked at this on the way to something else
-            found = self.find(step)
-            if found is None or found.ino != step.ino:
-                break
+            if self._ino_behind(step.parent, step.name) != step.ino:
+                found = self.find(step)  # "." and ".." are no names
+                if found is None or found.ino != step.ino:
+                    break
             if step.ino == ino:
                 believed = True
                 ino = step.parent

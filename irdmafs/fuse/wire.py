@@ -300,12 +300,6 @@ def sized(value: bytes, room: int) -> bytes:
     return value
 
 
-@functools.lru_cache
-def _split(seconds: float) -> tuple[int, int]:
-    """Whole seconds, and nanoseconds."""
-    return int(seconds), int(seconds % 1 * _NS)
-
-
 def pack_found(entry: Attributes) -> bytes:
     """Return the answer to a lookup: for as long as that holds, if the name does not exist."""
     return pack_entry(entry) if entry.st_ino else _missing(entry.entry_timeout)
@@ -319,8 +313,8 @@ def _missing(valid_s: float) -> bytes:
 
 
 def pack_entry(entry: Attributes) -> bytes:
-    entry_s, entry_ns = _split(entry.entry_timeout)
-    attr_s, attr_ns = _split(entry.attr_timeout)
+    entry_s, attr_s = int(entry.entry_timeout), int(entry.attr_timeout)
+    entry_ns, attr_ns = int(entry.entry_timeout % 1 * _NS), int(entry.attr_timeout % 1 * _NS)
     atime, atime_ns = divmod(entry.st_atime_ns, _NS)
     mtime, mtime_ns = divmod(entry.st_mtime_ns, _NS)
     ctime, ctime_ns = divmod(entry.st_ctime_ns, _NS)
@@ -333,7 +327,7 @@ def pack_entry(entry: Attributes) -> bytes:
 
 
 def pack_attributes(entry: Attributes) -> bytes:
-    attr_s, attr_ns = _split(entry.attr_timeout)
+    attr_s, attr_ns = int(entry.attr_timeout), int(entry.attr_timeout % 1 * _NS)
     atime, atime_ns = divmod(entry.st_atime_ns, _NS)
     mtime, mtime_ns = divmod(entry.st_mtime_ns, _NS)
     ctime, ctime_ns = divmod(entry.st_ctime_ns, _NS)
@@ -349,7 +343,8 @@ def pack_statx(entry: Attributes, birth_ns: int) -> bytes:
     known = STATX_BASIC_STATS | (STATX_BTIME if birth_ns else 0)
     times = (entry.st_atime_ns, birth_ns, entry.st_ctime_ns, entry.st_mtime_ns)
     seconds = [part for time_ns in times for part in (time_ns // _NS, time_ns % _NS)]
-    return STATX_OUT.pack(*_split(entry.attr_timeout), 0) + STATX.pack(
+    attr_s, attr_ns = int(entry.attr_timeout), int(entry.attr_timeout % 1 * _NS)
+    return STATX_OUT.pack(attr_s, attr_ns, 0) + STATX.pack(
         known, 4096, 0, entry.st_nlink, entry.st_uid, entry.st_gid, entry.st_mode, entry.ino,
         entry.st_size, entry.st_blocks, 0, *seconds,
         os.major(entry.st_rdev), os.minor(entry.st_rdev), 0, 0,

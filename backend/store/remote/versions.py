@@ -275,7 +275,8 @@ class Freshness:
         self.path_valid_s = leases.path_valid_s
         self.attributes_believable_s = leases.attributes_believable_s
         self._claims = cluster.claims
-        self._exclusive = cluster.claims.exclusive
+        # The directories in which any mount may defer changes, this one, too.
+        self.exclusive = cluster.claims.exclusive
         # Another mount may have changed a directory, and have told nobody: `freshen` has it told.
         self.is_deferred_elsewhere = cluster.claims.is_exclusive_elsewhere
 
@@ -287,7 +288,10 @@ class Freshness:
         return (
             bool(directories)
             and all(map(self._leases.believable_s, directories))
-            and not any(map(self.is_deferred_elsewhere, directories))
+            and (
+                self.exclusive.keys().isdisjoint(directories)
+                or not any(map(self.is_deferred_elsewhere, directories))
+            )
         )
 
     def is_missing(self, directory: int, name: bytes) -> bool:
@@ -304,7 +308,7 @@ class Freshness:
         """Return for how many seconds a directory may be believed: its names, and inodes with no other
         names. Hosts that change it wait for this mount that long. A directory that is `used` often becomes
         believable."""
-        if directory in self._exclusive and self._claims.is_exclusive_elsewhere(directory):
+        if directory in self.exclusive and self._claims.is_exclusive_elsewhere(directory):
             return 0.0
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:
