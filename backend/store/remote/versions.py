@@ -285,13 +285,11 @@ class Freshness:
         if inode.is_dir and not inode.revision:
             return True  # it was made here, and is not stored yet
         directories = self._directories_of(inode)
+        exclusive = filter(self.exclusive.__contains__, directories)
         return (
             bool(directories)
             and all(map(self._leases.believable_s, directories))
-            and (
-                self.exclusive.keys().isdisjoint(directories)
-                or not any(map(self.is_deferred_elsewhere, directories))
-            )
+            and not any(map(self.is_deferred_elsewhere, exclusive))
         )
 
     def is_missing(self, directory: int, name: bytes) -> bool:
