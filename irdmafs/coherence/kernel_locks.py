@@ -86,8 +86,6 @@ class Moves:
 
     def may_tell(self, node: Node, parent: int, pid: int) -> bool:
         """Return whether a thread may be told now that a directory is in `parent`."""
-        if node.id not in self._told and (node.name is None or node.name[0] == parent):
-            return True
         move = self._move(node, parent)
         if move is None:
             return True
