@@ -276,7 +276,8 @@ def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: P
     clock = clocks.get(push.worker, 0)
     if 0 < push.step <= clock:
         raise Refused(errno.ESTALE, f"step {push.step} is past: {push.worker} is at {clock}")
-    if push.base > newest.version:
+    # A coordinator that was taken for dead may have made a version a moment ago.
+    if push.base > newest.version and push.base > train.newest():
         raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
     # In other kinds of sync nobody waits for the slowest, whose base may be older than all that is kept.
     lockstep = config.synchronization.kind in ("bsp", "local")

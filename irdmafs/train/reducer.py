@@ -68,8 +68,8 @@ class Reducer:
         # The newest version when this reducer last looked for parts that nobody has.
         self._newest = -1
         self._begun_s = time.monotonic()
-        # The names in next/ of what was planned when it was read last, and what was found then.
-        self._found: tuple[Collection[str], _Found] | None = None
+        # The names in next/ of what was planned when it was read last, or its counter, and what was found.
+        self._found: tuple[Collection[str] | int | None, _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()
         self._coordinated_s = 0.0
@@ -157,13 +157,15 @@ class Reducer:
         return did or took
 
     def _look(self, below: Folder) -> _Found:
-        """Return what there is, as long as next/ has the same plans."""
+        """Return what there is, as long as next/ has the same plans. If it has none, a change may be that
+        of a version, whose plan has come and gone."""
         names = {name for name, folder in below.folders.items() if PLAN in folder.files}
-        if self._found is None or self._found[0] != names:
+        known = names or below.counter
+        if self._found is None or self._found[0] != known:
             config = self.train.config()
             newest = self.train.newest_plan()
             found = _Found(config, newest, self.train.making(newest.version + 1, below))
-            self._found = (names, found)
+            self._found = (known, found)
         return self._found[1]
 
     def _coordinate(self, coordinator: Coordinator, found: _Found, below: Folder) -> bool:

@@ -124,3 +124,17 @@ def test_parts_of_others_are_asked_for_only_while_no_version_comes(
         eventually(lambda: sees(waits, 1), "it is seen")
         assert asks(waits) == 0
         assert asks(waits) == 2
+
+
+def test_who_takes_over_knows_the_version_that_came_while_it_did_not_look(cluster: Cluster) -> None:
+    run = start(cluster.mounts[0].path / "taken", model(), shards=1)
+    with Worker(run, "w") as worker, Reducer(run) as second:
+        with Reducer(run) as first:
+            first.step()  # it coordinates
+            second.step()
+            worker.push(ones())
+            reduce_until(first, lambda: newest(run) == 1, "the push counts")
+        worker.pull()
+        worker.push(ones())  # on the base of version 1
+        reduce_until(second, lambda: newest(run) == 2, "the next push counts")
+        worker.pull()
