@@ -1,4 +1,4 @@
-"""What the events of a shared engine's watch, or records that are read anew, change in a tree.
+"""Changes of a tree by the events of a shared engine's watch, or by records that are read anew.
 
 Other hosts made them. Hosts that follow the rules make no records that a tree cannot have; those of one
 that does not are found here, each by itself, before somebody walks up from a directory, for example, and

@@ -16,8 +16,8 @@ _CHANGES_XATTR = "user.irdmafs.changes"
 
 
 class Seen(NamedTuple):
-    """What a path led to: an inode and, of a file, its version; of a directory, the counter of the changes
-    below it. Values of one mount can be compared."""
+    """The inode that a path led to, and the version of a file, or the counter of the changes below a
+    directory. Values of one mount can be compared."""
 
     ino: int
     version: int

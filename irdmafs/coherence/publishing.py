@@ -138,8 +138,7 @@ class Publisher(OnHost):
             and content.writers == 1
         ):
             changed = self._table.is_changed(handle, content)
-            compared = self._store.sends and not content.state.ended
-            if changed or (compared and self._table.may_hide_writes(content)):
+            if changed or (not content.state.ended and self._is_to_be_compared(content)):
                 await self.publish(content, stays=False, changed=changed)
             if not changed:
                 return

@@ -1,4 +1,4 @@
-"""What a session does later than in the answer to a request: tasks, requests that wait, and work put off.
+"""Work of a session after it has gone on to the next request: tasks, waiting requests, and what is put off.
 
 The kernel reports only the first signal that a waiting caller gets, and goes on waiting. Calls on ordinary
 files are not interrupted, as on other filesystems: a close() that failed because of a timer or the end of a

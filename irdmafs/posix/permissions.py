@@ -1,4 +1,4 @@
-"""What callers may do, and which privileges a file loses when others change it.
+"""Permissions of callers, and the privileges that a file loses when others change it.
 
 The privileges are set-user-id, set-group-id and capabilities. Linux removes them before the change, in
 file_remove_privs(). For a FUSE file whose server handles this (the kernel session agrees to

@@ -79,11 +79,10 @@ class TrainDirectory:
         self._read: dict[Path, tuple[Seen, Any]] = {}
         # Plans by their files: the last ones that were read. A plan never changes.
         self._plans: dict[Seen, Plan] = {}
-        # What was below versions/ when it was looked at last, and whether that is too much to be looked at.
-        self._versions = NOTHING
+        # The names below versions/ when they were looked at last; whether they are too many for one answer.
+        self._versions, self._are_many = NOTHING, False
         # The clocks of the newest plan that was read.
         self._clocks: dict[str, int] = {}
-        self._are_many = False
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")

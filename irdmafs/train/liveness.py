@@ -27,7 +27,7 @@ class Lock:
     def hold(self, content: bytes = b"") -> bool:
         """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
         Raises OSError."""
-        # Who only asks costs hosts no transactions, as who asks for the lock does.
+        # A question costs hosts no transactions, as an attempt does.
         if _FLOCK.unpack(fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE))[0] != fcntl.F_UNLCK:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What a training tells: which pushes were refused, how far it is, and that a worker waits in vain."""
+"""Reports of a training: the pushes that were refused, how far it is, and workers that wait in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block closes at its end."""
+"""A base of what is used in a block and closed at its end."""
 
 from typing import Self
 

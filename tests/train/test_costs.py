@@ -47,7 +47,7 @@ def test_planning_fetches_no_push(cluster: Cluster) -> None:
         )
         after = counters(planned_at)
         assert after["fetched_files"] == before["fetched_files"]
-        # What is followed above the run is acknowledged at any time.
+        # The mount may acknowledge changes above the run, which it follows, at any time.
         took = {kind: after[kind] - before[kind] for kind in ("transactions", "lease_transactions")}
         assert took["transactions"] - took["lease_transactions"] < 4
 

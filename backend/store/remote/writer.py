@@ -86,7 +86,7 @@ class Transfer:
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
-        # What the nodes have already shows in the digests; what is mapped may change while it is sent.
+        # Digests tell which stripes nodes have already; a mapped file may change while it is sent.
         meanwhile = hashing and self._base is None and not self._mapped
         try:
             if meanwhile and self._bytes_pass():
