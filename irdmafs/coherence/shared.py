@@ -238,7 +238,7 @@ class Shared(Coherence):
         return False
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
-        is_second, empties = pid in self._trails.retries, truncates(flags)
+        empties = truncates(flags)
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
@@ -272,8 +272,7 @@ class Shared(Coherence):
                     self._store.count_open(inode.extent)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
-                    led = await self._lead_on(name, flags, pid, node)
-                    if led is None and not is_second:
+                    if await self._lead_on(name, flags, pid, node) is None:
                         self._trails.expect(pid, (name.parent, name.name), flags)
                 raise
         inode = await self._refreshed(inode, content=not empties)

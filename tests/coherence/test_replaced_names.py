@@ -95,18 +95,24 @@ def test_overwriting_what_it_just_replaced_never_fails(here: Path, there: Path) 
 def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
     here: Path, there: Path, mode: str
 ) -> None:
+    """In two directories by turns: what is left of an open in one must not count for that in the other."""
     makes = mode in ("wb", "ab")
+    directories = ("one", "other")
+    for directory in directories:
+        (here / directory).mkdir()
 
     def remake() -> None:
         for _ in range(REPLACEMENTS):
-            (here / "file").open("wb").close()
-            (here / "file").unlink()
+            for directory in directories:
+                (here / directory / "file").open("wb").close()
+            for directory in directories:
+                (here / directory / "file").unlink()
 
     with meanwhile(remake) as goes_on:
         opens = 0
         while goes_on():
             with contextlib.nullcontext() if makes else contextlib.suppress(FileNotFoundError):
-                (there / "file").open(mode).close()
+                (there / directories[opens % 2] / "file").open(mode).close()
             opens += 1
     assert opens
 
