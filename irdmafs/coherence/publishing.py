@@ -415,7 +415,7 @@ class Publisher(OnHost):
             if inode.extent != content.extent:
                 self._table.give_extent(content, inode.extent, frees=content.own)
             elif self._store.is_lent(content.extent):
-                self._table.lend_again(content)
+                self._table.lend(content, content.extent)
         except OSError:
             return False  # another host has published since, and the store node here has freed the file
         return True

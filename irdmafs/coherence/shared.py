@@ -238,8 +238,7 @@ class Shared(Coherence):
         return False
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
-        empties = truncates(flags)
-        names = self._trails.take(pid)
+        names, empties = self._trails.take(pid), truncates(flags)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
         if self._promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
@@ -272,7 +271,8 @@ class Shared(Coherence):
                     self._store.count_open(inode.extent)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
-                    if await self._lead_on(name, flags, pid, node) is None:
+                    led = await self._lead_on(name, flags, pid, node)
+                    if led is None:
                         self._trails.expect(pid, (name.parent, name.name), flags)
                 raise
         inode = await self._refreshed(inode, content=not empties)

@@ -193,31 +193,25 @@ class ContentTable:
         names the former number. Raises OSError ESTALE, and changes nothing, if a store node has freed that
         extent already."""
         before = content.extent
-        if content.holds:
-            self.store.pin(extent)
-            self._lend(extent)
-            self.store.unpin(before)
+        self.lend(content, extent)
         if content.fd >= 0:
             self.close(content)
         content.extent = extent
         if frees:
             self.store.retire(before)
 
-    def lend_again(self, content: Content) -> None:
-        """Note that a store node may have adopted the content's file, which programs have open. Raises
-        OSError ESTALE if it has freed that already."""
-        if content.holds:
-            self.store.pin(content.extent)
-            self._lend(content.extent)
-            self.store.unpin(content.extent)
-
-    def _lend(self, extent: ContentId) -> None:
-        """Lend an extent that is pinned for that; take the pin back if a store node has freed it."""
+    def lend(self, content: Content, extent: ContentId) -> None:
+        """Let programs that have the content open keep this extent instead of its present one, or that
+        again when a store node may have adopted it. Raises OSError ESTALE if a node has freed it."""
+        if not content.holds:
+            return
+        self.store.pin(extent)
         try:
             self.store.lend(extent)
         except BaseException:
             self.store.unpin(extent)
             raise
+        self.store.unpin(content.extent)
 
     # -- becoming and ceasing to be the file's content --------------------------------------------
 

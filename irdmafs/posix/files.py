@@ -88,7 +88,11 @@ class Files(Part):
             await self._namespace.show(directory.ino, name)
             found = self._namespace.lookup(directory.ino, name)
             if found is not None:
-                return await self._open_found(found, flags, ctx, (directory.ino, name))
+                try:
+                    return await self._open_found(found, flags, ctx, (directory.ino, name))
+                except OSError as error:
+                    if error.errno != errno.ESTALE:  # that: it is gone, too
+                        raise
         raise fail(errno.EEXIST)
 
     async def _open_found(
