@@ -346,19 +346,23 @@ class Inodes(dict[int, Inode]):
         self[ino] = inode
 
     def touch(self, ino: int, time_ns: int | None) -> None:
-        """Have the time when the names of a directory changed, which the map is about to have. It is set in
-        place where nobody compares inodes with what they were."""
+        """Set the time when the names of a directory changed, in place where nobody compares inodes with
+        what they were; None: the directory's record has the times from now on."""
         known = self.get(ino) if self.are_compared else self.at_hand(ino)
-        if known is None or not known.revision:
-            return
-        self._touched.setdefault(ino, known)
-        if time_ns is None or time_ns < known.mtime_ns:
-            del self[ino]
-        elif known.is_dir:
-            inode = known
-            if self.are_compared:
-                inode = self[ino] = known.copy()
-            inode.mtime_ns, inode.ctime_ns = time_ns, max(known.ctime_ns, time_ns)
+        if known is not None and known.revision:
+            self._touched.setdefault(ino, known)
+            if time_ns is None or time_ns < known.mtime_ns:
+                del self[ino]
+            elif known.is_dir:
+                inode = known
+                if self.are_compared:
+                    inode = self[ino] = known.copy()
+                inode.mtime_ns, inode.ctime_ns = time_ns, max(known.ctime_ns, time_ns)
+        key = b"t" + ino.to_bytes(8, "big")
+        if time_ns is None:
+            self._records.delete(key)
+        else:
+            self._records.put(key, time_ns.to_bytes(8, "big"))
 
     def changing(self, ino: int) -> Inode:
         """Return an inode whose derived fields can be changed."""

@@ -128,7 +128,7 @@ class Tree(Names):
             size += len(record)
         self.records.begin(size, urgent=True)
         for ino, time_ns in times:
-            self._set_time(ino, time_ns)
+            self.inodes.touch(ino, time_ns)
         for inode, record in inodes:
             self._take_inode(inode, record)
         for ino, revision in damaged:
@@ -253,7 +253,7 @@ class Tree(Names):
         records.begin(size, urgent=commit.urgent)
         try:
             for ino, time_ns in commit.times:
-                self._set_time(ino, time_ns)
+                inodes.touch(ino, time_ns)
             for inode in commit.inodes:
                 inodes.replace(inode, revision)
                 if (inode.xattrs or self.quotas.in_use) and inode.is_dir:
@@ -318,16 +318,6 @@ class Tree(Names):
         return True
 
     # -- the steps of a change -------------------------------------------------------------------
-
-    def _set_time(self, ino: int, time_ns: int | None) -> None:
-        """Set the time when the names of a directory changed; None: its inode record has the times from
-        now on."""
-        self.inodes.touch(ino, time_ns)
-        key = b"t" + ino.to_bytes(8, "big")
-        if time_ns is None:
-            self.records.delete(key)
-        else:
-            self.records.put(key, time_ns.to_bytes(8, "big"))
 
     def _put(self, inode: Inode, record: bytes | None, known: Inode | None) -> None:
         """Have an inode instead of the one that was known, with another record, or (None) the same."""
