@@ -335,16 +335,15 @@ class Shared(Coherence):
         return inode
 
     async def _refreshed(self, inode: Inode, *, content: bool) -> Inode:
-        """Return the inode when the content written in place here is not older than its version. With
-        `content`, the version is on this host, and a newer one is fetched, too."""
-        while True:
+        """Return an inode when the content written in place here is not older than its version, which with
+        `content` is on this host; that of a newer one is then fetched, too."""
+        while self._cache.in_place.is_behind(inode):
+            await self._cache.in_place.refresh(inode.ino)
             now = self.namespace.inode(inode.ino)
-            if self._cache.in_place.is_behind(now):
-                await self._cache.in_place.refresh(inode.ino)
-                now = self.namespace.inode(inode.ino)
             if now.version == inode.version:
                 return now
             inode = await self._bring(now) if content else now
+        return inode
 
     # -- changes by programs of this host ----------------------------------------------------------
 

@@ -144,7 +144,7 @@ class ContentTable:
 
     def is_here(self, content: Content) -> bool:
         """Return whether the content is on this host; it may be too large for that."""
-        return content.own or (bool(content.extent) and self.store.is_here(content.extent))
+        return (bool(content.extent) and self.store.is_here(content.extent)) or content.own
 
     def is_borrowed(self, content: Content) -> bool:
         """Return whether the content's file belongs to a store node, and must not be written."""

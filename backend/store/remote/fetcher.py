@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import filterfalse
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import trio
@@ -189,11 +190,11 @@ class Fetcher:
     def _sources(self, group: int, content: ContentId) -> list[int]:
         """Return live members to read from: one on this host first, the others in an order that differs
         between contents and between mounts, to share the load."""
-        found = self._cluster.groups.get(group)
-        nodes = self._cluster.members.nodes
+        found, nodes = self._cluster.groups.get(group), self._cluster.members.nodes
+        here, salt = self._cluster.here, self._salt
         live = [*filter(nodes.__contains__, found[0].in_sync)] if found else []
-        live.sort(key=lambda node: (node != self._cluster.here, hash((node, content, self._salt))))
-        return live
+        order = sorted([(node != here, hash((node, content, salt)), node) for node in live])
+        return [*map(itemgetter(2), order)]
 
     def _borrow(self, content: ContentId, layout: Layout, size: int) -> bool:
         store = self._cluster.store_here
