@@ -238,9 +238,9 @@ class Shared(Coherence):
         return False
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
-        names, empties = self._trails.take(pid), truncates(flags)
+        way, empties = self._trails.take(pid), truncates(flags)
         node = self._nodes.by_id.get(node_id)
-        name = _name_of(node, names)
+        name = _name_of(node, way.names)
         if self._promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
@@ -252,13 +252,13 @@ class Shared(Coherence):
                 asked = self._inodes.get(name.parent)
             if asked is None:
                 asked = self._inodes[ROOT_INO]
-            private = bool(names) and names[-1].private
+            private = bool(way.names) and way.names[-1].private
             believed = private or await self._freshen(asked, content=not empties)
             try:
                 node, inode = self._nodes.get(node_id)
                 believed = believed or _is_known_by_its_name(node, inode)
                 believed = believed or self._cache.routes.comes_by_no_name(node, flags)
-                is_held = private or self._trails.hold(pid, names, inode.ino, believed=believed)
+                is_held = private or self._trails.hold(pid, way, inode.ino, believed=believed)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name
                 if not is_held:
@@ -308,12 +308,12 @@ class Shared(Coherence):
         self._cache.routes.promise(inode, flags, pid, came_to, name)
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
-        names = self._trails.take(pid)
+        way = self._trails.take(pid)
         if self._promises:
             self._cache.routes.withdraw(pid, 0)
         fresh = await self._freshen(self._nodes.inode_of(node_id), content=False)
         node, inode = self._nodes.get(node_id)
-        if not self._trails.hold(pid, names, inode.ino, believed=fresh or not by_name):
+        if not self._trails.hold(pid, way, inode.ino, believed=fresh or not by_name):
             raise fail(errno.ESTALE)
         return node, inode
 

@@ -37,6 +37,14 @@ class TrailStep(NamedTuple):
     private: bool = False
 
 
+class Way(NamedTuple):
+    """How a thread came to what it opens: the names that it looked up, and the last one of its open before
+    this, if that was refused."""
+
+    names: Sequence[TrailStep]
+    refused: bytes | None
+
+
 @dataclass(slots=True, eq=False)
 class Retry:
     """The second try of an open with `flags` whose name led to no file when it was refused. `lookups`: of
@@ -79,10 +87,10 @@ class LookupTrails:
         names.append(TrailStep(parent, name, inode.ino, is_link, private))
         return ended
 
-    def take(self, pid: int) -> Sequence[TrailStep]:
-        """Return, and forget, what a thread that opens a file has looked up."""
+    def take(self, pid: int) -> Way:
+        """Return, and forget, how a thread came to the file that it opens."""
         self.retries.pop(pid, None)
-        return self._of.pop(pid, ())
+        return Way(self._of.pop(pid, ()), self._refused.pop(pid, None))
 
     def forget(self, pid: int) -> None:
         """Forget a thread: its lookups were not for an open, or its open does not come again."""
@@ -94,16 +102,16 @@ class LookupTrails:
         self._of.pop(pid, None)
         self._refused.pop(pid, None)
 
-    def hold(self, pid: int, names: Sequence[TrailStep], ino: int, *, believed: bool) -> bool:
+    def hold(self, pid: int, way: Way, ino: int, *, believed: bool) -> bool:
         """Return whether the names by which this thread came lead to the inode in a replica that is fresh.
         `believed`: the kernel may have come by names that it need not look up.
 
         Return False only once in a row: the lookups that the kernel then repeats are fresh, and a file that
         is opened again without any (/proc/self/fd) has no name.
         """
+        names = way.names
         last = names[-1].name if names else b""
-        refused = self._refused.pop(pid, None)
-        if refused is not None and refused in (last, b""):
+        if way.refused is not None and way.refused in (last, b""):
             return True
         for step in reversed(names):
             if step.ino != ino and not step.link:

@@ -171,3 +171,24 @@ def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster)
         finally:
             reader.resume()
         assert [listing.result() for listing in listings] == [["second"]] * LISTINGS
+
+
+def test_an_open_never_gets_what_was_moved_away_before_it(cluster: Cluster) -> None:
+    """An earlier open of the thread, of a file of that name, was led elsewhere."""
+    writer, reader = cluster.mounts
+    for name in ("here", "there"):
+        (writer.path / name).mkdir()
+        os.setxattr(writer.path / name, "user.irdmafs.follow", b"off")
+        (writer.path / name / "file").write_bytes(pattern(1, SIZE))
+    with ThreadPoolExecutor(1) as programs:
+        for version, name in itertools.product(range(2, 16), ("here", "there")):
+            folder = writer.path / name
+            reader.pause()
+            try:
+                (folder / "new").write_bytes(pattern(version, SIZE))
+                os.replace(folder / "file", folder / "old")
+                os.replace(folder / "new", folder / "file")
+                reading = programs.submit((reader.path / name / "file").read_bytes)
+            finally:
+                reader.resume()
+            assert version_of(reading.result()) == version
