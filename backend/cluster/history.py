@@ -122,10 +122,6 @@ async def read_reports(engine: EtcdEngine) -> dict[int, Report]:
     return reports
 
 
-def report_key(node: int) -> bytes:
-    return key_of(REPORT, node)
-
-
 def goal(reports: dict[int, Report], above: int = 0) -> int:
     """Return a revision that is higher than any that was seen."""
     return max(above, *(report.seen for report in reports.values())) + _MARGIN_REVISIONS
@@ -158,7 +154,7 @@ async def accept(
     try:
         await engine.transact(
             compares,
-            [Put(EPOCH_KEY, encode(epoch)), *(Delete(report_key(node)) for node in reports)],
+            [Put(EPOCH_KEY, encode(epoch)), *(Delete(key_of(REPORT, node)) for node in reports)],
         )
     except Conflict:
         raise OSError(errno.EBUSY, "somebody else has just accepted it") from None

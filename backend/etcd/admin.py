@@ -10,6 +10,7 @@ import errno
 import logging
 import re
 from collections.abc import Callable, Collection
+from contextlib import closing
 from typing import NamedTuple
 
 import trio
@@ -153,14 +154,12 @@ class EtcdRoom:
         found: dict[str, Room | OSError] = {}
 
         async def ask(client: Client) -> None:
-            try:
-                found[client.address] = _room_of(
-                    await self._ask(client, rpc.STATUS, pb.StatusRequest())
-                )
-            except OSError as error:
-                found[client.address] = error
-            finally:
-                client.close()
+            with closing(client):
+                try:
+                    answer = await self._ask(client, rpc.STATUS, pb.StatusRequest())
+                    found[client.address] = _room_of(answer)
+                except OSError as error:
+                    found[client.address] = error
 
         async with trio.open_nursery() as nursery:
             for client in self._members():
@@ -219,11 +218,9 @@ class EtcdRoom:
         hashes: dict[int, tuple[int, int]] = {}
         revision = (await self._calls.call(rpc.STATUS, pb.StatusRequest())).header.revision
         for client in self._members():
-            try:
+            with closing(client):
                 answer = await self._ask(client, rpc.HASH_KV, pb.HashKVRequest(revision=revision))
-                hashes[answer.header.member_id] = answer.hash, answer.compact_revision
-            finally:
-                client.close()
+            hashes[answer.header.member_id] = answer.hash, answer.compact_revision
         unasked = {member.ID for member in members} - hashes.keys()
         if unasked:
             raise OSError(

@@ -200,9 +200,6 @@ class Calls:
             log.error("%s", text)
 
 
-log = logging.getLogger(__name__)
-
-
 class Watch:
     """The changes of keys with prefix + start <= key < prefix + end after a revision.
 

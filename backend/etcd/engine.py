@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, Final, Self
 
 from ..kv import Compare, Delete, KeyValue, Put
+from ..unwrap import if_it_fails
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
 from .calls import LAST_KEY, Calls, Watch
@@ -69,11 +70,8 @@ class EtcdEngine:
                 watch.close()
 
     async def __aenter__(self) -> Self:
-        try:
+        with if_it_fails(self.calls.client.close):
             await self.open()
-        except BaseException:
-            self.calls.client.close()
-            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:

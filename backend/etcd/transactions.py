@@ -15,6 +15,7 @@ for changes of its own keys, its session for example. Its transactions put a key
 import errno
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import trio
@@ -175,12 +176,9 @@ class EtcdTransactions:
         """End the fence's lease, unless that takes too long: it ends by itself."""
         if not self._lease:
             return
-        try:
-            with trio.move_on_after(_REVOKE_S):
-                request = pb.LeaseRevokeRequest(ID=self._lease)
-                await self._calls.client.attempt(REVOKE, request, _REVOKE_S)
-        except (RpcError, Unsent, Uncertain):
-            pass
+        with suppress(RpcError, Unsent, Uncertain), trio.move_on_after(_REVOKE_S):
+            request = pb.LeaseRevokeRequest(ID=self._lease)
+            await self._calls.client.attempt(REVOKE, request, _REVOKE_S)
 
     def _drop_fence(self, fence: _Fence) -> None:
         if self._fence is fence:

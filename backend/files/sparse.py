@@ -29,6 +29,15 @@ def allocated_bytes(size: int, blocks: int) -> int:
     return allocated if size - allocated >= _HOLES_BYTES_MIN else size
 
 
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of some bytes to a place in a file. Raises OSError."""
+    done = 0
+    with memoryview(data) as view:
+        while done < len(view):
+            with view[done:] as rest:
+                done += os.pwrite(fd, rest, offset + done)
+
+
 def next_data(fd: int, offset: int, end: int) -> int:
     """Return where data begins at or behind `offset`; at most `end`. Raises OSError."""
     try:

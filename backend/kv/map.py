@@ -23,6 +23,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import lmdb
@@ -31,6 +32,7 @@ import trio
 import xxhash
 from lmdb.verify import VerifyError, verify
 
+from ..unwrap import if_it_fails
 from . import Damaged, NoSpace
 
 log = logging.getLogger(__name__)
@@ -85,16 +87,13 @@ class Map:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             status = os.fstat(self._fd)
             size = status.st_size
-            try:
+            with if_it_fails(partial(os.close, self._fd)):
                 self.note = self._note(size)
                 if self.note is None:
                     self._check(size)
                 if status.st_blocks * 512 < size:
                     _allocate(self._fd, size, path)  # a copy may have holes
                 self._env = self._opened(path, size)
-            except BaseException:
-                os.close(self._fd)
-                raise
         self._map_bytes = self._env.info()["map_size"]
         # Pages that are known to be free, less the reserve.
         self._spare_pages = 0

@@ -59,6 +59,15 @@ def meminfo(name: str) -> int:
         return int(next(found, 0)) << 10
 
 
+def filesystem_of(device: int) -> str:
+    """Return the type of the mounted filesystem whose files have this `st_dev`, "" where there is none."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    # A mount's device is its third field, its type the first after " - ": proc_pid_mountinfo(5).
+    with open("/proc/self/mountinfo", errors="surrogateescape") as lines:
+        mounts = (line.split(" - ", 1) for line in lines)
+        return next((end.split()[0] for at, end in mounts if at.split()[2] == number), "")
+
+
 def memory_limit() -> int:
     """Return the memory in bytes that this process can use: the machine's, or its control group's."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

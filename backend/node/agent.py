@@ -45,16 +45,16 @@ _JOINING_AT_ONCE = 8
 
 class Agent:
     """`ping` asks a node for a sign of life and raises OSError if there is none. `handover` decides when a
-    live member may be dropped; None: always."""
+    live member may be dropped."""
 
     def __init__(
         self,
         cluster: ClusterState,
         catalog: Catalog,
         ping: Callable[[int], Awaitable[None]],
-        handover: Handover | None = None,
+        handover: Handover,
         *,
-        rereplicate_after_s: float = 30.0,
+        rereplicate_after_s: float,
     ) -> None:
         self.node = cluster.node
         self.rereplicate_after_s = rereplicate_after_s
@@ -78,8 +78,7 @@ class Agent:
         """Lead groups until the session is released."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.housekeeping.forget_history)
-            if self._handover is not None:
-                nursery.start_soon(self._handover.run, self.look)
+            nursery.start_soon(self._handover.run, self.look)
             await self._run()
             nursery.cancel_scope.cancel()
 
@@ -166,7 +165,7 @@ class Agent:
             if leader(config, live) != self.node:
                 continue
             step = next_step(config, live, self._target(group), joinable)
-            if step is None or not self._may_step(group, config, step, live):
+            if step is None or not self._handover.may_step(group, config, step, live):
                 continue
             changes[group] = revision, step
             for node in set(step.members) - set(config.members):
@@ -229,9 +228,6 @@ class Agent:
             )
         await self._cluster.replica.barrier()
 
-    def _may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
-        return self._handover is None or self._handover.may_step(group, config, step, live)
-
     def look(self) -> None:
         """Note that there may be something to do."""
         self._wake.set()
@@ -249,8 +245,7 @@ class Agent:
     def _group_changed(self, group: int) -> None:
         found = self._cluster.groups.get(group)
         before, config = self._before.pop(group, None), found[0] if found is not None else None
-        if self._handover is not None:
-            self._handover.group_changed(group, before, config)
+        self._handover.group_changed(group, before, config)
         if config is not None:
             self._before[group] = config
             gone = set(before.members if before is not None else ()) - set(config.members)

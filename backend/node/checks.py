@@ -12,6 +12,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from enum import Enum, auto
 
 import trio
@@ -64,13 +65,10 @@ class Checks:
         ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
-            held = self._files.hold(extent, damaged=True)
             forgotten = self._forgotten
-            try:
+            with closing(self._files.hold(extent, damaged=True)) as held:
                 size = self._files.size(extent) or 0
                 found = await digest_at_rest(held.fd, size)
-            finally:
-                held.close()
             if self._forgotten == forgotten:
                 # Otherwise the file may have been replaced while it was read.
                 self._told[extent] = found, time.monotonic()

@@ -15,7 +15,6 @@ STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a whi
 import fcntl
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -43,8 +42,6 @@ class StoreDirectory:
         with ExitStack() as opened:
             lock = lock_directory(path, "store is in use by another process")
             opened.callback(os.close, lock)
-            # Names of files that nodes up to 0.2 made.
-            shutil.rmtree(f"{path}/lent", ignore_errors=True)
             self.top = _opened(opened, path)
             self.extents = _opened(opened, f"{path}/extents")
             self.incoming = _opened(opened, f"{path}/incoming")

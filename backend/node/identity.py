@@ -18,12 +18,12 @@ from typing import Literal
 import msgspec
 import trio
 
-from ..cluster.history import History, read_epoch, read_reports, report_key
+from ..cluster.history import History, read_epoch, read_reports
 from ..cluster.lease import Removed
 from ..cluster.membership import admit
 from ..etcd.engine import EtcdEngine
 from ..kv import Conflict, Damaged, Put, WentBack
-from ..model.records import Epoch, NodeRecord, Report, decode, encode, key_of
+from ..model.records import REPORT, Epoch, NodeRecord, Report, decode, encode, key_of
 from .directory import StoreDirectory
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class NodeHistory(History):
     async def _report(self, epoch: Epoch) -> None:
         number = max(epoch.number, self._identity.epoch.number)
         report = Report(self._seen(), self._engine.revision, number, time.time())
-        await self._engine.transact([], [Put(report_key(self._identity.node), encode(report))])
+        await self._engine.transact([], [Put(key_of(REPORT, self._identity.node), encode(report))])
 
     async def take_over(self) -> None:
         """Take over the accepted state after this store's contents were compared with it. Raises

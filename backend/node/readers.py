@@ -10,6 +10,7 @@ out at once, of what it keeps in etcd, and of how fast it changes that.
 import errno
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import trio
@@ -232,14 +233,12 @@ class Readers:
         """Return older changes than those that are here."""
         async with self._accounts[owner].places_for_much:
             try:
-                stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
-                try:
+                request = pb.WatchRequest(create_request=create)
+                with closing(await self._client.stream(WATCH, request)) as stream:
                     while (body := await stream.receive()) is not None:
                         answer = WATCH.parse(body)
                         if answer.events or answer.canceled:
                             return _first_events(answer)
-                finally:
-                    stream.close()
             except RpcError as error:
                 self._client.stream_failed(error)
                 raise OSError(errno.EAGAIN, f"etcd: {error.text}") from None

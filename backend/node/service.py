@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import trio
@@ -179,12 +180,9 @@ class NodeService(Service[Incoming]):
         return await self._scrub.checks.tell(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        held = self.hold(extent)
-        try:
+        with closing(self.hold(extent)) as held:
             length = os.fstat(held.fd).st_size
             return await trio.to_thread.run_sync(segments, held.fd, 0, length)
-        finally:
-            held.close()
 
     def scrub(self) -> None:
         self._scrub.begin()

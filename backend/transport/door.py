@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 
@@ -22,6 +22,9 @@ from .frames import BadMessage
 from .rights import ROLES
 
 log = logging.getLogger(__name__)
+
+# Serves a connected socket of the peer at an address.
+Serve: TypeAlias = Callable[[trio.socket.SocketType, str], Awaitable[None]]
 
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 128
@@ -60,20 +63,12 @@ class Door:
         self._counters = counters
         self.strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
 
-    def open(
-        self,
-        listening: trio.socket.SocketType,
-        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
-    ) -> None:
+    def open(self, listening: trio.socket.SocketType, serve: Serve) -> None:
         """Have `serve(sock, address)` called, in a task of its own, for each that connects. It ends the
         connection by returning, or by raising one of the errors of sockets and streams, or BadMessage."""
         self._nursery.start_soon(self._accept, listening, serve)
 
-    async def _accept(
-        self,
-        listening: trio.socket.SocketType,
-        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
-    ) -> None:
+    async def _accept(self, listening: trio.socket.SocketType, serve: Serve) -> None:
         with listening:
             while True:
                 try:
@@ -85,12 +80,7 @@ class Door:
                     continue
                 self._nursery.start_soon(self._serve, serve, sock, address[0])
 
-    async def _serve(
-        self,
-        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
-        sock: trio.socket.SocketType,
-        address: str,
-    ) -> None:
+    async def _serve(self, serve: Serve, sock: trio.socket.SocketType, address: str) -> None:
         try:
             with sock:
                 await serve(sock, address)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import trio
 
+from ..files.sparse import write_at
 from . import Extent, FileRange
 from .frames import Codec, MessageSet
 from .messages import (
@@ -108,7 +109,7 @@ async def _put(host: Host, peer: Peer, request: Put) -> Done:
 
     async def store() -> None:
         if incoming is not None:
-            _write(incoming.fd, data)
+            write_at(incoming.fd, data, 0)
             await host.service.seal(extent, incoming)
             host.counters.received_bytes += len(data)
 
@@ -186,12 +187,6 @@ async def _both(
     for is_here in (True, False):
         if is_here in errors:
             raise errors[is_here]
-
-
-def _write(fd: int, data: bytes) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], done)
 
 
 def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[bytes | None]:

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
-from types import TracebackType
 from typing import Self
 
 import trio
@@ -78,12 +77,7 @@ class Listener:
             self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # An error of the block is not the nursery's business, which would wrap it.
         await self._opened.aclose()
 

@@ -13,6 +13,8 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 from cryptography import x509
@@ -158,14 +160,10 @@ def list_revoked(directory: str, serials: Iterable[int]) -> str:
     # A directory for the draft could be left behind: an interrupt may come while it is being made.
     draft = os.path.join(directory, f".new-{os.getpid()}-{REVOKED_FILE}")
     try:
-        try:
+        with if_it_fails(partial(Path(draft).unlink, missing_ok=True)):
             _write_new(draft, data)
             os.chmod(draft, 0o644)
             os.replace(draft, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
-            raise
     except OSError as error:
         raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -139,10 +139,8 @@ async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> N
     if engine.admin.secure:
         await _add_user(engine, record)
     key = certificate_key(serial)
-    try:
+    with suppress(Conflict):
         await engine.transact([(key, 0)], [Put(key, encode(record))])
-    except Conflict:
-        pass
 
 
 async def protect(engine: EtcdEngine) -> None:

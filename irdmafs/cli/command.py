@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -299,12 +300,9 @@ def _open_daemon(pid: int) -> int | None:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return None
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"irdmafs" in file.read():
-                return descriptor
-    except OSError:
-        pass
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        if b"irdmafs" in file.read():
+            return descriptor
     os.close(descriptor)
     return None
 

@@ -13,10 +13,10 @@ from ..backend.transport.verbs import devices
 from ..backend.transport.verbs.devices import Device, Gid, Obstacle, Port
 from ..backend.transport.verbs.library import Library, VerbsMissing, load
 from ..backend.transport.verbs.rdma import Choice
+from ..backend.transport.verbs.regions import MTUS
 from . import Check, Verdict
 
 _NAME = "RDMA"
-_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 # Holds a packet of the largest RDMA MTU, 4096, with its headers.
 _NETDEV_MTU_COMFORTABLE = 4200
 _GIDS_SHOWN = 8
@@ -163,7 +163,7 @@ def _limits(device: Device, library: Library) -> Limits:
     with context, library.errors:
         limits = context.query_device()
         mtus = {
-            port.number: _MTUS.get(int(context.query_port(port.number).active_mtu), 0)
+            port.number: MTUS.get(int(context.query_port(port.number).active_mtu), 0)
             for port in device.ports
         }
         windows = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")

@@ -7,6 +7,7 @@ nothing here touches a mounted filesystem in this process: questions to one go t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -446,8 +447,6 @@ def _ends(mount: Mount, within_s: float) -> bool:
 
 def _served_by(mountpoint: str) -> str:
     match = None
-    try:
+    with contextlib.suppress(OSError):
         match = re.search(rb'"pid": ?(\d+)', ask_mount(mountpoint, STATUS_XATTR))
-    except OSError:
-        pass
     return f" (served by process {int(match[1])})" if match else ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import is_worker_name
-from .directory import TrainDirectory, params_of, remove
+from .directory import LOOK_S, TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
 from .layout import Shard
 from .liveness import Lock, is_locked
@@ -26,8 +26,6 @@ from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
 from .trees import Directories
-
-_LOOK_S = 1.0
 
 
 class Worker:
@@ -274,7 +272,7 @@ class Worker:
         versions = self.train.look_at_versions()
         while True:
             now_s = time.monotonic()
-            looks = now_s >= self._looked_s + _LOOK_S
+            looks = now_s >= self._looked_s + LOOK_S
             if looks:
                 self._looked_s = now_s
                 self._look_for_refusals()
@@ -283,14 +281,14 @@ class Worker:
                 return newest
             if looks:
                 self._watch.look_for_reducer()
-            left_s = _LOOK_S if deadline_s is None else deadline_s - time.monotonic()
+            left_s = LOOK_S if deadline_s is None else deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
                     f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
-                versions = self.train.look_at_versions(versions.counter, min(left_s, _LOOK_S))
+                versions = self.train.look_at_versions(versions.counter, min(left_s, LOOK_S))
 
     def _reason(self) -> str:
         if not is_reduced(self.train):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.mountpoint import needs_fuse
 from harness.processes import Program
 
@@ -324,13 +325,10 @@ def test_store_with_a_daemon_is_neither_leftover_nor_discarded(
 ) -> None:
     monkeypatch.setattr("irdmafs.mount.users._FREE_WITHIN_S", 0.1)
     store = stores.default_store("/some/where")
-    lock = _lock(store.path)
-    try:
+    with descriptor(_lock(store.path)):
         assert stores.leftover_stores([]) == []
         with pytest.raises(MountError, match="in use"):
             stores.discard_store(store.path)
-    finally:
-        os.close(lock)
     assert [left.path for left in stores.leftover_stores([])] == [store.path]
     stores.discard_store(store.path)
     assert not os.path.exists(store.path)

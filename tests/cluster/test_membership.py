@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys, EtcdServer
 from harness.seeds import chosen_seed
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
@@ -522,11 +523,8 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
         assert found is not None
         for node in found[0].in_sync:
             files = made.running[node].files
-            fd = files.open(extent)
-            try:
+            with descriptor(files.open(extent)) as fd:
                 assert os.pread(fd, len(data) + 1, 0) == data
-            finally:
-                os.close(fd)
 
 
 @pytest.mark.parametrize("lacks", ["what was published meanwhile", "what its store has lost"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.beside import beside
+from harness.closing import descriptor
 from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.programs import misbehaving
@@ -41,13 +42,10 @@ def write_and_lose_answer(cluster: Cluster, path: Path) -> int:
 
 def replace(path: Path, text: str) -> None:
     """As a lock file gets what its holder is called."""
-    fd = os.open(path, os.O_RDWR)
-    try:
+    with descriptor(os.open(path, os.O_RDWR)) as fd:
         os.ftruncate(fd, 0)
         os.pwrite(fd, text.encode(), 0)
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def test_a_file_that_others_replace_then_can_be_written_again(
@@ -69,15 +67,12 @@ def test_a_file_that_others_replace_then_can_be_written_again(
 def test_what_is_written_next_is_published_and_the_version_before_stays_whole(
     cluster: Cluster, here: Path, there: Path
 ) -> None:
-    fd = write_and_lose_answer(cluster, here)
-    try:
+    with descriptor(write_and_lose_answer(cluster, here)) as fd:
         with there.open() as reader:
             os.pwrite(fd, b"THIRD", 0)
             assert reader.read() == "second"
         os.fsync(fd)
         assert there.read_text() == here.read_text() == "THIRDd"
-    finally:
-        os.close(fd)
     assert there.read_text() == here.read_text() == "THIRDd"
 
 

@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 from harness.beside import repeating
+from harness.closing import descriptor
 
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
@@ -52,16 +53,12 @@ def test_it_is_found_while_files_are_renamed(here: Path, there: Path) -> None:
             return False
         return True
 
-    kept = os.open(there / "a" / "moved", os.O_PATH)
-    try:
-        with repeating(rename, PAUSE_S):
-            for number in range(MOVES):
-                before, after = ("ab", "ba")[number % 2]
-                os.rename(here / before / "moved", here / after / "moved")
-                assert any(is_there(there / after / "moved") for _ in range(100))
-                assert not is_there(there / before / "moved")
-    finally:
-        os.close(kept)
+    with descriptor(os.open(there / "a" / "moved", os.O_PATH)), repeating(rename, PAUSE_S):
+        for number in range(MOVES):
+            before, after = ("ab", "ba")[number % 2]
+            os.rename(here / before / "moved", here / after / "moved")
+            assert any(is_there(there / after / "moved") for _ in range(100))
+            assert not is_there(there / before / "moved")
     assert failures <= FAILURES_MAX
 
 

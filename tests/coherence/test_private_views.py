@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SESSIONS, make_mount
+from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
 from harness.clusters import MIB, ClusterMount
 from harness.mountpoint import eventually
@@ -48,8 +49,7 @@ def test_opening_a_file_in_it_asks_nobody(
 ) -> None:
     (here / "file").write_bytes(b"content")
     assert (there / "file").read_bytes() == b"content"
-    view = os.open(there / VIEW, os.O_PATH | os.O_DIRECTORY)
-    try:
+    with descriptor(os.open(there / VIEW, os.O_PATH | os.O_DIRECTORY)) as view:
         before = barriers(hosts[1])
         for _ in range(10):
             fd = os.open("file", os.O_RDONLY, dir_fd=view)
@@ -60,8 +60,6 @@ def test_opening_a_file_in_it_asks_nobody(
         for _ in range(10):
             (there / "file").read_bytes()
         assert barriers(hosts[1]) >= before + 10
-    finally:
-        os.close(view)
 
 
 def test_it_shows_what_others_publish(here: Path, there: Path) -> None:

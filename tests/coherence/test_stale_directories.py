@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from harness.closing import descriptor
 from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.processes import is_waiting
@@ -98,14 +99,11 @@ def test_rename_of_a_directory_that_is_elsewhere_by_now(
 
 
 def test_file_that_is_made_in_a_directory_which_is_removed_by_now(here: Path, there: Path) -> None:
-    opened = os.open(there / "known", os.O_PATH)
-    try:
+    with descriptor(os.open(there / "known", os.O_PATH)) as opened:
         os.rmdir(here / "known")
         eventually(lambda: not (there / "known").exists(), "the other host is told")
         with pytest.raises(FileNotFoundError):
             os.open("new", os.O_WRONLY | os.O_CREAT, dir_fd=opened)
-    finally:
-        os.close(opened)
 
 
 def test_name_that_leads_to_a_file_by_now_which_is_being_replaced(

@@ -1,6 +1,18 @@
-"""A base of what is used in a block and closed at its end."""
+"""What is used in a block and closed at its end: descriptors, and a base of classes."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
+
+
+@contextmanager
+def descriptor(fd: int) -> Iterator[int]:
+    """Give an open file's descriptor, and close it at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class Closing:

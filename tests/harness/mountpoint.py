@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 from harness import forks
-from harness.closing import Closing
+from harness.closing import Closing, descriptor
 from harness.daemons import wait_until
 from harness.mount_namespaces import none_is_made
 from harness.processes import has_ended
@@ -61,11 +61,8 @@ def can_be_opened(path: Path) -> bool:
 
 def fsync(path: Path) -> None:
     """Have all that was done to a file or a directory stored. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with descriptor(os.open(path, os.O_RDONLY)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:

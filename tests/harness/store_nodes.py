@@ -15,6 +15,7 @@ from typing import Any
 
 import trio
 
+from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.lease import MOUNT, NODE, Session
@@ -44,6 +45,7 @@ from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks
 from irdmafs.backend.node.copier import Copier
 from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.handover import Handover
 from irdmafs.backend.node.resync import Resync
 from irdmafs.backend.node.scrub import Scrub
 from irdmafs.backend.node.service import NodeService
@@ -68,13 +70,10 @@ class Link:
         return node.service
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        source = self._service().open(extent)
-        try:
+        with descriptor(self._service().open(extent)) as source:
             await trio.sleep(0)
             self._service()
             os.pwrite(into.fd, os.pread(source, into.length, start), into.offset)
-        finally:
-            os.close(source)
 
     async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None:
         await self.read(extent, 0, into, landed)
@@ -130,10 +129,10 @@ class Node:
             if there not in cluster.running or not cluster.reaches(self.id, there):
                 raise Unreachable(there, "the link is cut")
 
-        self.agent = Agent(
-            here, self.catalog, ping, rereplicate_after_s=cluster.rereplicate_after_s
-        )
         scrub = Scrub(here, self.catalog, copier, bytes_per_s=0, period_s=0)
+        handover = Handover(self.catalog, checks, scrub.doubt)
+        after_s = cluster.rereplicate_after_s
+        self.agent = Agent(here, self.catalog, ping, handover, rereplicate_after_s=after_s)
         self.service = NodeService(here, self.catalog, self.agent, self.resync, scrub)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -44,10 +44,9 @@ def hurry(set_: Callable[[ModuleType, str, float], object]) -> None:
     """Have members of trainings in this process look often for changes that nobody tells them of: a lock
     that is free, a file that is not written any more. They leave no parts to other hosts for long. `set_`
     sets an attribute of a module."""
-    for module in (reducer, coordinator):
+    for module in (reducer, coordinator, worker):
         set_(module, "LOOK_S", LOOK_S)
     set_(reducer, "_LEAVE_S", LOOK_S)
-    set_(worker, "_LOOK_S", LOOK_S)
     set_(coordinator, "_SHOW_S", LOOK_S)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import trio
 
+from harness.closing import descriptor
 from harness.transport_nodes import ExtentDirectory, Node, resolver, serving
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.mover import Mover
@@ -46,12 +47,9 @@ class Place:
 
     async def write(self, extent: Extent, data: bytes, *chain: int, first: int = 1) -> None:
         """Write an extent on a node, which hands it down the chain."""
-        source = self.file(f"source{extent.content}", data)
-        try:
+        with descriptor(self.file(f"source{extent.content}", data)) as source:
             whole = FileRange(source, 0, len(data))
             await self.peers.device(first).write(extent, Target(1, 1, chain), whole)
-        finally:
-            os.close(source)
 
     async def read(self, node: int, extent: Extent, start: int, length: int) -> bytes:
         """Return a part of an extent, and whatever else came with it."""

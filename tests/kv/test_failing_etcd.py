@@ -140,7 +140,7 @@ class Proxy:
             nursery.start_soon(self._backward, link)
 
     async def _forward(self, link: Link) -> None:
-        try:
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async for data in link.client:
                 if link.silent:
                     continue
@@ -149,22 +149,17 @@ class Proxy:
                     self._something_held.set()
                 else:
                     await link.server.send_all(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
         if not link.held:
             await trio.aclose_forcefully(link.server)
 
     async def _backward(self, link: Link) -> None:
-        try:
+        ended = contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError)
+        with ended:
             async for data in link.server:
                 link.note(data)
                 if not self.losing:
-                    try:
+                    with ended:
                         await link.client.send_all(data)
-                    except (trio.BrokenResourceError, trio.ClosedResourceError):
-                        pass
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
         link.answered.set()
         await trio.aclose_forcefully(link.client)
 

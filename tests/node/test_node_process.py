@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from harness.closing import descriptor
 from harness.daemons import Daemon, wait_until
 from harness.etcd_server import EtcdServer
 from harness.network import Host
@@ -192,14 +193,11 @@ class Writer:
 
     async def write(self, content: int, data: bytes, layout: Layout) -> None:
         node, target = self.target(layout)
-        fd = os.memfd_create("data", os.MFD_CLOEXEC)
-        try:
+        with descriptor(os.memfd_create("data", os.MFD_CLOEXEC)) as fd:
             os.write(fd, data)
             await self.peers.device(node).write(
                 Extent(content, 0), target, FileRange(fd, 0, len(data))
             )
-        finally:
-            os.close(fd)
 
     async def create(self, name: bytes, layout: Layout) -> Inode:
         mode = stat.S_IFREG | 0o644
@@ -230,13 +228,10 @@ class Writer:
                 await self.replica.barrier()
 
     async def read(self, node: int, content: int, size: int) -> bytes:
-        fd = os.memfd_create("data", os.MFD_CLOEXEC)
-        try:
+        with descriptor(os.memfd_create("data", os.MFD_CLOEXEC)) as fd:
             os.ftruncate(fd, size)
             await self.peers.device(node).read(Extent(content, 0), 0, FileRange(fd, 0, size))
             return os.pread(fd, size, 0)
-        finally:
-            os.close(fd)
 
     def in_sync(self) -> tuple[int, ...]:
         found = self.groups.get(self.group(self.layout()))

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.errors import fails_with
 
 from irdmafs.backend.kv import Damaged
@@ -28,11 +29,8 @@ def keep(files: Files, extent: Extent, data: bytes) -> None:
 
 
 def contents_of(files: Files, extent: Extent) -> bytes:
-    fd = files.open(extent)
-    try:
+    with descriptor(files.open(extent)) as fd:
         return os.pread(fd, 1 << 20, 0)
-    finally:
-        os.close(fd)
 
 
 # -- the store directory -------------------------------------------------------------------------

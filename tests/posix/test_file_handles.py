@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount
@@ -28,11 +29,8 @@ def handle_of(path: Path) -> bytes:
 
 
 def open_by(mount: Path, handle: bytes, flags: int = os.O_RDONLY) -> int:
-    directory = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with descriptor(os.open(mount, os.O_RDONLY | os.O_DIRECTORY)) as directory:
         fd: int = libc.open_by_handle_at(directory, handle, flags)
-    finally:
-        os.close(directory)
     if fd < 0:
         raise OSError(ctypes.get_errno(), "open_by_handle_at")
     return fd
@@ -60,13 +58,12 @@ def test_a_handle_leads_to_its_file_whatever_it_is_called(mount: Mount, folder: 
 def test_a_handle_of_a_directory_leads_there(mount: Mount, folder: Path) -> None:
     (folder / "dir").mkdir()
     (folder / "dir" / "file").write_bytes(b"content")
-    fd = open_by(mount.path, handle_of(folder / "dir"), os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with descriptor(
+        open_by(mount.path, handle_of(folder / "dir"), os.O_RDONLY | os.O_DIRECTORY)
+    ) as fd:
         assert os.listdir(fd) == ["file"]
         # The kernel asks for its parent to find its place in the tree.
         assert os.readlink(f"/proc/self/fd/{fd}") == str(folder / "dir")
-    finally:
-        os.close(fd)
 
 
 def test_handles_outlive_the_daemon_and_never_lead_to_another_file(own_mount: Mount) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import Mount, eventually
@@ -134,12 +135,9 @@ def test_who_is_told_opens_what_it_was_told_of(
 
 def test_a_directory_cannot_be_polled_for_changes(folder: Path) -> None:
     """The kernel's FUSE has no poll for directories: an attribute tells of their changes."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with select.epoll() as poller, pytest.raises(PermissionError):
-            poller.register(descriptor, select.EPOLLPRI)
-    finally:
-        os.close(descriptor)
+    opened, poller = descriptor(os.open(folder, os.O_RDONLY)), select.epoll()
+    with opened as fd, poller, pytest.raises(PermissionError):
+        poller.register(fd, select.EPOLLPRI)
 
 
 def test_who_writes_is_not_told_of_its_own_version(folder: Path) -> None:

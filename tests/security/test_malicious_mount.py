@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import trio
+from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -97,14 +98,11 @@ class Tries(NamedTuple):
         await self.attacker.peers.device(node).put(extent, self.target, b"x" * self.size)
 
     async def write(self, node: int) -> None:
-        fd = os.memfd_create("data")
-        try:
+        with descriptor(os.memfd_create("data")) as fd:
             os.write(fd, b"x" * self.size)
             whole = FileRange(fd, 0, self.size)
             device = self.attacker.peers.device(node)
             await device.write(Extent(self.content, 0), self.target, whole)
-        finally:
-            os.close(fd)
 
     async def adopt(self, node: int) -> None:
         device = self.attacker.peers.device(node)

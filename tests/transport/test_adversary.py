@@ -10,7 +10,7 @@ import gc
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,12 @@ class Relay:
     async def _hand_on(
         self, passage: Passage, direction: int, source: trio.SocketStream, end: trio.CancelScope
     ) -> None:
-        try:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async for received in source:
                 passage.passed[direction].extend(received)
                 changed = self.change(direction, passage, bytes(received))
                 if changed:
                     await passage.ends[direction].send_all(changed)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
         end.cancel()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from harness.closing import descriptor
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
 from harness.transport_place import KiB, Place, in_cluster, mounted, random_bytes, until
@@ -123,8 +124,7 @@ class Scene(Place):
 
 @asynccontextmanager
 async def party(memory: Path, name: str) -> AsyncIterator[Party]:
-    file = os.open(memory / name, os.O_RDWR | os.O_CREAT)
-    try:
+    with descriptor(os.open(memory / name, os.O_RDWR | os.O_CREAT)) as file:
         os.posix_fallocate(file, 0, LENGTH)
         with Rdma(Choice(device="rxe0")) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
@@ -134,8 +134,6 @@ async def party(memory: Path, name: str) -> AsyncIterator[Party]:
                 (lane,) = way.lanes._lanes
                 assert lane.path is not None
                 yield Party(peers, rdma, lane.path, file)
-    finally:
-        os.close(file)
 
 
 @pytest.fixture(params=["windows", "none"])

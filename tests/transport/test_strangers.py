@@ -96,11 +96,9 @@ async def receive_frame(stream: trio.SocketStream) -> bytes:
 async def is_closed(stream: trio.SocketStream) -> bool:
     """Whether the node closes the connection, whatever it says before."""
     with trio.move_on_after(30):
-        try:
+        with contextlib.suppress(trio.BrokenResourceError):
             while await stream.receive_some(65536):
                 pass
-        except trio.BrokenResourceError:
-            pass
         return True
     return False
 
@@ -464,12 +462,10 @@ async def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_
                 else mutated(chooser, chooser.choice(headers)).ljust(size)[:size]
             )
             connection = await data_connection(cluster)
-            try:
+            with contextlib.suppress(trio.BrokenResourceError):
                 signed = connection.signed(nonsense)
                 await connection.send(signed + chooser.randbytes(chooser.randrange(2000)))
                 await connection.stream.send_eof()
-            except trio.BrokenResourceError:
-                pass
             # What makes sense by chance may be waited for, as long as its sender stays.
             with trio.move_on_after(0.05):
                 await is_closed(connection.stream)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import trio
 
@@ -106,11 +107,9 @@ class Channel:
         self._shut(socket.SHUT_RDWR)
 
     def _shut(self, how: int) -> None:
-        try:
+        with suppress(OSError):
             # An SSLSocket's own shutdown would take TLS away from a thread that is using it.
             socket.socket.shutdown(self.sock, how)
-        except OSError:
-            pass
 
     def close(self) -> None:
         self.sock.close()
@@ -286,15 +285,10 @@ class Channel:
     def _drain(self) -> None:
         end = time.monotonic() + _DRAIN_S
         self._shut(socket.SHUT_WR)
-        try:
-            with memoryview(bytearray(_BOUNCE_BYTES)) as view:
-                while time.monotonic() < end:
-                    try:
-                        self.receive(view)
-                    except BlockingIOError:
-                        pass
-        except (Lost, OSError):
-            pass
+        with suppress(Lost, OSError), memoryview(bytearray(_BOUNCE_BYTES)) as view:
+            while time.monotonic() < end:
+                with suppress(BlockingIOError):
+                    self.receive(view)
 
 
 class AuthenticatedChannel(Channel):
@@ -378,10 +372,7 @@ class EncryptedChannel(Channel):
 
     def send(self, data: bytes | memoryview) -> int:
         self.sock.settimeout(TICK_S)
-        try:
-            return self.sock.send(data)
-        except OSError as error:
-            raise _socket_failure(error) from None
+        return super().send(data)
 
     def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
         return _send_copy(self, fd, offset, count, passed)

@@ -161,15 +161,12 @@ class TcpWay(Way):
                 channel.close()
             else:
                 found.append(channel)
-        try:
+        with if_it_fails(partial(self.give_back, found)):
             while len(found) < count:
                 wanted = min(count - len(found), TICKETS_MAX)
                 found += await self._open(control, wanted)
             if control is not self._control:
                 raise Unreachable(self._link.node, control.why)
-        except BaseException:
-            self.give_back(found)
-            raise
         self._lent.update(found)
         return found
 

@@ -7,6 +7,7 @@ and armed only if the awaited completion is not there yet.
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -64,14 +65,12 @@ class Completions:
 
     async def run(self) -> None:
         """Handle completions until the queue is closed."""
-        try:
+        with suppress(trio.ClosedResourceError):
             while not self._is_closed:
                 await trio.lowlevel.wait_readable(self._fd)
                 # It may be closed since the wakeup, and pyverbs does not check for a closed queue.
                 if not self._is_closed:
                     self._be_told()
-        except trio.ClosedResourceError:
-            pass  # `close` was called
 
     def _be_told(self) -> None:
         try:

@@ -9,7 +9,6 @@ import importlib
 import os
 import socket
 import threading
-from types import TracebackType
 from typing import Any
 
 _REMEDY = (
@@ -113,12 +112,7 @@ class _Errors:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *more: object) -> None:
         if isinstance(error, self._kind):
             code = getattr(error, "error_code", 0) or errno.EIO
             raise OSError(code, str(error).rstrip(". ")) from None

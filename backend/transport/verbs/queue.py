@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ipaddress import IPv6Address
 from typing import Any, NamedTuple
 
@@ -258,12 +259,9 @@ class QueuePair:
         with library.errors:
             handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
         window = Window(self, handle, address, 0)
-        try:
+        with if_it_fails(window.close):
             info = library.MWBindInfo(region.registration, address, length, rights)
             window.key = await self._bound(handle, info)
-        except BaseException:
-            window.close()
-            raise
         return window
 
     async def _bound(self, window: Any, info: Any) -> int:
@@ -404,12 +402,10 @@ class QueuePair:
         self.failure = why
         self.failed.set()
         library = self._library
-        try:
-            with library.errors:
-                attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
-                self._pair.modify(attributes, library.enum("QP_STATE"))
-        except OSError:
-            pass  # the queue pair is in that state already, or was never connected
+        # The queue pair may be in that state already, or was never connected.
+        with suppress(OSError), library.errors:
+            attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
+            self._pair.modify(attributes, library.enum("QP_STATE"))
         if self._batches:
             self._sent.arm()
 

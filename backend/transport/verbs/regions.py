@@ -41,7 +41,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class Region:
@@ -170,7 +170,7 @@ class Regions:
         self, mapped: "_Mapped | _DmaBuf", file: tuple[int, int], is_lent: bool = False
     ) -> Region:
         length = mapped.length
-        try:
+        with if_it_fails(mapped.close):
             self._make_room(length)
             if length > _AT_ONCE_BYTES:
                 # Pages that were touched before are pinned faster. Pinning runs in the event loop, as
@@ -182,9 +182,6 @@ class Regions:
                     return region
                 self._make_room(length)
             region = Region(self._library, self._pd, mapped, file, is_lent)
-        except BaseException:
-            mapped.close()
-            raise
         self.registrations += 1
         self.pinned_bytes += region.length
         self._regions[region] = None
@@ -277,7 +274,7 @@ class OpenedPort:
             limits = self.context.query_device()
             port = self.context.query_port(route.port)
             self.pd = library.PD(self.context)
-        self.mtu = _MTUS.get(int(port.active_mtu), 256)
+        self.mtu = MTUS.get(int(port.active_mtu), 256)
         self.reads_answered = max(1, int(limits.max_qp_rd_atom))
         self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
         kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")

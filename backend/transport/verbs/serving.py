@@ -219,14 +219,11 @@ class Responder(Connection):
         """Grant the right to read. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS, NO_QUEUE_PAIR."""
         pair = self._pair(asked.pair)
         held = await self._service.hold_own(asked.extent)
-        try:
+        with if_it_fails(held.close):
             size = self._service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             right = await self._give(pair, held, size, asked.start, asked.length, False)
-        except BaseException:
-            held.close()
-            raise
         self._counters.requests["read"] += 1
         self._counters.sent_bytes += asked.length
         return self._begun(_Operation(pair, held, right))
@@ -239,11 +236,8 @@ class Responder(Connection):
         if incoming is None:
             arrival = Arrival(pair, self._service.hold(asked.extent), None, asked, None)
         else:
-            try:
+            with if_it_fails(incoming.close):
                 right = await self._give(pair, incoming, length, 0, length, True)
-            except BaseException:
-                incoming.close()
-                raise
             arrival = Arrival(pair, incoming, right, asked, incoming)
         self._counters.requests["write"] += 1
         if asked.target.chain:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import trio
 
+from ...files.sparse import write_at
 from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
 from ..device import NotThisWay
@@ -133,7 +134,7 @@ class Staging:
     ) -> None:
         """Read what the peer exposes into a range of a file. `make` comes first. Raises OSError, Broken."""
         fd, offset, length, memory = into
-        store = _write_file if memory is Memory.FILE else _write_mapped
+        store = write_at if memory is Memory.FILE else _write_mapped
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
 
@@ -251,13 +252,6 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file shrank while it was sent")
         done += count
-
-
-def _write_file(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        with view[done:] as rest:
-            done += os.pwrite(fd, rest, offset + done)
 
 
 def _write_mapped(fd: int, view: memoryview, offset: int) -> None:
