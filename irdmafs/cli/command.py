@@ -6,6 +6,8 @@ and exit code 1; wrong usage is exit code 2.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import signal
@@ -53,9 +55,13 @@ class _Group(click.Group):
             if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
                 raise
             ctx.exit(128 + signal.SIGINT)
-        except BrokenPipeError:
-            # The reader of the output closed it, as `head` does.
+        except OSError as error:
+            # The reader of the output closed it, as `head` does; or there is no room for it.
+            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            if error.errno != errno.EPIPE:
+                say(f"cannot print: {error.strerror}", err=True)
             ctx.exit(1)
 
 
@@ -299,12 +305,9 @@ def _open_daemon(pid: int) -> int | None:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return None
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"irdmafs" in file.read():
-                return descriptor
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        if b"irdmafs" in file.read():
+            return descriptor
     os.close(descriptor)
     return None
 

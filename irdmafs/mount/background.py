@@ -125,19 +125,17 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
     """Run the forked process to its end. SIGINT is blocked until it leaves the session of the command; then
     `signals` are. Never returns."""
     code = 1
+    pipe = os.fdopen(writer, "wb", buffering=0)
 
     def tell(**message: str) -> None:
-        if writer >= 0:
+        if not pipe.closed:
             # The command that started this process may have been ended.
             with contextlib.suppress(BrokenPipeError):
-                os.write(writer, json.dumps(message).encode() + b"\n")
+                pipe.write(json.dumps(message).encode() + b"\n")
 
     def answer(**message: str) -> None:
-        nonlocal writer
         tell(**message)
-        if writer >= 0:
-            os.close(writer)
-            writer = -1
+        pipe.close()
 
     def detach() -> None:
         """Leave the session of the command."""
@@ -157,11 +155,10 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
         if has_terminal():
             detach()
         os.chdir("/")
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.close(null)
         os.close(log)
         run(ready, lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
@@ -179,12 +176,8 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
 
 
 def _tail(path: str, start: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            lines = file.read(_LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    if not lines:
-        return ""
-    return "; the end of its log:\n" + "\n".join(lines[-_TAIL_LINES:])
+    lines: list[str] = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(start)
+        lines = file.read(_LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
+    return "; the end of its log:\n" + "\n".join(lines[-_TAIL_LINES:]) if lines else ""

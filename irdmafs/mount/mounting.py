@@ -103,7 +103,7 @@ def unescape(field: bytes) -> str:
 def parse_mountinfo(text: bytes) -> list[Mount]:
     """Return the mounts in the order of the table: of several on one mountpoint the last is on top."""
     mounts = []
-    for line in text.splitlines():
+    for line in text.split(b"\n"):
         before, _, after = line.partition(b" - ")
         fields, tail = before.split(b" "), after.split(b" ")
         if len(fields) < 6 or len(tail) < 3:
@@ -445,9 +445,8 @@ def _ends(mount: Mount, within_s: float) -> bool:
 
 
 def _served_by(mountpoint: str) -> str:
-    match = None
     try:
         match = re.search(rb'"pid": ?(\d+)', ask_mount(mountpoint, STATUS_XATTR))
     except OSError:
-        pass
+        match = None
     return f" (served by process {int(match[1])})" if match else ""
