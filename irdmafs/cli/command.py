@@ -11,7 +11,6 @@ import errno
 import os
 import select
 import signal
-import sys
 from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +128,6 @@ def mount(
         say(f"{directory} mounted ({name} session; store {chosen.path})")
         for reason in reasons:
             say(reason)
-        sys.stdout.flush()
 
     try:
         _claim(chosen.path, cluster)
