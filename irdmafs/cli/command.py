@@ -6,11 +6,11 @@ and exit code 1; wrong usage is exit code 2.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import signal
-import sys
-from contextlib import suppress
 from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,13 @@ class _Group(click.Group):
             if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
                 raise
             ctx.exit(128 + signal.SIGINT)
-        except BrokenPipeError:
-            # The reader of the output closed it, as `head` does.
+        except OSError as error:
+            # The reader of the output closed it, as `head` does; or there is no room for it.
+            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            if error.errno != errno.EPIPE:
+                say(f"cannot print: {error.strerror}", err=True)
             ctx.exit(1)
 
 
@@ -124,7 +128,6 @@ def mount(
         say(f"{directory} mounted ({name} session; store {chosen.path})")
         for reason in reasons:
             say(reason)
-        sys.stdout.flush()
 
     try:
         _claim(chosen.path, cluster)
@@ -300,7 +303,7 @@ def _open_daemon(pid: int) -> int | None:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return None
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         if b"irdmafs" in file.read():
             return descriptor
     os.close(descriptor)

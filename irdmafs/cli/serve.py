@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,7 +69,6 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
 
     def ready(text: str) -> None:
         say(f"{store} is served ({text})")
-        sys.stdout.flush()
 
     def waits(text: str) -> None:
         say(text, err=True)

@@ -5,6 +5,7 @@ A key that the daemon does not report shows as "-": the two may be of different 
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ def parsed(text: bytes) -> dict[str, Any]:
     import msgspec
 
     try:
-        found = msgspec.json.decode(text, type=dict[str, Any])
+        # Not by msgspec, which refuses surrogates: they stand for bytes of a path that are no UTF-8.
+        found: dict[str, Any] = json.loads(text)
+        json.dumps(found, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     msgspec.convert(found, _Parts)
@@ -230,13 +233,10 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
         for line in _advice(entry):
             print(printable(line))
     if leftovers:
-        rows_left = [
-            (left.path, human_bytes(left.bytes), left.mountpoint or "-") for left in leftovers
-        ]
         print()
         print_table(
             ("store", "used", "mountpoint"),
-            rows_left,
+            [(left.path, human_bytes(left.bytes), left.mountpoint or "-") for left in leftovers],
             title="stores without a mount (mount there again to use them, "
             "or irdmafs umount --discard DIR)",
         )

@@ -78,16 +78,17 @@ def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda te
     Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
     died without one.
     """
+    # Python code that runs at a fork would swallow Ctrl-C, and nobody would close what is open by then.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         raise MountError(f"cannot log to {path}: {error.strerror}") from error
     log_start = os.fstat(log).st_size
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python code that runs at a fork would swallow Ctrl-C.
-    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
     pid = os.fork()
     if pid == 0:
@@ -125,19 +126,17 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
     """Run the forked process to its end. SIGINT is blocked until it leaves the session of the command; then
     `signals` are. Never returns."""
     code = 1
+    pipe = os.fdopen(writer, "wb", buffering=0)
 
     def tell(**message: str) -> None:
-        if writer >= 0:
+        if not pipe.closed:
             # The command that started this process may have been ended.
             with contextlib.suppress(BrokenPipeError):
-                os.write(writer, json.dumps(message).encode() + b"\n")
+                pipe.write(json.dumps(message).encode() + b"\n")
 
     def answer(**message: str) -> None:
-        nonlocal writer
         tell(**message)
-        if writer >= 0:
-            os.close(writer)
-            writer = -1
+        pipe.close()
 
     def detach() -> None:
         """Leave the session of the command."""
@@ -157,11 +156,10 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
         if has_terminal():
             detach()
         os.chdir("/")
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.close(null)
         os.close(log)
         run(ready, lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
@@ -179,12 +177,8 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
 
 
 def _tail(path: str, start: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            lines = file.read(_LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    if not lines:
-        return ""
-    return "; the end of its log:\n" + "\n".join(lines[-_TAIL_LINES:])
+    lines: list[str] = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(start)
+        lines = file.read(_LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
+    return "; the end of its log:\n" + "\n".join(lines[-_TAIL_LINES:]) if lines else ""

@@ -45,18 +45,10 @@ def test_version_and_help_are_printed() -> None:
 
 
 def test_commands_start_without_the_libraries_of_mounts_and_clusters() -> None:
-    libraries = {
-        "trio",
-        "pyfuse3",
-        "numpy",
-        "rich",
-        "cryptography",
-        "msgspec",
-        "google",
-        "grpc",
-        "ssl",
-    }
-    program = f"import sys, irdmafs.cli.command; print({libraries} & set(sys.modules))"
+    libraries = "trio pyfuse3 numpy rich cryptography msgspec google grpc ssl"
+    program = (
+        f"import sys, irdmafs.cli.command\nprint(set('{libraries}'.split()) & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done
 

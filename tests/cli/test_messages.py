@@ -1,7 +1,9 @@
 """The messages to users who are careless, unlucky or not entitled: what was found, and what to do."""
 
 import contextlib
+import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -56,6 +58,23 @@ def test_a_mount_right_after_umount_8_waits_for_the_daemon_before(place: Path) -
         done = irdmafs("mount", place, "--size", "64M")
         assert done.returncode == 0, done.stderr
         assert (place / "file").read_text() == str(i)
+
+
+def test_a_mount_at_any_path_by_a_caller_who_closed_everything(place: Path) -> None:
+    path = place / os.fsdecode(b"no utf-8: \xff")
+    path.mkdir()
+    mount = f"{shlex.join(IRDMAFS)} mount --size 64M"
+    run_checked("sh", "-c", f'{mount} "$1" <&- >&- 2>&-', "sh", path)
+    daemon = json.loads(irdmafs("status", "--json", path).stdout)["pid"]
+    assert os.readlink(f"/proc/{daemon}/fd/2").endswith("/irdmafs.log")
+    done = irdmafs("umount", "--discard", path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_finds_no_room_is_one_clear_line() -> None:
+    words = ["sh", "-c", '"$@" >/dev/full', "sh", *IRDMAFS, "status", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert one_line(done) == "cannot print: No space left on device"
 
 
 def test_a_store_that_a_detached_mount_still_serves_says_so(
@@ -263,14 +282,11 @@ def impostor(path: Path, says: str) -> Iterator[None]:
             irdmafs("umount", "--lazy", path)
 
 
-def status_of(path: Path) -> subprocess.CompletedProcess[str]:
-    return irdmafs("status", path)
-
-
 IMPOSTORS_SAY = (
     '{"store": "STORE", "pid": 1}',
     '{"warnings": 3, "requests": [], "errors": "x", "cluster": 7, "files": {"a": [[]]}}',
     '{"session": "\\u001b[2Jowned", "warnings": ["\\u001b]0;x\\u0007"]}',
+    '{"uptime_s": 1e999, "files": NaN}',
     "[" * 50_000,
 )
 
@@ -284,7 +300,8 @@ def test_what_another_users_filesystem_says_is_not_believed(mounted: Mount, tmp_
         for path, says in zip(paths, IMPOSTORS_SAY, strict=True):
             path.mkdir()
             impostors.enter_context(impostor(path, says.replace("STORE", str(store))))
-        for done in (irdmafs("status"), irdmafs("status", "--json"), *map(status_of, paths)):
+        for words in ((), ("--json",), *((str(path),) for path in paths)):
+            done = irdmafs("status", *words)
             assert "Traceback" not in done.stderr and "\x1b" not in done.stdout, done.args
     assert (store / "names").exists()
 

@@ -157,7 +157,7 @@ def test_lines_of_another_form_are_left_out() -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("name", [b"a b\\c", b"line\nfeed", b"latin-\xe9"])
+@pytest.mark.parametrize("name", [b"a b\\c", b"line\nfeed", b"line\rreturn", b"latin-\xe9"])
 def test_mount_is_found_whatever_its_name(tmp_path: Path, name: bytes) -> None:
     with mounted_tmpfs(os.path.join(os.fspath(tmp_path), os.fsdecode(name))) as path:
         found = mounting.find_mount(path)
