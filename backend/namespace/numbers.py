@@ -40,9 +40,8 @@ def subvolume_of(ino: int) -> int:
 
 def numbers_of(subvolume: int) -> range:
     """Return the numbers of a subvolume's inodes; for ROOT_INO of those that are in none."""
-    if subvolume == ROOT_INO:
-        return range(ROOT_INO, SUBVOLUMES.start)
-    return range(subvolume, subvolume + _SIZE)
+    stop = SUBVOLUMES.start if subvolume == ROOT_INO else subvolume + _SIZE
+    return range(subvolume, stop)
 
 
 def belongs(ino: int, directory: int) -> bool:
