@@ -53,12 +53,12 @@ def in_memory(path: str) -> bool:
     """Return whether a directory lies on a filesystem that a power loss empties anyway."""
     # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
     device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+    wanted = b"%d:%d" % (os.major(device), os.minor(device))
+    with open("/proc/self/mountinfo", "rb") as mounts:
         for line in mounts:
-            fields, _, tail = line.partition(" - ")
+            fields, _, tail = line.partition(b" - ")
             if fields.split()[2] == wanted:
-                return tail.split()[0] in ("tmpfs", "ramfs")
+                return tail.split()[0] in (b"tmpfs", b"ramfs")
     return False
 
 

@@ -179,12 +179,12 @@ def read_version(file: StrPath | int) -> int | None:
 
 def is_irdmafs(device: int) -> bool:
     """Return whether the mount whose files have this ``st_dev`` is one of irdmafs."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", errors="surrogateescape") as mounts:
+    number = b"%d:%d" % (os.major(device), os.minor(device))
+    with open("/proc/self/mountinfo", "rb") as mounts:
         for line in mounts:
-            mount, _, filesystem = line.partition(" - ")
-            if mount.split(" ", 3)[2] == number:
-                return filesystem.split(" ", 1)[0] == "fuse.irdmafs"
+            mount, _, filesystem = line.partition(b" - ")
+            if mount.split(b" ", 3)[2] == number:
+                return filesystem.split(b" ", 1)[0] == b"fuse.irdmafs"
     return False
 
 
