@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..model.records import ContentId
+from ..model.values import filesystem_of
 from .sparse import next_data
 
 # The mode bit of files that a store node made itself, and may use again.
@@ -51,15 +52,7 @@ def lock_directory(directory: str, busy: str) -> int:
 
 def in_memory(path: str) -> bool:
     """Return whether a directory lies on a filesystem that a power loss empties anyway."""
-    # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
-    device = os.stat(path).st_dev
-    wanted = b"%d:%d" % (os.major(device), os.minor(device))
-    with open("/proc/self/mountinfo", "rb") as mounts:
-        for line in mounts:
-            fields, _, tail = line.partition(b" - ")
-            if fields.split()[2] == wanted:
-                return tail.split()[0] in (b"tmpfs", b"ramfs")
-    return False
+    return filesystem_of(os.stat(path).st_dev) in (b"tmpfs", b"ramfs")
 
 
 class ExtentStore:

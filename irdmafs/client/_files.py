@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
+from ..backend.model.values import filesystem_of
 from ._dtypes import Array, Layout, size_bytes
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -179,13 +180,7 @@ def read_version(file: StrPath | int) -> int | None:
 
 def is_irdmafs(device: int) -> bool:
     """Return whether the mount whose files have this ``st_dev`` is one of irdmafs."""
-    number = b"%d:%d" % (os.major(device), os.minor(device))
-    with open("/proc/self/mountinfo", "rb") as mounts:
-        for line in mounts:
-            mount, _, filesystem = line.partition(b" - ")
-            if mount.split(b" ", 3)[2] == number:
-                return filesystem.split(b" ", 1)[0] == b"fuse.irdmafs"
-    return False
+    return filesystem_of(device) == b"fuse.irdmafs"
 
 
 def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:
