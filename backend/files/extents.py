@@ -52,7 +52,7 @@ def lock_directory(directory: str, busy: str) -> int:
 
 def in_memory(path: str) -> bool:
     """Return whether a directory lies on a filesystem that a power loss empties anyway."""
-    return filesystem_of(os.stat(path).st_dev) in ("tmpfs", "ramfs")
+    return filesystem_of(os.stat(path).st_dev) in (b"tmpfs", b"ramfs")
 
 
 class ExtentStore:

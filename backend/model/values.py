@@ -1,5 +1,6 @@
 """Values as people write them: sizes ("64M", "50%"), durations ("5m"), addresses."""
 
+import contextlib
 import os
 import re
 
@@ -59,24 +60,21 @@ def meminfo(name: str) -> int:
         return int(next(found, 0)) << 10
 
 
-def filesystem_of(device: int) -> str:
-    """Return the type of the mounted filesystem whose files have this `st_dev`, "" where there is none."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    # A mount's device is its third field, its type the first after " - ": proc_pid_mountinfo(5).
-    with open("/proc/self/mountinfo", errors="surrogateescape") as lines:
-        mounts = (line.split(" - ", 1) for line in lines)
-        return next((end.split()[0] for at, end in mounts if at.split()[2] == number), "")
+def filesystem_of(device: int) -> bytes:
+    """Return the type of the filesystem whose files have this st_dev, b"" if it is mounted nowhere here."""
+    number = b"%d:%d" % (os.major(device), os.minor(device))
+    with open("/proc/self/mountinfo", "rb") as mounts:
+        found = (line.partition(b" - ") for line in mounts)
+        types = (tail.split()[0] for mount, _, tail in found if mount.split()[2] == number)
+        return next(types, b"")
 
 
 def memory_limit() -> int:
     """Return the memory in bytes that this process can use: the machine's, or its control group's."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total = min(total, int(file.read()))
     return total
 
 

@@ -108,9 +108,7 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
 def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
     """Return whether a tree can have a record, or lose one, of this kind, inode and key."""
     name = key[9:]
-    if not 0 < ino < FIRST_VIRTUAL_INO or len(key) < 9:
-        return False
-    if kind == NEXT_INO_OF:
+    if kind == NEXT_INO_OF or not 0 < ino < FIRST_VIRTUAL_INO or len(key) < 9:
         return False
     if kind == b"i":
         return not name and not (ino == ROOT_INO and value is None)
@@ -153,9 +151,8 @@ def _differs(tree: Names, record: KeyValue) -> bool:
         return inode is None or inode.revision != record.mod_revision or ino in tree.damaged
     if kind == b"d":
         name = record.key[9:]
-        if tree.ino_behind(ino, name) == DAMAGED_INO:
-            return True
-        return tree.name_revision(ino, name) != record.mod_revision
+        is_damaged = tree.ino_behind(ino, name) == DAMAGED_INO
+        return is_damaged or tree.name_revision(ino, name) != record.mod_revision
     if kind == b"t":
         known = tree.records.get(time_key(ino))
         return known is None or time_of(known) != time_of(record.value)

@@ -40,9 +40,7 @@ def subvolume_of(ino: int) -> int:
 
 def numbers_of(subvolume: int) -> range:
     """Return the numbers of a subvolume's inodes; for ROOT_INO of those that are in none."""
-    if subvolume == ROOT_INO:
-        return range(ROOT_INO, SUBVOLUMES.start)
-    return range(subvolume, subvolume + _SIZE)
+    return range(subvolume, SUBVOLUMES.start if subvolume == ROOT_INO else subvolume + _SIZE)
 
 
 def belongs(ino: int, directory: int) -> bool:
@@ -105,9 +103,8 @@ class InodeNumbers:
                 raise fail(errno.ENOSPC, "there are no inode numbers left")
             key = next_ino_key(subvolume)
             try:
-                await self._engine.transact(
-                    [(key, revision)], [Put(key, numbers.stop.to_bytes(8, "big"))]
-                )
+                told = Put(key, numbers.stop.to_bytes(8, "big"))
+                await self._engine.transact([(key, revision)], [told])
             except Conflict:
                 await trio.sleep(random.uniform(0, _PAUSE_MAX_S))
                 await self._hub.barrier()

@@ -14,6 +14,7 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from stat import S_IFMT
 
 from ..kv import Event, KeyValue
@@ -32,6 +33,8 @@ from .watches import Watches
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
 _QUOTAS = (b"q", b"r")
+# So many names that directories cannot have yet are remembered.
+_WAITING_MAX = 100
 # The revision of every record of a process that has its map alone.
 _OWN_REVISION = 1
 
@@ -42,8 +45,8 @@ class Tree(Names):
     An inode that a holder has open stays without a name when another host removes its last one (a *local
     orphan*: nlink 0, revision 0, known to this process alone). Invalid records of other hosts are told to
     `faults`: a name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
-    that is `damaged`. Names without a directory, and second ones of a directory, are passed over until all
-    records are read anew. `maker` and `is_mounted` as for Names."""
+    that is `damaged`. Names without a directory are passed over until all records are read anew; second
+    ones of a directory, until it loses the first. `maker` and `is_mounted` as for Names."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY, NEXT_INO_OF)
 
@@ -69,6 +72,8 @@ class Tree(Names):
         self._removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
+        # Names that misplaced directories cannot have yet, with their inodes and revisions.
+        self._waiting: dict[tuple[int, bytes], tuple[int, int]] = {}
         # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
         self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
@@ -91,19 +96,16 @@ class Tree(Names):
 
     def load(self, records: Iterable[KeyValue], revision: int) -> None:
         """Replace the tree by these records. Differences count as events that come now."""
-        if not self._is_loaded:
-            self._is_loaded = True
-            self._fill(list(records))
-            self.inodes.are_compared = self._listener is not None
+        if self._is_loaded:
+            self.apply(revision, differences(self, records, revision))
             return
-        self.apply(revision, differences(self, records, revision))
-
-    def _fill(self, records: list[KeyValue]) -> None:
-        """Take the first records, inodes before the names that lead to them."""
-        records.sort(key=lambda record: record.key.startswith(b"d"))
-        for start in range(0, len(records), _LOADED_AT_ONCE):
-            some = records[start : start + _LOADED_AT_ONCE]
+        self._is_loaded = True
+        # Inodes come before the names that lead to them.
+        found = sorted(records, key=lambda record: record.key.startswith(b"d"))
+        for start in range(0, len(found), _LOADED_AT_ONCE):
+            some = found[start : start + _LOADED_AT_ONCE]
             self.take(Event(record.mod_revision, record.key, record.value) for record in some)
+        self.inodes.are_compared = self._listener is not None
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         before = self.take(self.news(events))
@@ -148,6 +150,8 @@ class Tree(Names):
                     self.records.delete(time_key(ino))
                     self.records.delete(_quota_key(ino))
         for parent, name, target, revision in names if len(names) < 2 else removals_first(names):
+            if self._waiting:
+                self._waiting.pop((parent, name), None)
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
@@ -155,22 +159,40 @@ class Tree(Names):
                 self._let_go(self.inodes[ino])
         if self._linked_directories:
             self._refuse_misplaced()
+        while self._waiting and self._takes_one_that_waits():
+            self._refuse_misplaced()
         self.inodes.write()
         self.records.commit()
         before = self.inodes.settle()
         if self.quotas.in_use:
             self.quotas.update(before)
         if self.watches.in_use:
-            self.watches.changed(self.watches.touched(self._led, before))
+            self.watches.changed(self._led, before)
         return before
 
     def _refuse_misplaced(self) -> None:
         linked, self._linked_directories = self._linked_directories, []
         for ino, (parent, name) in misplaced(self, linked):
             self._faults.add(name_key(parent, name), f"it leads to {ino}, which lies elsewhere")
+            if ino != ROOT_INO and len(self._waiting) < _WAITING_MAX:
+                self._waiting[parent, name] = ino, self.name_revision(parent, name)
             self._set_name(parent, name, 0, 0)
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
+
+    def _takes_one_that_waits(self) -> bool:
+        """Have a name that waits for it lead to its inode, if that is a directory without a name, or none
+        at all, and the name is in a directory in its place. Return whether there was one."""
+        for (parent, name), (ino, revision) in sorted(self._waiting.items(), key=itemgetter(1)):
+            inode = self.inodes.get(ino)
+            if inode is not None and inode.revision and not (inode.is_dir and inode.name):
+                with contextlib.suppress(OSError):
+                    self.path_of(parent)
+                    del self._waiting[parent, name]
+                    self._faults.mended(name_key(parent, name))
+                    self._set_name(parent, name, ino, revision)
+                    return True
+        return False
 
     def _take_inode(self, inode: Inode, record: bytes) -> None:
         ino = inode.ino
@@ -190,11 +212,8 @@ class Tree(Names):
         """Have a damaged inode in the tree: the one that is known, or an empty file. The root stays as it
         is, or begins as usual."""
         known, is_guess = self.inodes.get(ino), self.damaged.get(ino, False)
-        if known is not None:
-            inode = known.copy()
-        else:
-            is_root = ino == ROOT_INO
-            inode = Inode(ino, stat.S_IFDIR | 0o755 if is_root else stat.S_IFREG, 0, 0, 0)
+        mode = stat.S_IFDIR | 0o755 if ino == ROOT_INO else stat.S_IFREG
+        inode = known.copy() if known is not None else Inode(ino, mode, 0, 0, 0)
         inode.revision = revision
         self._put(inode, None, known)
         if ino != ROOT_INO:
@@ -280,7 +299,7 @@ class Tree(Names):
         if self.quotas.in_use:
             self.quotas.update(before)
         if self.watches.in_use:
-            self.watches.changed(self.watches.touched(self._led, before))
+            self.watches.changed(self._led, before)
         return before
 
     def enact_locally(self, commit: Commit) -> None:
@@ -349,10 +368,9 @@ class Tree(Names):
         """Set the inode of a name; 0: remove the name."""
         inodes = self.inodes
         if ino:
-            directory = inodes.get(parent)
             if self.damaged.get(parent) and not inodes[parent].is_dir and inodes[parent].revision:
                 self._make_directory(parent)
-                directory = inodes[parent]
+            directory = inodes.get(parent)
             if directory is None or not directory.is_dir or not directory.revision:
                 self._faults.add(name_key(parent, name), "its directory is missing")
                 return

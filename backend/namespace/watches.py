@@ -8,7 +8,7 @@ directory was forgotten meanwhile, or the daemon started anew: it begins at the 
 
 import errno
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import trio
 
@@ -69,25 +69,18 @@ class Watches:
             watch.waiters -= 1
             watch.asked_at = time.monotonic()
 
-    def touched(
+    def changed(
         self, led: Iterable[tuple[int, bytes, int, int]], before: Mapping[int, Inode | None]
-    ) -> Collection[int]:
-        """Return what a change touched, for `changed`: the directories in which names lead elsewhere, the
-        inodes before and after (as in Tree), and, by the inodes as they were `before`, files that got
-        another version."""
-        touched: set[int] = set()
-        for parent, _, old_ino, new_ino in led:
-            touched.update((parent, old_ino, new_ino))
+    ) -> None:
+        """Count a change in every watched directory above what it touched, and in that itself: the
+        directories in which names lead elsewhere, the inodes of these names before and after (as in Tree),
+        and, by the inodes as they were `before`, files that got another version."""
+        touched = [ino for parent, _, *inos in led for ino in (parent, *inos)]
         for ino, old in before.items():
             new = self._inodes.get(ino)
             if old and new and (old.version, old.maker) != (new.version, new.maker):
-                touched.add(ino)
-        return touched
-
-    def changed(self, inos: Iterable[int]) -> None:
-        """Count a change of these inodes, or of names in these directories, in every watched directory
-        above them, and in themselves."""
-        for ino in self._from(*inos):
+                touched.append(ino)
+        for ino in self._from(*touched):
             watch = self._watched.get(ino)
             if watch is not None:
                 watch.count = self._next_count()

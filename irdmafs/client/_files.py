@@ -180,7 +180,7 @@ def read_version(file: StrPath | int) -> int | None:
 
 def is_irdmafs(device: int) -> bool:
     """Return whether the mount whose files have this ``st_dev`` is one of irdmafs."""
-    return filesystem_of(device) == "fuse.irdmafs"
+    return filesystem_of(device) == b"fuse.irdmafs"
 
 
 def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:

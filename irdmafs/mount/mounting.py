@@ -104,7 +104,7 @@ def unescape(field: bytes) -> str:
 def parse_mountinfo(text: bytes) -> list[Mount]:
     """Return the mounts in the order of the table: of several on one mountpoint the last is on top."""
     mounts = []
-    for line in text.split(b"\n"):
+    for line in text.split(b"\n"):  # a path may have the other characters that end lines
         before, _, after = line.partition(b" - ")
         fields, tail = before.split(b" "), after.split(b" ")
         if len(fields) < 6 or len(tail) < 3:

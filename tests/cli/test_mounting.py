@@ -14,7 +14,9 @@ from harness.closing import descriptor
 from harness.mountpoint import needs_fuse
 from harness.processes import Program
 
+from irdmafs.backend.files.extents import in_memory
 from irdmafs.backend.model.values import memory_limit, parse_size
+from irdmafs.client._files import is_irdmafs
 from irdmafs.mount import mounting, stores
 from irdmafs.mount.users import users_of
 from irdmafs.mount_options import MountError, MountOptions, parse_mount_options
@@ -142,18 +144,22 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 # -- the mount table ------------------------------------------------------------------------------
 
 
-def test_mount_table_line_is_read_with_its_escapes() -> None:
+def test_mount_table_is_read_with_its_escapes_and_without_lines_of_another_form() -> None:
     line = (
         rb"41 26 0:37 / /tmp/a\040b\134c\012d rw,nosuid shared:7 master:1"
         rb" - fuse.irdmafs my\040fs rw,user_id=0"
     )
-    [mount] = mounting.parse_mountinfo(line + b"\n")
+    [mount] = mounting.parse_mountinfo(b"\ngarbage\n" + line + b"\n1 2 3 - 4\n")
     assert mount.mountpoint == "/tmp/a b\\c\nd"
     assert (mount.fstype, mount.source, mount.device) == ("fuse.irdmafs", "my fs", "0:37")
 
 
-def test_lines_of_another_form_are_left_out() -> None:
-    assert mounting.parse_mountinfo(b"\ngarbage\n1 2 3 - 4\n") == []
+@needs_root
+def test_a_mountpoint_may_have_every_character_in_its_name(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "a\rb") as place:
+        assert in_memory(place)
+        assert not is_irdmafs(os.stat(place).st_dev)
+        assert mounting.find_mount(place) is not None
 
 
 @needs_root

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 from harness.clusters import Cluster, ClusterMount, Plan, counters
-from harness.fuzzed_records import OF_MOUNTS, OF_OTHERS, records
+from harness.fuzzed_records import OF_MOUNTS, OF_OTHERS, is_inode, records
 from harness.mountpoint import eventually
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -178,7 +177,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
             chosen = {
                 key: value
                 for key, value in batch
-                if may_be_put(key, kept) and not (key in victims and is_version(key, value))
+                if may_be_put(key, kept) and not (key in victims and is_inode(key, value))
             }
             nonlocal put_records
             put_records += len(chosen)
@@ -214,16 +213,6 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)
         assert all(part.alive for part in cluster.parts())
-
-
-def is_version(key: bytes, value: bytes) -> bool:
-    """Return whether a record is a sound one of an inode. It replaces the file's content for good, as any
-    mount may."""
-    try:
-        Inode.decode(0, value, 0)
-    except msgspec.DecodeError:
-        return False
-    return key.startswith(b"i")
 
 
 def may_be_put(key: bytes, kept: set[int]) -> bool:

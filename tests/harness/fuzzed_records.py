@@ -78,6 +78,14 @@ _SOUND: dict[int, bytes] = {
 }
 
 
+def is_inode(key: bytes, value: bytes) -> bool:
+    """Return whether a record is a sound one of an inode, which says for good what that is from now on."""
+    try:
+        return key.startswith(b"i") and bool(Inode.decode(0, value, 0))
+    except msgspec.DecodeError:
+        return False
+
+
 def _packed(record: Any) -> bytes:
     packed: bytes = msgspec.msgpack.encode(record)
     return packed.replace(_NO_TEXT.encode(), b"\xff\xff")

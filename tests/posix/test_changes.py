@@ -283,7 +283,7 @@ def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.Mo
     table = table_of(lambda ino: (ROOT_INO,) if ino != ROOT_INO else ())
     before = table.count(ROOT_INO)
     monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
-    table.changed([5])
+    table.changed([(5, b"", 0, 0)], {})
     assert not table.in_use
     assert table.count(ROOT_INO) > before + 1
 
@@ -313,9 +313,9 @@ async def test_a_directory_that_somebody_waits_for_is_not_forgotten(
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(BlockingIOError):
             table.count(2)
-        table.changed([2])
+        table.changed([(2, b"", 0, 0)], {})
         assert table.count(1) == count
-        table.changed([1])
+        table.changed([(1, b"", 0, 0)], {})
     assert table.count(1) > count
 
 
@@ -340,5 +340,5 @@ async def test_one_user_cannot_have_too_many_waits() -> None:
         other = Asked()
         other.uid = 1001
         await waiting.changed(1, count, 0.0, other)
-        namespace.watches.changed([1])
+        namespace.watches.changed([(1, b"", 0, 0)], {})
     await waiting.changed(1, waiting.count(1), 0.0, Asked())

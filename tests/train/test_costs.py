@@ -130,7 +130,7 @@ def test_who_takes_over_knows_the_version_that_came_while_it_did_not_look(cluste
     run = start(cluster.mounts[0].path / "taken", model(), shards=1)
     with Worker(run, "w") as worker, Reducer(run) as second:
         with Reducer(run) as first:
-            first.step()  # it coordinates
+            reduce_until(first, lambda: len(first._locks) == 2, "it coordinates and has the part")
             second.step()
             worker.push(ones())
             reduce_until(first, lambda: newest(run) == 1, "the push counts")
