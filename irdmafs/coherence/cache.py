@@ -163,12 +163,12 @@ class Cache:
 
     async def _prepare(self, handle: Handle, content: Content, *, cut: bool) -> None:
         try:
-            if not content.state.writable or content.is_busy:
-                await self.in_place.make_writable(content)
             if cut:
-                self._store.extents.truncate(content.extent, 0)
-                content.touch()
-            elif content.writers > 1:
+                alone = content.writers == 1 or self.in_place.is_alone(content)
+                await self.in_place.change(content, lambda fd: os.ftruncate(fd, 0), alone=alone)
+            elif not content.state.writable or content.is_busy:
+                await self.in_place.make_writable(content)
+            if content.writers > 1 and not cut:
                 handle.since = self._table.stamp(content)
         except BaseException:
             handle.aborted = True

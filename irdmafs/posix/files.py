@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import trio
 
+from ..backend.files.extents import when_unlocked
 from ..backend.namespace import Inode, fail
 from ..coherence.content import Content
 from ..coherence.kernel_cache import Name
@@ -221,13 +222,17 @@ class Files(Part):
         await self._cache.carried.change(handle, change)
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
-        content = self._content(self._handle(fh))
+        handle = self._handle(fh)
+        content = self._content(handle)
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise fail(errno.EINVAL)
         if not content.extent:
             raise fail(errno.ENXIO)
         with self._store.extents.opened(content.extent) as fd:
-            return os.lseek(fd, offset, whence)
+            if self._cache.in_place.is_alone(content, handle.node):
+                return os.lseek(fd, offset, whence)
+            await detach()
+            return await when_unlocked(os.lseek, fd, offset, whence)
 
     async def copy_file_range(
         self, fh_in: int, off_in: int, fh_out: int, off_out: int, length: int

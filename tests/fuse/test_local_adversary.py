@@ -212,6 +212,35 @@ def test_a_lender_that_is_killed_while_it_is_stuck_frees_what_it_lent_later(
     assert_it_answers(shared)
 
 
+# Requests about a file that somebody is in the middle of writing.
+ABOUT_A_WRITTEN_FILE = {
+    "closed": "os.close(os.dup(file))",
+    "renamed": "os.rename(path, path + '2')",
+    "linked": "os.link(path, path + '2')",
+    "cut": "os.truncate(path, 10)",
+    "written in place": "open(path, 'wb').write(b'z'); open(path, 'r+').close()",
+}
+
+
+@pytest.mark.parametrize("which", ["alone", "shared"])
+@pytest.mark.parametrize("request_", ABOUT_A_WRITTEN_FILE)
+def test_a_write_that_never_ends_keeps_only_those_waiting_who_ask_for_its_file(
+    request: pytest.FixtureRequest, mute: MuteFuse, attacker: Process, request_: str, which: str
+) -> None:
+    mount = request.getfixturevalue(which)
+    lends(attacker, mount, mute)
+    flags = os.O_RDWR if request_ == "written in place" else os.O_WRONLY | os.O_TRUNC
+    attacker.do(
+        "path = public + '/stuck'; open(path, 'wb').write(bytes(1000)); page = never()\n"
+        "file = os.open(path, flags); os.write(file, bytes(1000))\n"
+        "stuck(lambda: os.write(file, page))",
+        flags=flags,
+    )
+    attacker.start(ABOUT_A_WRITTEN_FILE[request_])
+    attacker.finished(1)
+    assert_it_answers(mount)
+
+
 # Calls that never return, with something locked that /proc shows of the process.
 LOCKED = {
     "a queue of events": (
