@@ -106,8 +106,9 @@ class Publisher(OnHost):
             return True
         if not self._store.hands_over(content.extent):
             return False
-        # The store adopts the very file: other descriptors of it would not see later writes.
-        if content.holds > 1 or pid != handle.pid:
+        # The store adopts the very file: other descriptors of it would not see later writes, and would keep
+        # it locked while they write.
+        if content.holds > 1 or pid != handle.pid or not handle.trusted:
             return True
         return await self._has_duplicate(pid, content.ino)
 

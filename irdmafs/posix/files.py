@@ -44,6 +44,7 @@ class Files(Part):
         self._locking = locking
         self._waits = waits
         self._since = since
+        self._trusted = self._cache.references.believed
 
     # -- opened ----------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ class Files(Part):
         if self._cache.references.announced:
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         handle = await self._cache.open(found, node, flags, ctx.pid, name)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         return handle
 
     async def create(
@@ -105,7 +106,7 @@ class Files(Part):
             self._namespace.check_writable(found.ino)
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         handle.node.lookups += 1
         answer = self._metadata.describe(handle.node, found)
         self._coherence.changed(answer, handle.node)
@@ -126,7 +127,7 @@ class Files(Part):
         self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
     ) -> tuple[Handle, Attributes]:
         handle = self._cache.create(inode, flags, ctx.pid)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         node = handle.node
         node.lookups += 1
         answer = self._metadata.describe(node, inode, is_new=True)

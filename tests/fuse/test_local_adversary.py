@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import make_mount
 from harness.cluster_mount import CLUSTER
+from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, as_user
 from harness.programs.mute_fuse import MuteFuse
@@ -55,7 +56,7 @@ def attacker(mute: MuteFuse) -> Iterator[Process]:
         mute.kill()  # or it could not end
 
 
-def public(mount: Mount) -> str:
+def public(mount: Mount | ClusterMount) -> str:
     """A directory in which everybody may write."""
     path = mount.path / "public"
     path.mkdir(exist_ok=True)
@@ -70,7 +71,7 @@ def victim(mount: Mount) -> str:
     return str(path)
 
 
-def assert_it_answers(mount: Mount) -> None:
+def assert_it_answers(mount: Mount | ClusterMount) -> None:
     """The mount opens, writes and says how it is, for others than the attacker."""
     program = (
         "import os, sys; path = sys.argv[1]\n"
@@ -239,6 +240,22 @@ def test_a_write_that_never_ends_keeps_only_those_waiting_who_ask_for_its_file(
     attacker.start(ABOUT_A_WRITTEN_FILE[request_])
     attacker.finished(1)
     assert_it_answers(mount)
+
+
+def test_a_write_that_never_ends_stops_no_store_node(mute: MuteFuse, attacker: Process) -> None:
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1)) as cluster:
+        mount = cluster.add_mount("-o", "allow_other", beside=cluster.nodes[0])
+        for directory in (cluster.directory, mount.path.parent):
+            directory.chmod(0o755)
+        attacker.do(LEND, victim="", mute=str(mute.path), public=public(mount))
+        attacker.do(
+            "file = os.open(public + '/stuck', os.O_WRONLY | os.O_CREAT); page = never()\n"
+            "os.write(file, bytes(200_000)); stuck(lambda: os.write(file, page))"
+        )
+        attacker.start("os.close(file)")
+        attacker.finished(1)
+        assert_it_answers(cluster.mounts[0])
+        mute.kill()
 
 
 # Calls that never return, with something locked that /proc shows of the process.
