@@ -129,10 +129,6 @@ class ExtentStore:
         except FileNotFoundError:
             raise self._missing(extent) from None
 
-    def truncate(self, extent: ContentId, size: int) -> None:
-        with self.opened(extent, os.O_RDWR) as fd:
-            os.ftruncate(fd, size)
-
     def set_times(self, extent: ContentId, atime_ns: int, mtime_ns: int) -> None:
         with self.opened(extent, os.O_RDWR) as fd:
             os.utime(fd, ns=(atime_ns, mtime_ns))

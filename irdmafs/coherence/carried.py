@@ -51,10 +51,7 @@ class Carried(OnHost):
         """Return how many bytes were written."""
         content = handle.content
         assert content is not None
-        alone = self._in_place.is_alone(content, handle.node)
-        if not content.state.writable or content.is_busy or not alone:
-            data = bytes(data)  # the session reuses its buffer while we wait
-        view = memoryview(data)
+        view = memoryview(bytes(data))  # the session reuses its buffer while we wait
         written = 0
 
         def write(fd: int) -> None:
@@ -66,7 +63,7 @@ class Carried(OnHost):
 
         handle.since = None
         try:
-            await self._in_place.change(content, write, alone=alone)
+            await self._in_place.change(content, write, handle.node)
         except OSError:
             # A half-written content must not be published when its writer closes the file.
             if content.state is State.REPLACING:
@@ -80,8 +77,7 @@ class Carried(OnHost):
         """Call `change` with a descriptor of the content's file, for a request of a handle."""
         content = handle.content
         assert content is not None
-        alone = self._in_place.is_alone(content, handle.node)
-        await self._in_place.change(content, change, alone=alone)
+        await self._in_place.change(content, change, handle.node)
         handle.since = None
 
     def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
@@ -122,9 +118,7 @@ class Carried(OnHost):
     async def _cut_and_publish(self, content: Content, size: int) -> None:
         """Cut a content, and publish that at once unless its writer's close will."""
         with self._host.held(content):
-            await self._in_place.change(
-                content, lambda fd: os.ftruncate(fd, size), alone=self._in_place.is_alone(content)
-            )
+            await self._in_place.change(content, lambda fd: os.ftruncate(fd, size))
             in_place = content.seen is not None and content.state is not State.REPLACING
             stays_here = content.state in (State.LEFT, State.GIVEN_UP)
             if not stays_here and (in_place or not content.writers):
@@ -140,13 +134,13 @@ class Carried(OnHost):
             return
         written = self._table.is_written(content)
         status = self._table.stat(content)
+        times = status.st_atime_ns, mtime_ns
         if self._in_place.is_alone(content, node):
-            self._table.set_times(content, status.st_atime_ns, mtime_ns)
+            self._table.set_times(content, *times)
         else:
             await detach()
-            times = content.extent, status.st_atime_ns, mtime_ns
             with self._host.held(content):
-                await when_unlocked(self._store.extents.set_times, *times)
+                await when_unlocked(self._store.extents.set_times, content.extent, *times)
         if written:
             content.touch()  # the new time may be the one it had when it was published
         else:

@@ -76,13 +76,13 @@ class InPlace(OnHost):
         )
 
     async def change(
-        self, content: Content, change: Callable[[int], object], *, alone: bool
+        self, content: Content, change: Callable[[int], object], node: Node | None = None
     ) -> None:
-        """Make a content writable, and call `change` with a descriptor of its file, in a thread that waits
-        for the file's lock unless it is `alone`."""
+        """Make a content writable, and call `change` with a descriptor of its file: in a thread that waits
+        for the file's lock, unless it `is_alone`."""
         if not content.state.writable or content.is_busy:
             await self.make_writable(content)
-        if alone:
+        if self.is_alone(content, node):
             with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
                 change(fd)
         else:
