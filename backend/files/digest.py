@@ -23,6 +23,7 @@ import trio
 from xxhash import xxh3_64
 
 from ..unwrap import first_error
+from .extents import when_unlocked
 from .sparse import is_sparse, next_data
 
 # The size of a huge page, and the alignment of the streams of a transfer.
@@ -172,7 +173,7 @@ class Stripe:
                     async with trio.open_nursery() as nursery:
                         for block in range(first, end, share):
                             work = partial(self._hash_some, block, min(block + share, end))
-                            nursery.start_soon(trio.to_thread.run_sync, work)
+                            nursery.start_soon(when_unlocked, work)
                 except BaseExceptionGroup as group:
                     raise first_error(group) from group
             first = end
@@ -196,7 +197,8 @@ def _hash(fd: int, offset: int, length: int) -> list[bytes]:
         buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     blocks = []
     status = os.fstat(fd)
-    has_holes = is_sparse(status.st_size, status.st_blocks)
+    # Looking for holes waits for the file's lock. A short part is hashed in the event loop, without.
+    has_holes = length > _INLINE_BYTES and is_sparse(status.st_size, status.st_blocks)
     start, stop, data_at = offset, offset + length, offset
     while start < stop:
         end = min(start + BLOCK_BYTES, stop)

@@ -10,8 +10,11 @@ import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar, TypeVarTuple
+
+import trio
 
 from ..model.records import ContentId
 from ..model.values import filesystem_of
@@ -27,6 +30,17 @@ _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
 # Our own reads leave an extent's access time alone: only reads by programs change it.
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+# Its threads wait for locks of files, so nothing else has to wait for them.
+_waiting = trio.CapacityLimiter(4096)
+
+
+async def when_unlocked(call: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Make a call that takes the lock of a file that programs may be writing. The kernel holds that lock
+    while it copies from a program's memory, for ever if the program wants it. Raises what the call does."""
+    return await trio.to_thread.run_sync(call, *args, limiter=_waiting)
 
 
 class StoreInUse(OSError):
@@ -114,10 +128,6 @@ class ExtentStore:
             return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:
             raise self._missing(extent) from None
-
-    def truncate(self, extent: ContentId, size: int) -> None:
-        with self.opened(extent, os.O_RDWR) as fd:
-            os.ftruncate(fd, size)
 
     def set_times(self, extent: ContentId, atime_ns: int, mtime_ns: int) -> None:
         with self.opened(extent, os.O_RDWR) as fd:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ..model.values import ConfigError
 
@@ -102,10 +102,16 @@ class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _CONTROL.sub(_escaped, record.message)
         names = (_Identity.component, _Identity.member, _request.get())
-        record.where = f" [{' '.join(filter(None, names))}]" if any(names) else ""
+        where = f" [{' '.join(filter(None, names))}]" if any(names) else ""
+        record.where = _CONTROL.sub(_escaped, where)
         dropped = getattr(record, "dropped", 0)
         record.more = f" ({dropped} more like this)" if dropped else ""
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        # An error's text may have lines: none of them looks like one of the log.
+        return "\n".join("  " + _CONTROL.sub(_escaped, line) for line in lines)
 
 
 class _JsonFormatter(logging.Formatter):

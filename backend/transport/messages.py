@@ -78,7 +78,7 @@ class Request(Message, kw_only=True):
     id of the call that the request is made for, for log lines."""
 
     number: int = 0
-    trace: str = ""
+    trace: Name = ""
 
     @property
     def group(self) -> int:
@@ -182,7 +182,7 @@ class Failed(Answer, tag=21):
 
     code: int
     node: int
-    text: str
+    text: Annotated[str, Meta(max_length=TEXT_MAX)]
 
 
 class Contents(Answer, tag=22):

@@ -228,10 +228,8 @@ def _subject(name: str, unit: str, organization: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    try:
+    with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
     try:
         return x509.DNSName(host)
     except ValueError as error:

@@ -12,7 +12,7 @@ import click
 
 from ..backend.model.policy import LEVELS
 from ..backend.model.values import human_bytes
-from .status import human_duration, print_table, printable
+from .status import human_duration, one_line, print_table, printable
 
 _NODE_COLUMNS = (
     "node",
@@ -60,7 +60,7 @@ def print_cluster(data: Mapping[str, Any]) -> None:
     lines += [f"! {problem}" for problem in data["problems"]]
     lines += [f"  {note}" for note in data["notes"]]
     if lines:
-        print(printable("\n".join(["", *lines])))
+        print("", *map(one_line, lines), sep="\n")
 
 
 def _etcd_line(room: Mapping[str, Any]) -> str:

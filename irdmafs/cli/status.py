@@ -142,6 +142,11 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
 
 
+def one_line(text: str) -> str:
+    """Return a text that others chose as one line, so that it cannot pass for several."""
+    return printable(text).replace("\n", "\\n")
+
+
 def human_duration(seconds: object) -> str:
     """Return a duration in two units at most: "45 s", "2 h 5 min", "3 d 4 h"."""
     if not isinstance(seconds, int | float):
@@ -187,7 +192,7 @@ def shown(form: str, report: Mapping[str, Any]) -> str:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print rows of text on stdout, with words for states in colour on a terminal. Columns of numbers are
     right-aligned. Without column names there is no head line."""
-    table = [[printable(cell) for cell in row] for row in rows]
+    table = [[one_line(cell) for cell in row] for row in rows]
     if title:
         click.secho(printable(title), bold=True)
     head = [list(columns)] if any(columns) else []
@@ -231,7 +236,7 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
         )
     for entry in reports:
         for line in _advice(entry):
-            print(printable(line))
+            print(one_line(line))
     if leftovers:
         print()
         print_table(
@@ -267,7 +272,7 @@ def print_mount(entry: MountReport) -> None:
     data = entry.status
     if entry.state != "ok":
         for line in _advice(entry):
-            print(printable(line))
+            print(one_line(line))
         return
     cluster = data.get("cluster") or {}
     space = "space in the cluster" if cluster else "store space"
@@ -292,7 +297,7 @@ def print_mount(entry: MountReport) -> None:
     if warnings:
         print()
     for warning in warnings:
-        print(printable(f"warning: {warning}"))
+        print(one_line(f"warning: {warning}"))
 
 
 def _rows(forms: Mapping[str, str], figures: Mapping[str, Any]) -> list[tuple[str, str]]:

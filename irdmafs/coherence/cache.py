@@ -163,12 +163,11 @@ class Cache:
 
     async def _prepare(self, handle: Handle, content: Content, *, cut: bool) -> None:
         try:
-            if not content.state.writable or content.is_busy:
-                await self.in_place.make_writable(content)
             if cut:
-                self._store.extents.truncate(content.extent, 0)
-                content.touch()
-            elif content.writers > 1:
+                await self.in_place.change(content, lambda fd: os.ftruncate(fd, 0))
+            elif not content.state.writable or content.is_busy:
+                await self.in_place.make_writable(content)
+            if content.writers > 1 and not cut:
                 handle.since = self._table.stamp(content)
         except BaseException:
             handle.aborted = True
@@ -247,4 +246,5 @@ class Cache:
         if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
             return
         if self._table.stamp(content)[0] > inode.size:
-            self._store.extents.truncate(content.extent, inode.size)
+            with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
+                os.ftruncate(fd, inode.size)

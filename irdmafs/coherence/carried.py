@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import Callable
 
+from ..backend.files.extents import when_unlocked
 from ..backend.files.sparse import segments
 from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode, fail
@@ -50,18 +51,19 @@ class Carried(OnHost):
         """Return how many bytes were written."""
         content = handle.content
         assert content is not None
-        if not content.state.writable or content.is_busy:
-            data = bytes(data)  # the session reuses its buffer while we wait
-            await self._in_place.make_writable(content)
-        content.touch()
-        handle.since = None
-        view = memoryview(data)
+        view = memoryview(bytes(data))  # the session reuses its buffer while we wait
         written = 0
+
+        def write(fd: int) -> None:
+            nonlocal written
+            content.touch()
+            self.refuse_growth(content.ino, fd, offset, len(view))
+            while written < len(view):
+                written += os.pwrite(fd, view[written:], offset + written)
+
+        handle.since = None
         try:
-            with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
-                self.refuse_growth(content.ino, fd, offset, len(view))
-                while written < len(view):
-                    written += os.pwrite(fd, view[written:], offset + written)
+            await self._in_place.change(content, write, handle.node)
         except OSError:
             # A half-written content must not be published when its writer closes the file.
             if content.state is State.REPLACING:
@@ -75,11 +77,7 @@ class Carried(OnHost):
         """Call `change` with a descriptor of the content's file, for a request of a handle."""
         content = handle.content
         assert content is not None
-        if not content.state.writable or content.is_busy:
-            await self._in_place.make_writable(content)
-        with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
-            change(fd)
-        content.touch()
+        await self._in_place.change(content, change, handle.node)
         handle.since = None
 
     def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
@@ -120,17 +118,14 @@ class Carried(OnHost):
     async def _cut_and_publish(self, content: Content, size: int) -> None:
         """Cut a content, and publish that at once unless its writer's close will."""
         with self._host.held(content):
-            if not content.state.writable or content.is_busy:
-                await self._in_place.make_writable(content)
-            self._store.extents.truncate(content.extent, size)
-            content.touch()
+            await self._in_place.change(content, lambda fd: os.ftruncate(fd, size))
             in_place = content.seen is not None and content.state is not State.REPLACING
             stays_here = content.state in (State.LEFT, State.GIVEN_UP)
             if not stays_here and (in_place or not content.writers):
                 # No close will publish it.
                 await self._publisher.publish(content, stays=bool(content.writers))
 
-    def set_mtime(self, node: Node, mtime_ns: int) -> None:
+    async def set_mtime(self, node: Node, mtime_ns: int) -> None:
         """Carry out utimensat(2) for a time that is kept in the extent."""
         content = node.content if node.is_bound else self._table.current.get(node.ino)
         if content is None or not content.extent:
@@ -139,7 +134,13 @@ class Carried(OnHost):
             return
         written = self._table.is_written(content)
         status = self._table.stat(content)
-        self._table.set_times(content, status.st_atime_ns, mtime_ns)
+        times = status.st_atime_ns, mtime_ns
+        if self._in_place.is_alone(content, node):
+            self._table.set_times(content, *times)
+        else:
+            await detach()
+            with self._host.held(content):
+                await when_unlocked(self._store.extents.set_times, content.extent, *times)
         if written:
             content.touch()  # the new time may be the one it had when it was published
         else:

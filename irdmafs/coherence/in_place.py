@@ -2,14 +2,14 @@
 
 import logging
 import os
+from collections.abc import Callable
 
-import trio
-
-from ..backend.files.extents import copy_contents
+from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.namespace import Inode
 from ..inline import detach
 from .content import Content, Stamp
 from .host import Host, OnHost
+from .nodes import Node
 from .sharing import Sharing
 from .table import changed_ns, stamp_of
 
@@ -65,6 +65,35 @@ class InPlace(OnHost):
         else:
             content.go_on_in_place(stamp_of(written), changed_ns(content, written))
 
+    # -- changed by requests ---------------------------------------------------------------------
+
+    def is_alone(self, content: Content, node: Node | None = None) -> bool:
+        """Return whether no program is in the middle of a write to the content's file. `node`: the kernel
+        lets nobody write through that one now."""
+        return not content.writers or not any(
+            other.backing_id and other.content is content and other is not node
+            for other in self._nodes.of(content.ino)
+        )
+
+    async def change(
+        self, content: Content, change: Callable[[int], object], node: Node | None = None
+    ) -> None:
+        """Make a content writable, and call `change` with a descriptor of its file: in a thread that waits
+        for the file's lock, unless it `is_alone`."""
+        if not content.state.writable or content.is_busy:
+            await self.make_writable(content)
+        if self.is_alone(content, node):
+            with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
+                change(fd)
+        else:
+            await detach()
+            async with content.locked():
+                if not content.state.writable:
+                    await self._begin(content)
+                with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
+                    await when_unlocked(change, fd)
+        content.touch()
+
     # -- versions of other hosts -----------------------------------------------------------------
 
     def is_behind(self, inode: Inode) -> bool:
@@ -106,12 +135,17 @@ class InPlace(OnHost):
     async def _show(self, content: Content, inode: Inode) -> None:
         """Copy a version, which is on this host, into a writable content that has nothing unpublished."""
         extents = self._store.extents
-        with extents.opened(content.extent, os.O_RDWR) as fd:
+
+        def copy(fd: int) -> Stamp:
             os.ftruncate(fd, inode.size)
             if inode.extent:
                 with extents.opened(inode.extent) as source:
-                    await trio.to_thread.run_sync(copy_contents, source, fd)
-        content.show_newest(inode, self._set_mtime(content, inode))
+                    copy_contents(source, fd)
+            os.utime(fd, ns=(os.fstat(fd).st_atime_ns, inode.mtime_ns))
+            return stamp_of(os.fstat(fd))
+
+        with extents.opened(content.extent, os.O_RDWR) as fd:
+            content.show_newest(inode, await when_unlocked(copy, fd))
         for node in self._nodes.of(content.ino):
             if node.content is content:
                 if node.cached:

@@ -60,12 +60,13 @@ class Handle:
     `since`: the content's stamp when it was opened while others wrote it, None if the handle may have
     changed it. `aborted`: nothing written through it is published; `killed`: because its writer died.
     `name`: the directory and name by which it was opened, if they are known; `version`: the version that
-    it was opened on. `told`: who polls it was told that the name leads elsewhere.
+    it was opened on. `told`: who polls it was told that the name leads elsewhere. `trusted`: its user may
+    stop this daemon anyway.
     """
 
     __slots__ = (
         "aborted", "content", "entries", "fh", "flags", "is_directory", "is_rdwr", "killed", "name", "node",
-        "pid", "since", "told", "version", "writing",
+        "pid", "since", "told", "trusted", "version", "writing",
     )  # fmt: skip
 
     def __init__(self, fh: int, node: Node, content: Content | None, flags: int, pid: int) -> None:
@@ -77,7 +78,7 @@ class Handle:
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
         self.is_rdwr = flags & os.O_ACCMODE == os.O_RDWR
         self.since: Stamp | None = None
-        self.aborted = self.killed = self.told = False
+        self.aborted = self.killed = self.told = self.trusted = False
         self.name = node.name
         self.version = content.base.version if content is not None else 0
         self.is_directory = content is None

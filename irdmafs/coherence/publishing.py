@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import trio
 
-from ..backend.files.extents import copy_contents
+from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, NewVersion, Outdated, fail
 from ..callers.processes import Processes
@@ -24,8 +24,6 @@ from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
 
-# Larger copies are made in a thread, so that other requests are served meanwhile.
-COPY_INLINE_MAX_BYTES = 1024 * 1024
 # A store with less room than this is full: a write may just have failed.
 _FULL_BYTES = 64 * 1024
 
@@ -108,8 +106,9 @@ class Publisher(OnHost):
             return True
         if not self._store.hands_over(content.extent):
             return False
-        # The store adopts the very file: other descriptors of it would not see later writes.
-        if content.holds > 1 or pid != handle.pid:
+        # The store adopts the very file: other descriptors of it would not see later writes, and would keep
+        # it locked while they write.
+        if content.holds > 1 or pid != handle.pid or not handle.trusted:
             return True
         return await self._has_duplicate(pid, content.ino)
 
@@ -426,10 +425,7 @@ class Publisher(OnHost):
         extent, fd = self._store.allocate(self._inodes[content.ino])
         try:
             with self._store.extents.opened(content.extent) as source:
-                if os.fstat(source).st_size <= COPY_INLINE_MAX_BYTES:
-                    copy_contents(source, fd)
-                else:
-                    await trio.to_thread.run_sync(copy_contents, source, fd)
+                await when_unlocked(copy_contents, source, fd)
                 blocks = os.fstat(source).st_blocks
             return extent, os.stat_result(os.fstat(fd), {"st_blocks": blocks})
         except BaseException:

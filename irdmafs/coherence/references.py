@@ -24,12 +24,12 @@ class References:
     def __init__(self) -> None:
         # Until when each is waited for, the oldest first. Opens check whether it is empty without a call.
         self.announced: dict[tuple[int, int], float] = {}
-        self._believed = {0, os.geteuid()}
+        self.believed = {0, os.geteuid()}
 
     def announce(self, thread: int, ino: int, uid: int) -> bool:
         """Note that the thread's next open of this file keeps none; return whether its user is
         believed."""
-        if uid not in self._believed:
+        if uid not in self.believed:
             return False
         self.announced.pop((thread, ino), None)
         while len(self.announced) >= _ANNOUNCED_MAX:
@@ -39,7 +39,7 @@ class References:
 
     def opens(self, thread: int, ino: int, uid: int) -> None:
         """Note who the thread is that opens a file: another one may have had its number."""
-        if uid not in self._believed:
+        if uid not in self.believed:
             self.announced.pop((thread, ino), None)
 
     def may_stay(self, thread: int, ino: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import trio
 
+from ..backend.files.extents import when_unlocked
 from ..backend.namespace import Inode, fail
 from ..coherence.content import Content
 from ..coherence.kernel_cache import Name
@@ -43,6 +44,7 @@ class Files(Part):
         self._locking = locking
         self._waits = waits
         self._since = since
+        self._trusted = self._cache.references.believed
 
     # -- opened ----------------------------------------------------------------------------------
 
@@ -60,7 +62,7 @@ class Files(Part):
         if self._cache.references.announced:
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)
         handle = await self._cache.open(found, node, flags, ctx.pid, name)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         return handle
 
     async def create(
@@ -104,7 +106,7 @@ class Files(Part):
             self._namespace.check_writable(found.ino)
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         handle.node.lookups += 1
         answer = self._metadata.describe(handle.node, found)
         self._coherence.changed(answer, handle.node)
@@ -125,7 +127,7 @@ class Files(Part):
         self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
     ) -> tuple[Handle, Attributes]:
         handle = self._cache.create(inode, flags, ctx.pid)
-        handle.name = name
+        handle.name, handle.trusted = name, ctx.uid in self._trusted
         node = handle.node
         node.lookups += 1
         answer = self._metadata.describe(node, inode, is_new=True)
@@ -221,13 +223,17 @@ class Files(Part):
         await self._cache.carried.change(handle, change)
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
-        content = self._content(self._handle(fh))
+        handle = self._handle(fh)
+        content = self._content(handle)
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise fail(errno.EINVAL)
         if not content.extent:
             raise fail(errno.ENXIO)
         with self._store.extents.opened(content.extent) as fd:
-            return os.lseek(fd, offset, whence)
+            if self._cache.in_place.is_alone(content, handle.node):
+                return os.lseek(fd, offset, whence)
+            await detach()
+            return await when_unlocked(os.lseek, fd, offset, whence)
 
     async def copy_file_range(
         self, fh_in: int, off_in: int, fh_out: int, off_out: int, length: int

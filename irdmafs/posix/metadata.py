@@ -155,7 +155,7 @@ class Metadata:
             if lose_set_ids and size is None and not self._cache.looks.is_written(found.ino):
                 await refuse_stranger(found, left, ctx, self._processes)
         if "mtime_ns" in changes:
-            self._cache.carried.set_mtime(node, changes["mtime_ns"])
+            await self._cache.carried.set_mtime(node, changes["mtime_ns"])
         if not changes and size is None:
             changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
         if changes:

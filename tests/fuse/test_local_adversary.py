@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import make_mount
 from harness.cluster_mount import CLUSTER
+from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, as_user
 from harness.programs.mute_fuse import MuteFuse
@@ -55,7 +56,7 @@ def attacker(mute: MuteFuse) -> Iterator[Process]:
         mute.kill()  # or it could not end
 
 
-def public(mount: Mount) -> str:
+def public(mount: Mount | ClusterMount) -> str:
     """A directory in which everybody may write."""
     path = mount.path / "public"
     path.mkdir(exist_ok=True)
@@ -70,7 +71,7 @@ def victim(mount: Mount) -> str:
     return str(path)
 
 
-def assert_it_answers(mount: Mount) -> None:
+def assert_it_answers(mount: Mount | ClusterMount) -> None:
     """The mount opens, writes and says how it is, for others than the attacker."""
     program = (
         "import os, sys; path = sys.argv[1]\n"
@@ -210,6 +211,51 @@ def test_a_lender_that_is_killed_while_it_is_stuck_frees_what_it_lent_later(
     attacker.kill()
     eventually(lambda: shared.status()["cluster"]["lent_buffers"] == 0, "it is given back")
     assert_it_answers(shared)
+
+
+# Requests about a file that somebody is in the middle of writing.
+ABOUT_A_WRITTEN_FILE = {
+    "closed": "os.close(os.dup(file))",
+    "renamed": "os.rename(path, path + '2')",
+    "linked": "os.link(path, path + '2')",
+    "cut": "os.truncate(path, 10)",
+    "written in place": "open(path, 'wb').write(b'z'); open(path, 'r+').close()",
+}
+
+
+@pytest.mark.parametrize("which", ["alone", "shared"])
+@pytest.mark.parametrize("request_", ABOUT_A_WRITTEN_FILE)
+def test_a_write_that_never_ends_keeps_only_those_waiting_who_ask_for_its_file(
+    request: pytest.FixtureRequest, mute: MuteFuse, attacker: Process, request_: str, which: str
+) -> None:
+    mount = request.getfixturevalue(which)
+    lends(attacker, mount, mute)
+    flags = os.O_RDWR if request_ == "written in place" else os.O_WRONLY | os.O_TRUNC
+    attacker.do(
+        "path = public + '/stuck'; open(path, 'wb').write(bytes(1000)); page = never()\n"
+        "file = os.open(path, flags); os.write(file, bytes(1000))\n"
+        "stuck(lambda: os.write(file, page))",
+        flags=flags,
+    )
+    attacker.start(ABOUT_A_WRITTEN_FILE[request_])
+    attacker.finished(1)
+    assert_it_answers(mount)
+
+
+def test_a_write_that_never_ends_stops_no_store_node(mute: MuteFuse, attacker: Process) -> None:
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1)) as cluster:
+        mount = cluster.add_mount("-o", "allow_other", beside=cluster.nodes[0])
+        for directory in (cluster.directory, mount.path.parent):
+            directory.chmod(0o755)
+        attacker.do(LEND, victim="", mute=str(mute.path), public=public(mount))
+        attacker.do(
+            "file = os.open(public + '/stuck', os.O_WRONLY | os.O_CREAT); page = never()\n"
+            "os.write(file, bytes(200_000)); stuck(lambda: os.write(file, page))"
+        )
+        attacker.start("os.close(file)")
+        attacker.finished(1)
+        assert_it_answers(cluster.mounts[0])
+        mute.kill()
 
 
 # Calls that never return, with something locked that /proc shows of the process.

@@ -433,10 +433,13 @@ def test_json_lines_have_the_same_as_fields() -> None:
 
 
 def test_a_peer_cannot_forge_a_line() -> None:
-    program = r"log.info('bad frame from %s', 'x\n2026-01-01 1 INFO root: all is well\x1b[2J')"
+    forged = r"'x\n2026-01-01 1 INFO root: all is well\x1b[2J'"
+    program = f"with logs.request({forged}): log.info('bad frame from %s', {forged})"
     [line] = logged(program)
-    assert r"x\x0a2026-01-01" in line
-    assert r"\x1b[2J" in line
+    assert line.count(r"x\x0a2026-01-01") == line.count(r"\x1b[2J") == 2
+    [_, *lines] = logged(f"log.info('bad', exc_info=ValueError({forged}))")
+    assert [line.strip() for line in lines if not line.startswith("  ")] == []
+    assert "\x1b" not in "".join(lines)
 
 
 def test_lines_that_a_peer_causes_are_limited_and_counted() -> None:

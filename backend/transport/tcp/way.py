@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import trio
 
+from ...files.extents import when_unlocked
 from ...files.sparse import segments
 from ...observe.logs import current_request
 from ...unwrap import if_it_fails
@@ -97,7 +98,7 @@ class TcpWay(Way):
             growth.lend()
             await growth.complete()
         elif has_holes:
-            ranges = await trio.to_thread.run_sync(segments, fd, offset, length) or [(0, 0)]
+            ranges = await when_unlocked(segments, fd, offset, length) or [(0, 0)]
         if passed is not nothing_landed:
             passed = landed_from(passed, -offset)
 
