@@ -76,7 +76,7 @@ class Cache:
                 nameless = promise is not None and promise.is_nameless(node)
                 shown = node.content if nameless and node.opens else None
                 await self.carried.empty(self.sharing.content_to_empty(inode, shown))
-                inode = self._inodes[inode.ino]
+                inode = await self._store.bring(inode.ino)  # others may have published since
             if flags & os.O_ACCMODE:
                 inode = await self._settled(inode, flags)
             content, cut = self.routes.choose(inode, node, flags, pid, promise, name)

@@ -152,12 +152,12 @@ class Shared(Coherence):
         if self._promises or self._trails.retries:
             retry = self._trails.retry(pid, (parent, name))
             if retry is not None:
-                if retry.is_over:  # the thread looks the name up for another call by now
+                if retry.left:
+                    retry.left -= 1
+                else:  # the thread looks the name up for another call by now
                     self._trails.forget(pid)
                     self._cache.routes.withdraw(pid, 0)
                     retry = None
-                else:
-                    retry.lookups += 1
             led = self._cache.routes.led(pid, (parent, name))
             if led is not None or retry is not None:
                 return led  # None: find_fresh prepares it
@@ -194,6 +194,9 @@ class Shared(Coherence):
             inode = await self._lead_on(step, retry.flags, pid, None)
             if inode is not None:
                 return inode
+            inode = self._trails.find(step)
+        if retry is not None and inode is not None and not inode.is_dir:
+            retry.names, retry.left = (), _LEADS_MAX
         if inode is None:
             self._trails.missed(pid)
             self._kernel_names.found((parent.ino, name), None)
@@ -271,9 +274,8 @@ class Shared(Coherence):
                     self._store.count_open(inode.extent)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
-                    led = await self._lead_on(name, flags, pid, node)
-                    if led is None:
-                        self._trails.expect(pid, (name.parent, name.name), flags)
+                    await self._lead_on(name, flags, pid, node)
+                    self._trails.expect(pid, way.names, name, flags)
                 raise
         inode = await self._refreshed(inode, content=not empties)
         return node, inode, None if name is None else name[:2]

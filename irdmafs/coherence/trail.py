@@ -14,7 +14,7 @@ directory lease; otherwise the kernel has to look again.
 
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from .kernel_cache import Name
 
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
-_RETRY_LOOKUPS = 2
+_RETRY_LOOKUPS = 4
 
 
 class TrailStep(NamedTuple):
@@ -38,26 +38,22 @@ class TrailStep(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a thread came to what it opens: the names that it looked up, and the last one of its open before
-    this, if that was refused."""
+    """How a thread came to what it opens: the names that it looked up; of its open before this, if that was
+    refused, the last one and links, none if it came by no name."""
 
     names: Sequence[TrailStep]
-    refused: bytes | None
+    refused: set[bytes] | None
 
 
 @dataclass(slots=True, eq=False)
 class Retry:
-    """The second try of an open with `flags` whose name led to no file when it was refused. `lookups`: of
-    the name, since then. The kernel asks twice, for the entry that it has and for the one that replaced it.
-    After that, or after an open, the thread is doing something else."""
+    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none once a
+    link was found, which may lead to any. `left`: lookups of them: the kernel asks for the entry that it
+    has, and for those that replaced it. After that, or an open, the thread is doing something else."""
 
-    name: Name
+    names: Collection[Name]
     flags: int
-    lookups: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.lookups >= _RETRY_LOOKUPS
+    left: int = _RETRY_LOOKUPS
 
 
 class LookupTrails:
@@ -67,8 +63,8 @@ class LookupTrails:
         self._namespace = namespace
         self._ino_behind = namespace.tree.ino_behind
         self._of: OrderedDict[int, list[TrailStep]] = OrderedDict()
-        # By thread: the last name of the path whose open was refused.
-        self._refused: dict[int, bytes] = {}
+        # By thread: the last name of a refused open, and links on the way; none if it came by no name.
+        self._refused: dict[int, set[bytes]] = {}
         self.retries: dict[int, Retry] = {}
 
     def note(
@@ -101,6 +97,8 @@ class LookupTrails:
         """Note that a thread found nothing: an open comes again if it makes files, with another lookup."""
         self._of.pop(pid, None)
         self._refused.pop(pid, None)
+        if self.retries and (retry := self.retries.get(pid)) is not None:
+            retry.left = min(retry.left, 1) if retry.names else 0
 
     def hold(self, pid: int, way: Way, ino: int, *, believed: bool) -> bool:
         """Return whether the names by which this thread came lead to the inode in a replica that is fresh.
@@ -109,9 +107,8 @@ class LookupTrails:
         Return False only once in a row: the lookups that the kernel then repeats are fresh, and a file that
         is opened again without any (/proc/self/fd) has no name.
         """
-        names = way.names
-        last = names[-1].name if names else b""
-        if way.refused is not None and way.refused in (last, b""):
+        names, refused = way
+        if refused is not None and (not refused or refused & _leading(names)):
             return True
         for step in reversed(names):
             if step.ino != ino and not step.link:
@@ -126,8 +123,8 @@ class LookupTrails:
         else:
             if believed:
                 return True
-            last = b""
-        self._refused[pid] = last
+            names = ()
+        self._refused[pid] = _leading(names)
         return False
 
     def find(self, step: TrailStep) -> Inode | None:
@@ -137,15 +134,19 @@ class LookupTrails:
         except OSError:  # the directory is gone
             return None
 
-    def expect(self, pid: int, name: Name, flags: int) -> None:
-        """Note that the thread's open was refused, and that its name leads to no file now."""
+    def expect(self, pid: int, names: Sequence[TrailStep], name: TrailStep, flags: int) -> None:
+        """Note that the thread's open by a name was refused."""
         if len(self.retries) >= _THREADS_MAX:
             self.retries.clear()
-        # Threads whose number cannot be seen are taken for one.
-        if pid:
-            self.retries[pid] = Retry(name, flags)
+        if pid:  # those that cannot be seen are taken for one
+            self.retries[pid] = Retry({name[:2], *(step[:2] for step in names if step.link)}, flags)
 
-    def retry(self, pid: int, name: Name | None = None) -> Retry | None:
-        """Return the second try that a thread is at, by this name if one is given."""
+    def retry(self, pid: int, name: Name) -> Retry | None:
+        """Return the second try that a thread is at, by this name."""
         found = self.retries.get(pid)
-        return found if found is not None and name in (None, found.name) else None
+        return found if found is not None and (not found.names or name in found.names) else None
+
+
+def _leading(names: Sequence[TrailStep]) -> set[bytes]:
+    """Return the last of these names, and those of links: another one may lead on instead of either."""
+    return {step.name for step in names if step.link or step is names[-1]}

@@ -90,6 +90,8 @@ class Files(Part):
             await self._namespace.show(directory.ino, name)
             found = self._namespace.lookup(directory.ino, name)
             if found is not None:
+                if not (found.is_file or found.is_dir):
+                    raise fail(errno.ESTALE)  # the kernel follows it, or opens it itself
                 try:
                     return await self._open_found(found, flags, ctx, (directory.ino, name))
                 except OSError as error:

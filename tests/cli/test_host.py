@@ -340,9 +340,7 @@ def test_manager_is_told_when_a_mount_answers_and_when_it_ends(
         assert daemon.wait(30) == 0
 
 
-def test_manager_of_a_program_that_mounts_is_not_told_of_the_mount(
-    place: Path, tmp_path: Path
-) -> None:
+def test_manager_of_a_program_that_mounts_is_not_told_of_mount(place: Path, tmp_path: Path) -> None:
     with Manager(str(tmp_path / "socket")) as manager:
         assert manager.start("mount", place, "--store", tmp_path / "store").wait(30) == 0
         run_checked("umount", "-i", place)

@@ -387,9 +387,7 @@ def test_what_is_overwritten_is_not_fetched_first(here: Path, there: Path) -> No
     assert read_version(here / "small") == read_version(here / "large") == 2
 
 
-def test_a_file_larger_than_the_cache_is_readable(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_a_file_larger_than_cache_is_readable(cluster: Cluster, here: Path, there: Path) -> None:
     size = cluster.plan.cache_bytes * 5 // 4
     small = cluster.add_mount("--cache-size", "16M")
     content = pattern(5, 24 * MIB)

@@ -90,9 +90,7 @@ def test_versions_share_files_of_nodes_and_freed_ones_leave_the_others(
     assert other.with_name("another").read_bytes() == pattern(4, 8 * MIB)
 
 
-def test_shared_stripes_outlive_a_restart_of_their_nodes(
-    cluster: Cluster, pair: list[Path]
-) -> None:
+def test_shared_stripes_outlive_restart_of_their_nodes(cluster: Cluster, pair: list[Path]) -> None:
     one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(5, 6 * MIB))
     one.write_bytes(expected)

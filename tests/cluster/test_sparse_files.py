@@ -112,9 +112,7 @@ def test_a_file_that_is_longer_than_a_cluster_keeps_is_refused_and_stays_as_it_w
     file.unlink()
 
 
-def test_the_longest_file_is_cut_into_few_stripes(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_longest_file_is_cut_into_few_stripes(cluster: Cluster, here: Path, there: Path) -> None:
     longest = 16 << 40
     before = [part["extents"] for part in cluster.status()["nodes"]]
     write_with_holes(here / "longest", longest, {longest - 1: b"x"})

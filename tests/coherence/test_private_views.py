@@ -44,9 +44,7 @@ def barriers(host: ClusterMount) -> int:
     return count
 
 
-def test_opening_a_file_in_it_asks_nobody(
-    hosts: list[ClusterMount], here: Path, there: Path
-) -> None:
+def test_opening_file_in_it_asks_nobody(hosts: list[ClusterMount], here: Path, there: Path) -> None:
     (here / "file").write_bytes(b"content")
     assert (there / "file").read_bytes() == b"content"
     with descriptor(os.open(there / VIEW, os.O_PATH | os.O_DIRECTORY)) as view:

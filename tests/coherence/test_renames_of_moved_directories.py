@@ -57,9 +57,7 @@ def test_it_is_renamed_to_another_directory(moved: Path, looked_at: bool) -> Non
 
 
 @pytest.mark.parametrize("rename", [os.rename, move], ids=["any program", "a training"])
-def test_another_one_does_not_take_its_name(
-    moved: Path, rename: Callable[[Path, Path], None]
-) -> None:
+def test_another_one_does_not_take_name(moved: Path, rename: Callable[[Path, Path], None]) -> None:
     other = moved.parent.parent / "target" / "other"
     other.mkdir()
     with pytest.raises(OSError) as refused:

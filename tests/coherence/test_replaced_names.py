@@ -40,14 +40,17 @@ def meanwhile(change: Callable[[], object]) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
-    """`folder`/file is replaced REPLACEMENTS times meanwhile."""
+def replaced(folder: Path, *, links: bool = False) -> Iterator[Callable[[], bool]]:
+    """`folder`/file is replaced REPLACEMENTS times meanwhile, each time by a link next, too."""
     (folder / "file").write_bytes(pattern(1, SIZE))
 
     def replace() -> None:
         for n in range(REPLACEMENTS):
             (folder / "new").write_bytes(pattern(n + 2, SIZE))
             os.replace(folder / "new", folder / "file")
+            if links:
+                (folder / "new").symlink_to("target")
+                os.replace(folder / "new", folder / "file")
 
     with meanwhile(replace) as goes_on:
         yield goes_on
@@ -74,6 +77,13 @@ def test_overwriting_it_never_fails_and_leaves_nothing_empty(here: Path, there: 
             writes += 1
             assert len((there / "file").read_bytes()) == SIZE
     assert writes
+
+
+def test_opening_it_never_fails_where_it_is_a_link_by_turns(here: Path, there: Path) -> None:
+    (here / "target").touch()
+    with replaced(here, links=True) as goes_on:
+        while goes_on():
+            (there / "file").open("r+b").close()
 
 
 def test_overwriting_what_it_just_replaced_never_fails(here: Path, there: Path) -> None:
@@ -114,6 +124,28 @@ def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_i
                 opened = (there / name).open(mode)
                 with contextlib.suppress(OSError):  # its name may be another file's by now
                     opened.close()
+
+
+def test_a_link_made_just_before_an_open_makes_a_file_is_followed(here: Path, there: Path) -> None:
+    (here / "target").touch()
+    with ThreadPoolExecutor(1) as programs:
+        for n in range(REPLACEMENTS):
+            opening = programs.submit((there / f"{n}").touch)
+            with contextlib.suppress(FileExistsError):
+                (here / f"{n}").symlink_to("target")
+            opening.result()
+
+
+def test_an_open_for_reading_that_empties_a_file_can_read(here: Path, there: Path) -> None:
+    def rewrite() -> None:
+        for n in range(REPLACEMENTS):
+            (here / "file").write_bytes(pattern(n, SIZE))
+
+    rewrite()
+    with meanwhile(rewrite) as goes_on:
+        while goes_on():
+            with open(os.open(there / "file", os.O_RDONLY | os.O_TRUNC), "rb") as file:
+                assert len(file.read()) in (0, SIZE)
 
 
 def test_an_open_that_waits_for_a_content_outlives_the_file() -> None:

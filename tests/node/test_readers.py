@@ -158,9 +158,7 @@ def _parsed(data: bytes) -> pb.PutRequest:
 
 @given(made=OPERATIONS, rest=st.binary(max_size=20))
 @settings(max_examples=200, deadline=None)
-def test_whatever_it_sends_only_its_own_keys_are_changed(
-    made: list[pb.RequestOp], rest: bytes
-) -> None:
+def test_whatever_it_sends_only_own_keys_are_changed(made: list[pb.RequestOp], rest: bytes) -> None:
     try:
         found = checked(TXN.path, success(*made).SerializeToString() + rest, PREFIX, OWNER)
     except PermissionError:

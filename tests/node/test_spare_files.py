@@ -112,9 +112,7 @@ def test_a_file_waits_for_whoever_holds_it(files: Files) -> None:
     assert keep(files, 3) == first
 
 
-def test_a_file_that_anybody_has_open_or_mapped_is_not_used_again(
-    files: Files, memory: Path
-) -> None:
+def test_file_that_anybody_has_open_or_mapped_is_not_used_again(files: Files, memory: Path) -> None:
     for number, is_mapped in ((1, False), (2, True)):
         keep(files, number)
         with (
@@ -166,9 +164,7 @@ def borrowing(
         yield contents
 
 
-def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
-    files: Files, memory: Path
-) -> None:
+def test_what_mount_on_this_host_has_opened_is_never_used_again(files: Files, memory: Path) -> None:
     with borrowing(memory) as contents:
         for number in (1, 2):
             keep(files, number)
@@ -199,9 +195,7 @@ def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_an
         assert keep(files, 4, byte=b"d") == first
 
 
-def test_file_whose_pages_a_program_may_keep_is_never_used_again(
-    files: Files, memory: Path
-) -> None:
+def test_file_whose_pages_program_may_keep_is_never_used_again(files: Files, memory: Path) -> None:
     with borrowing(memory) as contents:
         keep(files, 1)
         assert contents.borrow(ContentId(1), f"{memory}/store")

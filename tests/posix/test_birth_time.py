@@ -14,9 +14,7 @@ def birth(path: Path) -> float:
     return float(run_checked("stat", "--format=%.9W", path))
 
 
-def test_the_time_of_birth_is_told_and_never_changes(
-    own_mount: Mount, process: TakeProcess
-) -> None:
+def test_time_of_birth_is_told_and_never_changes(own_mount: Mount, process: TakeProcess) -> None:
     file, directory = own_mount.path / "file", own_mount.path / "dir"
     file.write_bytes(b"x")
     directory.mkdir()

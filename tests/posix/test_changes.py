@@ -196,9 +196,7 @@ def test_a_file_has_no_counter(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_wait_ends_with_its_daemon(
-    new_mount: Callable[..., Mount], number: signal.Signals
-) -> None:
+def test_wait_ends_with_its_daemon(new_mount: Callable[..., Mount], number: signal.Signals) -> None:
     with new_mount() as mount, Process() as waiter:
         start_waiting(waiter, mount.path)
         mount.kill9() if number == signal.SIGKILL else os.kill(mount.pid, number)
@@ -258,9 +256,7 @@ def test_a_change_by_another_host_wakes_who_waits(
     assert int(waiter.result()) > count
 
 
-def test_who_is_woken_by_another_host_sees_its_change(
-    pair: list[Path], process: TakeProcess
-) -> None:
+def test_who_is_woken_by_another_host_sees_change(pair: list[Path], process: TakeProcess) -> None:
     one, other = pair
     waiter = process()
     for number in range(20):

@@ -110,9 +110,7 @@ struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_lock_is_free_when_its_holder_is_killed(
-    folder: Path, process: TakeProcess, lock: str
-) -> None:
+def test_lock_is_free_when_holder_is_killed(folder: Path, process: TakeProcess, lock: str) -> None:
     (waiter,) = openers(folder / "file", process, 1)
     with Process() as holder:
         holder.do("fd = os.open(file, os.O_RDWR)", file=str(folder / "file"))

@@ -147,9 +147,7 @@ def test_a_replacement_that_could_be_mapped_is_published_once(file: Path) -> Non
 
 
 @pytest.mark.kernel_session("what is published is decided below the sessions")
-def test_a_rename_publishes_what_is_still_open_for_writing(
-    own_mount: Mount, writer: Process
-) -> None:
+def test_rename_publishes_what_is_still_open_for_writing(own_mount: Mount, writer: Process) -> None:
     files = {own_mount.path / name: getattr(os, name) for name in ("O_RDWR", "O_WRONLY")}
     for file, flags in files.items():
         file.write_bytes(pattern(1, 100_000))

@@ -68,9 +68,7 @@ def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
         assert reader.result() == b"version %d" % number
 
 
-def test_the_first_version_is_waited_for_before_there_are_any(
-    folder: Path, reader: Process
-) -> None:
+def test_first_version_is_waited_for_before_there_are_any(folder: Path, reader: Process) -> None:
     (folder / "since").mkdir()
     os.setxattr(folder / "since", AWAITS, b"versions")
     start_reading(reader, folder / "since" / "0" / "model")

@@ -41,9 +41,7 @@ def roots() -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("view", ["", ".irdmafs-private"])
-def test_pages_of_a_public_file_never_show_a_private_one(
-    roots: tuple[Path, Path], view: str
-) -> None:
+def test_pages_of_public_file_never_show_a_private_one(roots: tuple[Path, Path], view: str) -> None:
     there, here = (root / f"folder{view}" for root in roots)
     there.mkdir()
     public, private = there / "public", there / "private"

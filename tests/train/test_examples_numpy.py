@@ -78,9 +78,7 @@ def test_languages_are_told_apart_without_waiting_for_each_other(
 
 
 @needs("sklearn")
-def test_two_workers_reach_the_accuracy_after_as_many_steps_as_one(
-    place: Path, tmp_path: Path
-) -> None:
+def test_two_workers_reach_accuracy_after_as_many_steps_as_one(place: Path, tmp_path: Path) -> None:
     arguments = ("--sample-ms=0.1", "--workers=1", "--workers=2", f"--out={tmp_path / 'out'}")
     printed = run("speedup.py", place / "run", *arguments)
     (one, two) = re.findall(r"^(\d) workers, bsp .* (\d+) pushes", printed, re.MULTILINE)

@@ -138,9 +138,7 @@ def test_what_a_killed_worker_had_begun_to_push_is_removed(run: Path, again: boo
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_place_of_a_worker_that_ended_is_free_for_one_of_another_name(
-    run: Path, shards: int
-) -> None:
+def test_place_of_worker_that_ended_is_free_for_one_of_another_name(run: Path, shards: int) -> None:
     start(run, workers=2, shards=shards)
     with Reducer(run) as reducer, Worker(run, "a") as a:
         with Worker(run, "b") as b, Worker(run, "c") as c:

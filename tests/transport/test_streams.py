@@ -66,9 +66,7 @@ def files() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("length", "pieces"), [(1, 1), (MiB, 4), (4 * MiB, 16), (32 * MiB, 16), (1 << 30, 512)]
 )
-def test_a_short_stream_comes_in_small_pieces_and_a_long_one_in_few(
-    length: int, pieces: int
-) -> None:
+def test_short_stream_comes_in_small_pieces_and_a_long_one_in_few(length: int, pieces: int) -> None:
     assert -(-length // piece_bytes(length)) == pieces
 
 
