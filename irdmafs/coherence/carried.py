@@ -51,7 +51,9 @@ class Carried(OnHost):
         """Return how many bytes were written."""
         content = handle.content
         assert content is not None
-        view = memoryview(bytes(data))  # the session reuses its buffer while we wait
+        if self._in_place.waits(content, handle.node):
+            data = bytes(data)  # the session reuses its buffer meanwhile
+        view = memoryview(data)
         written = 0
 
         def write(fd: int) -> None:

@@ -75,6 +75,10 @@ class InPlace(OnHost):
             for other in self._nodes.of(content.ino)
         )
 
+    def waits(self, content: Content, node: Node) -> bool:
+        """Return whether `change` has to wait."""
+        return not (content.state.writable and not content.is_busy and self.is_alone(content, node))
+
     async def change(
         self, content: Content, change: Callable[[int], object], node: Node | None = None
     ) -> None:

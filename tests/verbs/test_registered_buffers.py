@@ -109,13 +109,13 @@ def test_a_buffer_is_filled_whole_while_links_fail(rdma_cluster: Cluster) -> Non
     need_ports(len(LINKS))
     writer, reader = rdma_cluster.mounts
     before = counters(reader)
-    with client.Buffer(9 * MIB) as buffer, ThreadPoolExecutor(1) as programs:
+    with client.Buffer(33 * MIB) as buffer, ThreadPoolExecutor(1) as programs:
         for version, failing in enumerate(([LINKS[0]], [LINKS[1]], LINKS), 1):
             wait_for_rdma(writer, reader)
-            (writer.path / "failing").write_bytes(pattern(version, 8 * MIB + version))
+            (writer.path / "failing").write_bytes(pattern(version, 32 * MIB + version))
             buffer.memory[:] = 0
             filling = programs.submit(buffer.fill, reader.path / "failing")
-            while not (filling.done() or buffer.memory[: 8 * MIB : PAGE_BYTES].any()):
+            while not (filling.done() or buffer.memory[: 32 * MIB : PAGE_BYTES].any()):
                 time.sleep(0.001)
             set_links(*failing, up=False)
             try:

@@ -267,7 +267,7 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
 ) -> None:
     """Although the transfer is cancelled meanwhile."""
     copying, go_on = threading.Event(), threading.Event()
-    name = "_write_file" if operation == "read" else "_read_file"
+    name = "write_at" if operation == "read" else "_read_file"
     copy: Any = getattr(staging_module, name)
 
     def slow_copy(*arguments: Any) -> None:
