@@ -197,7 +197,7 @@ def _hash(fd: int, offset: int, length: int) -> list[bytes]:
         buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     blocks = []
     status = os.fstat(fd)
-    # Looking for holes waits for the file's lock. A short part is hashed in the event loop, without.
+    # To look for holes waits for the file's lock, and a short part is hashed in the event loop.
     has_holes = length > _INLINE_BYTES and is_sparse(status.st_size, status.st_blocks)
     start, stop, data_at = offset, offset + length, offset
     while start < stop:

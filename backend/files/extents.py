@@ -33,7 +33,7 @@ OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-# Its threads wait for locks of files, so nothing else has to wait for them.
+# The limit of threads that wait for locks of files: others need the threads of trio's own limit.
 _waiting = trio.CapacityLimiter(4096)
 
 

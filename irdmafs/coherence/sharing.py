@@ -41,7 +41,7 @@ class Sharing:
         return None
 
     def current_or_new(self, inode: Inode) -> Content:
-        content = self.current(inode) if inode.ino in self._table.current else None
+        content = self.current(inode)
         if content is None:
             inode = self._newest(inode)
             content = self._table.become_version(inode) if self._table.publishing else None
@@ -153,7 +153,7 @@ class Sharing:
 
     def is_at_hand(self, inode: Inode) -> bool:
         """Return whether opens get a content of this host, without asking any other."""
-        content = self.current(inode) if inode.ino in self._table.current else None
+        content = self.current(inode)
         return content is not None and content.own
 
     def is_written_in_place(self, inode: Inode) -> bool:

@@ -38,8 +38,8 @@ class TrailStep(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a thread came to what it opens: the names that it looked up; of its open before this, if that was
-    refused, the last one and links, none if it came by no name."""
+    """The way of a thread to what it opens: the names that it looked up. `refused`: if its open before this
+    one was refused, the last name of that, and links on the way; none if it came by no name."""
 
     names: Sequence[TrailStep]
     refused: set[bytes] | None
@@ -84,7 +84,7 @@ class LookupTrails:
         return ended
 
     def take(self, pid: int) -> Way:
-        """Return, and forget, how a thread came to the file that it opens."""
+        """Return, and forget, the way of a thread to what it opens."""
         self.retries.pop(pid, None)
         return Way(self._of.pop(pid, ()), self._refused.pop(pid, None))
 

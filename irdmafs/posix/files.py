@@ -95,7 +95,7 @@ class Files(Part):
                 try:
                     return await self._open_found(found, flags, ctx, (directory.ino, name))
                 except OSError as error:
-                    if error.errno != errno.ESTALE:  # that: it is gone, too
+                    if error.errno != errno.ESTALE:  # another host has removed it
                         raise
         raise fail(errno.EEXIST)
 

@@ -1,4 +1,4 @@
-"""What is used in a block and closed at its end: descriptors, and a base of classes."""
+"""Descriptors that a block closes at its end, and a base of classes that close themselves then."""
 
 import os
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ _MAKE = 'exec 9>>"$1"; flock 9; shift; exec unshare --mount --propagation privat
 _LET_GO = """
 keep=$1; shift
 findmnt -ln -t fuse.irdmafs -o TARGET | grep -vxF "$keep" | while read -r target; do
-    # Who removes the directory that another namespace has unmounted ends the mount here, too.
+    # The mount ends here, too, when a process of another namespace unmounts it and removes its directory.
     said=$(umount -il "$target" 2>&1) || ! findmnt -M "$target" >/dev/null || echo "$said" >&2
 done
 exec 9>&-
