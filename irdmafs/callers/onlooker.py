@@ -89,16 +89,6 @@ def _take(process: int, number: int) -> int:
     return fd
 
 
-def _open_all(*paths: str) -> list[int]:
-    opened: list[int] = []
-    try:
-        opened.extend(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths)
-    except BaseException:
-        _close_all(opened)
-        raise
-    return opened
-
-
 def _close_all(descriptors: list[int]) -> None:
     for fd in descriptors:
         os.close(fd)
@@ -106,7 +96,14 @@ def _close_all(descriptors: list[int]) -> None:
 
 def open_files(pid: int) -> list[int]:
     """Return statm and stat of a process or thread, open. Raises OSError."""
-    return _open_all(f"/proc/{pid}/statm", f"/proc/{pid}/stat")
+    opened: list[int] = []
+    try:
+        paths = f"/proc/{pid}/statm", f"/proc/{pid}/stat"
+        opened.extend(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths)
+    except BaseException:
+        _close_all(opened)
+        raise
+    return opened
 
 
 def read_status(pid: int) -> bytes:

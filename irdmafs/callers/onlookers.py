@@ -78,15 +78,12 @@ class _Onlooker:
         if self._process.poll() is None:
             self._process.returncode = -9  # no need to wait for it
 
-    async def ask(
-        self, kind: int, pid: int, one: int, other: int, more: bytes, fds: list[int]
-    ) -> _Answer:
+    async def ask(self, request: bytes, fds: list[int]) -> _Answer:
         """Send a request and return the answer. Raises the OSError of the answer, TimeoutError without
         one, _Gone."""
         async with self._turn:
             # Not cancelled in between: the answer would be taken for that of the next request.
             with trio.move_on_after(_PATIENCE_S, shield=True):
-                request = onlooker.REQUEST.pack(kind, pid, one, other) + more
                 return await self._exchange(request, fds)
             self.is_stuck = True
             self._process.kill()
@@ -132,8 +129,7 @@ class Onlookers:
 
     async def watch(self, uid: int, pid: int) -> tuple[int, int]:
         """Return statm and stat of a process or thread, open. Raises OSError ENOENT."""
-        answer = await self._ask(uid, onlooker.WATCH, pid)
-        memory, stat = answer.descriptors
+        memory, stat = (await self._ask(uid, onlooker.WATCH, pid)).descriptors
         return memory, stat
 
     async def status(self, uid: int, pid: int) -> bytes:
@@ -146,18 +142,11 @@ class Onlookers:
         """Return whether the process has a descriptor open on inode `ino` of the filesystem at
         `mountpoint`, with a number `below` this one if given. `other`: it is not the process that waits for
         the answer. Waits while the process begins to run another program. Raises OSError ENOENT."""
+        kind, path = onlooker.HOLDS, os.fsencode(mountpoint)
         with trio.move_on_after(_PATIENCE_S):
             while True:
                 try:
-                    answer = await self._ask(
-                        uid,
-                        onlooker.HOLDS,
-                        pid,
-                        ino,
-                        below,
-                        os.fsencode(mountpoint),
-                        about_other=other,
-                    )
+                    answer = await self._ask(uid, kind, pid, ino, below, path, about_other=other)
                     return bool(answer.data)
                 except BlockingIOError:
                     await trio.sleep(_LOOK_AGAIN_S)
@@ -177,7 +166,8 @@ class Onlookers:
         key = uid, about_other
         found = self._found(key)
         try:
-            return await found.ask(kind, pid, one, other, more, fds or [])
+            request = onlooker.REQUEST.pack(kind, pid, one, other) + more
+            return await found.ask(request, fds or [])
         except TimeoutError:
             log.warning(
                 "process %d of user %d keeps whoever looks at it waiting: the user's closes are not looked "

@@ -85,17 +85,13 @@ def ids_of(pid: int) -> Ids:
         fd = os.pidfd_open(pid, _PIDFD_THREAD)
     except ProcessLookupError:
         raise
-    except OverflowError:
-        raise ProcessLookupError(errno.ESRCH, f"{pid} is no process") from None
-    except OSError:
+    except (OSError, OverflowError):  # before Linux 6.9, or no number of a process
         return _ids_by_name(pid)
     info = bytearray(_INFO.size)
     info[0] = _INFO_PID_AND_CREDS
     try:
         fcntl.ioctl(fd, _PIDFD_GET_INFO, info)
-    except ProcessLookupError:
-        raise
-    except OSError:  # before Linux 6.13
+    except OSError:  # before Linux 6.13, or it has ended
         return _ids_by_name(pid)
     finally:
         os.close(fd)
