@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -178,28 +178,24 @@ class Xattrs(Part):
 
     def _versions(self, inode: Inode) -> dict[str, Any]:
         """Return every content of a file that is kept, newest first, and who keeps it."""
-        openers: dict[Content, list[int]] = {}
+        openers: dict[Content | None, set[int]] = {None: set()}  # None: the current one
         for handle in self._nodes.handles.values():
-            if handle.content is not None and handle.node.ino == inode.ino:
-                openers.setdefault(handle.content, []).append(handle.pid)
-        working: list[dict[str, Any]] = []
-        old: list[dict[str, Any]] = []
-        current_openers: set[int] = set()
+            content = handle.content
+            if content is not None and handle.node.ino == inode.ino:
+                is_current = not content.is_changing and not content.state.ended
+                openers.setdefault(None if is_current else content, set()).add(handle.pid)
+        found = []
         for content, pids in openers.items():
-            if not content.is_changing and not content.state.ended:
-                current_openers.update(pids)
-                continue
-            size, _, mtime_ns, _ = self._cache.looks.look_of(content, inode)
-            row = _version_row(
-                None if content.is_changing else content.base.version, size, mtime_ns,
-                "working" if content.is_changing else "open", pids,
-            )  # fmt: skip
-            (working if content.is_changing else old).append(row)
-        current = _version_row(
-            inode.version, inode.size, inode.mtime_ns, "current", current_openers
-        )
-        old.sort(key=lambda row: row["version"] or 0, reverse=True)
-        return {"ino": inode.ino, "versions": [*working, current, *old]}
+            version, size, mtime_ns, state = inode.version, inode.size, inode.mtime_ns, "current"
+            if content is not None:
+                size, _, mtime_ns, _ = self._cache.looks.look_of(content, inode)
+                version, state = content.base.version, "open"
+            row = {"version": version, "size": size, "mtime_ns": mtime_ns, "state": state}
+            if content is not None and content.is_changing:
+                row |= {"version": None, "state": "working"}
+            found.append({**row, "openers": sorted(pids)})
+        found.sort(key=lambda row: (row["version"] is None, row["version"]), reverse=True)
+        return {"ino": inode.ino, "versions": found}
 
     async def _nodes_of(self, inode: Inode) -> bytes:
         await self._coherence.freshen(inode)
@@ -209,11 +205,14 @@ class Xattrs(Part):
         return json.dumps(found, separators=(",", ":")).encode()
 
     async def _count(self, directory: int, name: bytes, attribute: bytes, ctx: Caller) -> int:
-        """Return the counter of changes below a directory, as the name of an attribute asks for it."""
-        asked = _changes_asked(name, attribute)
-        if asked is not None:
-            count, seconds = asked
-            await self._waits.changed(directory, count, seconds, ctx)
+        """Return the counter of changes below a directory, after a wait if a name that begins with CHANGES
+        or TREE asks for one. Raises OSError EINVAL."""
+        if asked := name.removeprefix(attribute):
+            found = _CHANGED_SINCE.fullmatch(asked)
+            if found is None:
+                raise fail(errno.EINVAL)
+            seconds = math.inf if found[2] is None else float(found[2])
+            await self._waits.changed(directory, int(found[1]), seconds, ctx)
         return self._waits.count(directory)
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
@@ -307,31 +306,6 @@ def _refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
             check(name, value)
         except ValueError as error:
             raise fail(errno.EINVAL, str(error)) from None
-
-
-def _changes_asked(name: bytes, attribute: bytes) -> tuple[int, float] | None:
-    """Return which counter of changes a request waits out, and for how many seconds, by a name that begins
-    with CHANGES or TREE; None: it does not wait. Raises OSError EINVAL."""
-    asked = name.removeprefix(attribute)
-    if not asked:
-        return None
-    found = _CHANGED_SINCE.fullmatch(asked)
-    if found is None:
-        raise fail(errno.EINVAL)
-    count, seconds = found.groups()
-    return int(count), float(seconds) if seconds is not None else math.inf
-
-
-def _version_row(
-    version: int | None, size: int, mtime_ns: int, state: str, pids: Collection[int]
-) -> dict[str, Any]:
-    return {
-        "version": version,
-        "size": size,
-        "mtime_ns": mtime_ns,
-        "state": state,
-        "openers": sorted(set(pids)),
-    }
 
 
 def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) -> bytes:
