@@ -125,7 +125,6 @@ class Valid(IntFlag):
     ATIME_NOW = 1 << 7
     MTIME_NOW = 1 << 8
     LOCKOWNER = 1 << 9
-    CTIME = 1 << 10
     KILL_SUIDGID = 1 << 11
 
 
@@ -167,7 +166,6 @@ FSYNC_IN: Final = struct.Struct("<QII")
 SETXATTR_IN: Final = struct.Struct("<III4x")  # as agreed by SETXATTR_EXT
 GETXATTR_IN: Final = struct.Struct("<II")
 LOCK_IN: Final = struct.Struct("<QQQQIIII")
-ACCESS_IN: Final = struct.Struct("<II")
 INTERRUPT_IN: Final = struct.Struct("<Q")
 INIT_IN: Final = struct.Struct("<IIII")
 INIT_IN_FLAGS2: Final = struct.Struct("<I")

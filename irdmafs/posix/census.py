@@ -2,7 +2,6 @@
 
 from ..backend.namespace import Namespace
 from ..coherence.cache import Cache
-from ..coherence.content import Content
 from ..coherence.protocol import Coherence
 from .locking import Locking
 
@@ -15,9 +14,7 @@ def census(
     totals = inodes.totals
     kept = totals.files
     working = 0
-    contents: set[Content | None] = {handle.content for handle in handles.values()}
-    for content in contents - {None}:
-        assert content is not None
+    for content in {handle.content for handle in handles.values() if handle.content is not None}:
         if content.own:
             working += cache.looks.look_of(content, inodes[content.ino]).blocks * 512
         elif content.state.ended and content.extent:

@@ -57,7 +57,7 @@ class Files(Part):
         if flags & _CHANGES:
             self._namespace.check_writable(found.ino)
         if flags & os.O_TRUNC:
-            await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
+            await self._metadata.lose_privileges(found.ino, ctx, set_ids=lose_set_ids)
             found = self._inodes[found.ino]
         if self._cache.references.announced:
             self._cache.references.opens(ctx.pid, found.ino, ctx.uid)

@@ -181,11 +181,9 @@ class Metadata:
             inode = await self._coherence.bring(inode, content=size > 0)
             await self._cache.carried.truncate(inode, size)
 
-    async def lose_privileges(
-        self, ino: int, ctx: Caller, *, lose_set_ids: bool | None = None
-    ) -> None:
-        """Take the privileges of a file whose content is about to change (see permissions). `lose_set_ids`
-        is None if the session does not say whether the caller may keep them."""
+    async def lose_privileges(self, ino: int, ctx: Caller, *, set_ids: bool | None = None) -> None:
+        """Take the privileges of a file whose content is about to change (see permissions), with or without
+        `set_ids`; None if the session does not say whether the caller may keep these."""
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
             return
@@ -193,10 +191,9 @@ class Metadata:
         if CAPABILITY in found.xattrs:
             await self._namespace.remove_xattr(ino, CAPABILITY)
         if found.mode & SET_IDS:
-            lose = lose_set_ids
-            if lose is None:
-                lose = not await may_keep_set_ids(ctx, self._processes)
-            mode = await mode_left(found, ctx, self._processes) if lose else found.mode
+            if set_ids is None:
+                set_ids = not await may_keep_set_ids(ctx, self._processes)
+            mode = await mode_left(found, ctx, self._processes) if set_ids else found.mode
             if mode != found.mode:
                 await self._namespace.set_attributes(ino, mode=mode)
                 self.refresh_other_nodes(None, ino)

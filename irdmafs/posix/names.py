@@ -128,29 +128,25 @@ class Names(Part):
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
         return await self._make(parent_inode, name, mode, ctx, umask=umask)
 
-    async def symlink(
-        self, parent_inode: int, name: bytes, target: bytes, ctx: Caller
-    ) -> Attributes:
+    async def symlink(self, parent: int, name: bytes, target: bytes, ctx: Caller) -> Attributes:
         if len(target) >= 4096:
             raise fail(errno.ENAMETOOLONG)
-        return await self._make(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+        return await self._make(parent, name, stat.S_IFLNK | 0o777, ctx, target=target)
 
-    async def link(
-        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: Caller
-    ) -> Attributes:
+    async def link(self, inode: int, parent: int, name: bytes, ctx: Caller) -> Attributes:
         node, _ = self._nodes.get(inode)
-        directory = self._nodes.directory(new_parent_inode)
+        directory = self._nodes.directory(parent)
         if directory.xattrs:
-            self._since.refuse(directory, new_name)
+            self._since.refuse(directory, name)
         # Store nodes keep what a name leads to: what is in a file without one becomes a version with it.
         is_first = self._store.sends and not self._inodes[node.ino].nlink
-        name = (directory.ino, new_name) if is_first else None
-        if await self._cache.publisher.publish_now(node.ino, name):
+        named = (directory.ino, name) if is_first else None
+        if await self._cache.publisher.publish_now(node.ino, named):
             linked = self._namespace.inode(node.ino)
         else:
-            linked = await self._namespace.link(node.ino, directory.ino, new_name)
+            linked = await self._namespace.link(node.ino, directory.ino, name)
         self._metadata.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
-        return self._metadata.entry(directory.ino, new_name, linked, ctx.pid, is_made=True)
+        return self._metadata.entry(directory.ino, name, linked, ctx.pid, is_made=True)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         directory = self._nodes.directory(parent_inode)
@@ -164,9 +160,8 @@ class Names(Part):
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.directory(parent_inode).ino
         with self._coherence.changing(ctx.pid, (parent, name)):
-            await self._namespace.rmdir(
-                parent, name, known=self._coherence.known_directories((parent, name))
-            )
+            known = self._coherence.known_directories((parent, name))
+            await self._namespace.rmdir(parent, name, known=known)
 
     def _unnamed(self, inode: Inode) -> None:
         """Tell the kernel and the store that an inode lost a name."""
@@ -177,37 +172,30 @@ class Names(Part):
             self._store.retire(inode.extent)
 
     async def rename(
-        self,
-        parent_inode_old: int,
-        name_old: bytes,
-        parent_inode_new: int,
-        name_new: bytes,
-        flags: int,
-        ctx: Caller,
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, ctx: Caller
     ) -> None:
-        source = self._nodes.directory(parent_inode_old)
-        target = self._nodes.directory(parent_inode_new)
-        old, new = source.ino, target.ino
+        source = self._nodes.directory(parent)
+        target = self._nodes.directory(new_parent)
         if source.xattrs or target.xattrs:
-            self._since.refuse(source, name_old)
-            self._since.refuse(target, name_new)
-        moved = self._namespace.lookup(old, name_old)
+            self._since.refuse(source, name)
+            self._since.refuse(target, new_name)
+        old, new = (source.ino, name), (target.ino, new_name)
+        moved = self._namespace.lookup(*old)
         if moved is not None and moved.is_file:
             await self._cache.publisher.publish_now(moved.ino)
-        if len(name_new) > 255:
+        if len(new_name) > 255:
             raise fail(errno.ENAMETOOLONG)
-        exchanged = self._namespace.lookup(new, name_new) if flags & RENAME_EXCHANGE else None
-        names = (old, name_old), (new, name_new)
-        with self._coherence.changing(ctx.pid, *names):
+        exchanged = self._namespace.lookup(*new) if flags & RENAME_EXCHANGE else None
+        with self._coherence.changing(ctx.pid, old, new):
             unnamed = await self._namespace.rename(
-                old, name_old, new, name_new, flags, owner=(ctx.uid, ctx.gid),
-                known=self._coherence.known_directories(*names),
+                *old, *new, flags, owner=(ctx.uid, ctx.gid),
+                known=self._coherence.known_directories(old, new),
             )  # fmt: skip
         if exchanged is not None:
-            self._coherence.renamed(exchanged.ino, (new, name_new), (old, name_old))
+            self._coherence.renamed(exchanged.ino, new, old)
             self._metadata.refresh_several(exchanged.ino)
         if moved is not None:
-            self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
+            self._coherence.renamed(moved.ino, old, new)
             self._metadata.refresh_several(moved.ino)
         if unnamed is not None:
             self._unnamed(unnamed)

@@ -513,7 +513,7 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.GETLK: locks,
     Opcode.SETLK: locks,
     Opcode.SETLKW: locks,
-    Opcode.ACCESS: body(wire.ACCESS_IN, u32, u32),
+    Opcode.ACCESS: body(struct.Struct("<II"), u32, u32),
     Opcode.CREATE: create_body,
     Opcode.INTERRUPT: body(wire.INTERRUPT_IN, u64),
     Opcode.DESTROY: st.just(b""),
