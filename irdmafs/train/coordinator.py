@@ -34,7 +34,7 @@ from .directory import (
     rename_new,
     replace,
 )
-from .errors import Refused
+from .errors import Refused, invalid
 from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
@@ -154,7 +154,7 @@ class Coordinator:
         self._lacking_s = now_s
         counted = {push.path for push in plan.pushes if push.weight}
         for path in counted & bad.keys():
-            self._refuse(path, Refused(errno.EINVAL, bad[path]), counts=True)
+            self._refuse(path, invalid(bad[path]), counts=True)
         gone = {path for path in counted if path in bad or not self._is_usable(path)}
         if not gone or self._train.newest() >= plan.version:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -21,9 +22,10 @@ class BadPush(Exception):
 class Refused(OSError):
     """A push is refused; `strerror` says why."""
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code, reason)
-
     def __str__(self) -> str:
-        assert self.errno is not None
-        return f"{self.strerror} ({os.strerror(self.errno)})"
+        return f"{self.strerror} ({os.strerror(self.errno or 0)})"
+
+
+def invalid(reason: str) -> Refused:
+    """Return the error for a push that is not as pushes are."""
+    return Refused(errno.EINVAL, reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
 from .directory import TrainDirectory, discard, make_home, move
-from .errors import Refused
+from .errors import Refused, invalid
 from .layout import ModelLayout, Shard
 from .plan import Push
 from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
@@ -144,7 +143,7 @@ class OpenPush:
         for writing in self._written.values():
             writing.result()
         if not self._values:
-            raise Refused(errno.EINVAL, "it has no tensor")
+            raise invalid("it has no tensor")
         return self._publish(self._path, weight, lr)
 
     def abort(self) -> None:

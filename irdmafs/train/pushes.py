@@ -18,7 +18,7 @@ from ..client._safetensors import Header
 from .arithmetic import CODES, F32_MAX, SUFFIX, blocks_of, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory
-from .errors import Refused
+from .errors import Refused, invalid
 from .layout import ModelLayout, Parameter, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
@@ -29,9 +29,7 @@ from .trees import Folder, is_published
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
 # The name of a file, without its suffix. Errors tell both forms:
 _FILE_NAME = re.compile(r"([^@]+)@(\d{1,18})", re.ASCII)
-_NAME_OF_FILE = (
-    "WORKER.safetensors or WORKER@STEP.safetensors, with letters, digits and _ . - in WORKER"
-)
+_NAME_OF_FILE = "WORKER.safetensors or WORKER@STEP.safetensors (WORKER: letters, digits and _ . -)"
 _NAME_OF_DIRECTORY = "WORKER@STEP or WORKER@STEP;weight=2.0;base=16;lr=0.001"
 # In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
 # plan.
@@ -101,42 +99,38 @@ def _push(name: str, worker: str, said: Mapping[str, str]) -> Push:
                 numbers[key] = kind(said[key])
             except ValueError:
                 value = said[key][:_SHOWN_MAX]
-                raise Refused(errno.EINVAL, f"its {key} is {value!r}, not {allowed}") from None
+                raise invalid(f"its {key} is {value!r}, not {allowed}") from None
     push = Push(said.get("worker", worker), path=name, **numbers)
     if not is_worker_name(push.worker):
         shown = push.worker[:_SHOWN_MAX]
-        raise Refused(
-            errno.EINVAL,
-            f"{shown!r} cannot be the name of a worker: letters, digits and _ . -, 100 at most",
-        )
+        allowed = "letters, digits and _ . -, 100 at most"
+        raise invalid(f"{shown!r} cannot be the name of a worker: {allowed}")
     if push.step < 0:
-        raise Refused(errno.EINVAL, f"step {push.step} is not a step")
+        raise invalid(f"step {push.step} is not a step")
     _check_numbers(push)
     return push
 
 
 def _check_numbers(push: Push) -> None:
     if not (0 <= push.weight <= F32_MAX and 0 <= (push.lr or 0) <= F32_MAX):
-        raise Refused(
-            errno.EINVAL, f"weight {push.weight} or lr {push.lr} is not an fp32 number >= 0"
-        )
+        raise invalid(f"weight {push.weight} or lr {push.lr} is not an fp32 number >= 0")
 
 
 def _push_in_file(name: str, metadata: Mapping[str, str]) -> Push:
     """Return the push that a file in push/ is by its name and metadata. Raises Refused."""
     if not name.isprintable():
-        raise Refused(errno.EINVAL, "its name is not printable text")
+        raise invalid("its name is not printable text")
     stem = os.path.splitext(name)[0]
     if "@" not in stem:
         return _push(name, stem, metadata)
     found = _FILE_NAME.fullmatch(stem)
     if found is None:
-        raise Refused(errno.EINVAL, f"{name!r} is not the name of a push, which is {_NAME_OF_FILE}")
+        raise invalid(f"{name!r} is not the name of a push, which is {_NAME_OF_FILE}")
     worker, step = found.groups()
     push = _push(name, worker, {"worker": worker, STEP: step, **metadata})
     if (push.worker, str(push.step)) != (worker, step):
         # Another push may be about to get this name.
-        raise Refused(errno.EINVAL, f"it is {push.worker}@{push.step} by its metadata")
+        raise invalid(f"it is {push.worker}@{push.step} by its metadata")
     return push
 
 
@@ -160,7 +154,7 @@ def inspect(
     path = train.push / name
     try:
         if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
-            return _inspect_shards(layout, name, path, folder)
+            return _inspect_shards(layout, path, folder)
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
@@ -168,26 +162,19 @@ def inspect(
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        raise Refused(
-            errno.EACCES, f"the reducer may not read {train.shown(str(error.filename))}"
-        ) from None
+        where = train.shown(str(error.filename))
+        raise Refused(errno.EACCES, f"the reducer may not read {where}") from None
 
 
-def _inspect_shards(
-    layout: ModelLayout, name: str, path: Path, folder: Folder | None
-) -> Push | None:
-    push = push_in_shards(name)
+def _inspect_shards(layout: ModelLayout, path: Path, folder: Folder | None) -> Push | None:
+    push = push_in_shards(path.name)
     if push is None:
-        raise Refused(
-            errno.EINVAL,
-            f"{name!r} is not the name of a push in shards, which is {_NAME_OF_DIRECTORY}",
-        )
+        what = f"a push in shards, which is {_NAME_OF_DIRECTORY}"
+        raise invalid(f"{path.name!r} is not the name of {what}")
     if folder is not None and folder.files.keys() >= {*layout.shard_names}:
         return push
-    are_there = (
-        is_published(file, _check_kind(file)) for file in map(path.joinpath, layout.shard_names)
-    )
-    return push if all(are_there) else None
+    files = map(path.joinpath, layout.shard_names)
+    return push if all(is_published(file, _check_kind(file)) for file in files) else None
 
 
 def _check_kind(path: Path) -> os.stat_result:
@@ -195,7 +182,7 @@ def _check_kind(path: Path) -> os.stat_result:
     file that only the reducer may read. Raises OSError."""
     status = _files.look_up(os.lstat, path)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
+        raise invalid(f"{path.name} is a link or a special file")
     return status
 
 
@@ -205,9 +192,9 @@ def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) 
     try:
         header = read_header(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
-        raise Refused(errno.EINVAL, error.defect) from None
+        raise invalid(error.defect) from None
     if "scales" in header.metadata:
-        raise Refused(errno.EINVAL, f"its metadata has scales: they are tensors NAME{SUFFIX}")
+        raise invalid(f"its metadata has scales: they are tensors NAME{SUFFIX}")
     push = _push_in_file(name, header.metadata)
     _check_whole(layout, header.tensors)
     if finite:
@@ -218,10 +205,8 @@ def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) 
 
 def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
     """Check what a file of a push has of a shard. `cut`: it has nothing else. Raises Refused."""
-    shapes = {
-        part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
-    }
-    scaled = {part.scales: part.parameter for part in shard.slices if part.scales}
+    shapes = {one.parameter.name: one.shape if cut else one.parameter.shape for one in shard.slices}
+    scaled = {one.scales: one.parameter for one in shard.slices if one.scales}
     wanted = shapes.keys() | scaled.keys()
     tensors = header.tensors
     if not cut:
@@ -231,7 +216,7 @@ def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
 
 def _check_whole(layout: ModelLayout, tensors: Mapping[str, Layout]) -> None:
     if not tensors:
-        raise Refused(errno.EINVAL, "it has no tensor")
+        raise invalid("it has no tensor")
     _check_tensors(tensors, layout.shapes, layout.scaled)
 
 
@@ -245,16 +230,13 @@ def _check_tensors(
             try:
                 blocks_of(scaled[name].shape, found.shape)
             except ValueError as error:
-                raise Refused(errno.EINVAL, f"{name!r}: {error}") from None
+                raise invalid(f"{name!r}: {error}") from None
         elif name not in shapes:
-            raise Refused(errno.EINVAL, f"there is no parameter {name!r}")
+            raise invalid(f"there is no parameter {name!r}")
         elif found.shape != shapes[name]:
-            raise Refused(
-                errno.EINVAL,
-                f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}",
-            )
+            raise invalid(f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}")
         if code_of(found.dtype) not in CODES:
-            raise Refused(errno.EINVAL, f"{name!r} has the type {found.dtype}")
+            raise invalid(f"{name!r} has the type {found.dtype}")
 
 
 # -- whether it may count -------------------------------------------------------------------------
@@ -268,9 +250,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: P
         raise Refused(errno.EPERM, f"{push.worker!r} is not one of the workers")
     others = max(clocks.values(), default=0)
     if push.step > others + _AHEAD_MAX:
-        raise Refused(
-            errno.EINVAL, f"step {push.step} is too far ahead: the others are at {others}"
-        )
+        raise invalid(f"step {push.step} is too far ahead: the others are at {others}")
     if isinstance(config.workers, int) and push.worker not in clocks:
         _check_number(train, config.workers, push.worker, clocks)
     clock = clocks.get(push.worker, 0)
@@ -278,7 +258,7 @@ def check_turn(train: TrainDirectory, config: TrainConfig, newest: Plan, push: P
         raise Refused(errno.ESTALE, f"step {push.step} is past: {push.worker} is at {clock}")
     # A coordinator that was taken for dead may have made a version a moment ago.
     if push.base > newest.version and push.base > train.newest():
-        raise Refused(errno.EINVAL, f"there is no version {push.base} yet")
+        raise invalid(f"there is no version {push.base} yet")
     # In other kinds of sync nobody waits for the slowest, whose base may be older than all that is kept.
     lockstep = config.synchronization.kind in ("bsp", "local")
     if lockstep and 0 <= push.base <= newest.version - config.keep:
@@ -303,7 +283,7 @@ def check_finite(arrays: Mapping[str, Array]) -> None:
 
 def _refuse_nonfinite(name: str, bad: int) -> None:
     if bad:
-        raise Refused(errno.EINVAL, f"{name!r} has {bad} elements that are NaN or infinite")
+        raise invalid(f"{name!r} has {bad} elements that are NaN or infinite")
 
 
 def has_nonfinite(file: ShardFile) -> bool:
