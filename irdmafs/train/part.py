@@ -138,7 +138,7 @@ class Staged:
 
     def _open(self, push: _Push, shard: Shard, step: int) -> tuple[ShardFile, Seen] | None:
         before = push.folder.files.get(shard.name)
-        if before is None or before in self._directories.past:
+        if before is None or self._directories.was_used(before):
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
@@ -149,7 +149,7 @@ class Staged:
         except (OSError, FormatError, Refused):
             # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
-        self._directories.past.add(before)
+        self._directories.note_used(before)
         return None
 
     def published(self, plan: Plan) -> Folder:
@@ -175,7 +175,7 @@ class Staged:
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""
         for one in foreseen.seen.values():
-            self._directories.past.add(one)
+            self._directories.note_used(one)
 
 
 class Part:
@@ -287,12 +287,10 @@ class Part:
         self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
     ) -> dict[str, Reduction]:
         if self._begun is None or self._begun[0] != target:
-            found = {
-                shard.name: self._reduction(
-                    config, shard, plan, partial(self._staged.open_published, shard)
-                )
-                for shard in shards
-            }
+            found = {}
+            for shard in shards:
+                open_push = partial(self._staged.open_published, shard)
+                found[shard.name] = self._reduction(config, shard, plan, open_push)
             self._begun = (target, found)
         return self._begun[1]
 

@@ -225,7 +225,7 @@ class Prefetch:
                 continue
             if there.folder(shard.part, PARAMS).files.get(shard.name) == fetch.status:
                 found[shard.name] = fetch.file.result()
-                self._directories.past.add(fetch.status)
+                self._directories.note_used(fetch.status)
         return found
 
     def close(self) -> None:
@@ -251,30 +251,25 @@ class Prefetch:
     def _fetch(self, ahead: Folder) -> None:
         """Begin to fetch what can be fetched now."""
         number = str(self._version)
-        made = {
-            owner_of(home): (
-                self._train.ahead / home / number / PARAMS,
-                folder.folder(number, PARAMS),
-            )
-            for home, folder in ahead.folders.items()
-            if number in folder.folders
-        }
-        if any(
-            shard.name not in self._fetches and shard.part not in made
-            for shard in self._layout.shards
-        ):
+        made = {}
+        for home, there in ahead.folders.items():
+            if number in there.folders:
+                path = self._train.ahead / home / number / PARAMS
+                made[owner_of(home)] = (path, there.folder(number, PARAMS))
+        left = [one for one in self._layout.shards if one.name not in self._fetches]
+        if any(shard.part not in made for shard in left):
             # A part that has gone from ahead/ is published as soon as there is a plan.
             planned = look(self._train.next).folder(number)
             for part, folder in planned.folders.items():
                 path = self._train.next / number / part / PARAMS
                 made.setdefault(part, (path, folder.folder(PARAMS)))
-        for shard in self._layout.shards:
-            if shard.part in made and shard.name not in self._fetches:
+        for shard in left:
+            if shard.part in made:
                 self._fetch_shard(*made[shard.part], shard)
 
     def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
         before = folder.files.get(shard.name)
-        if before is None or before in self._directories.past:
+        if before is None or self._directories.was_used(before):
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
@@ -288,7 +283,7 @@ class Prefetch:
             file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
-            self._directories.past.add(before)
+            self._directories.note_used(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise

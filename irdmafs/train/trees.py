@@ -16,13 +16,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..client import _files
 from .errors import TrainError
 
-_PAST_MAX = 1 << 16
+_USED_MAX = 1 << 16
 _OPEN_MAX = 128
 _PRIVATE_VIEW = ".irdmafs-private"
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -67,21 +68,6 @@ def is_published(path: Path, status: os.stat_result | None = None) -> bool:
         return False
 
 
-class Past:
-    """Files that have been used, and will be written anew: the last ones of them."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[int, Seen] = OrderedDict()
-
-    def add(self, file: Seen) -> None:
-        self._files[file.ino] = file
-        if len(self._files) > _PAST_MAX:
-            self._files.popitem(last=False)
-
-    def __contains__(self, file: Seen) -> bool:
-        return self._files.get(file.ino) == file
-
-
 class Directory:
     """An open directory, which has the same files after it was renamed."""
 
@@ -119,12 +105,20 @@ class Directory:
 
 
 class Directories:
-    """Directories that are used again and again under changing names: the last ones, by their inodes.
-    `past`: their files that have been used."""
+    """Directories that are used again and again under changing names: the last ones, by their inodes. Knows
+    which of their files have been used, and will be written anew."""
 
     def __init__(self) -> None:
         self._opened: OrderedDict[int, Directory] = OrderedDict()
-        self.past = Past()
+        self._used: OrderedDict[int, Seen] = OrderedDict()
+
+    def note_used(self, file: Seen) -> None:
+        self._used[file.ino] = file
+        if len(self._used) > _USED_MAX:
+            self._used.popitem(last=False)
+
+    def was_used(self, file: Seen) -> bool:
+        return self._used.get(file.ino) == file
 
     def get(self, ino: int, path: Path) -> Directory:
         """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
@@ -304,10 +298,8 @@ class Trees:
             for path, found in self._found.items():
                 if path not in self._watched:
                     self._watched.add(path)
-                    target, arguments = self._watch, (path, found.counter)
-                    threading.Thread(
-                        target=target, args=arguments, name="tree", daemon=True
-                    ).start()
+                    watch = partial(self._watch, path, found.counter)
+                    threading.Thread(target=watch, name="tree", daemon=True).start()
             is_new = self._changed.wait_for(lambda: self._news != self._waited, timeout_s)
             self._waited = self._news
             return is_new

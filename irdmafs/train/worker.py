@@ -366,5 +366,5 @@ class Worker:
             return found
         path = params_of(self.train.version(version), shard)
         file = ShardFile(path, version=version, shown=shown)
-        self._directories.past.add(file.seen)
+        self._directories.note_used(file.seen)
         return file
