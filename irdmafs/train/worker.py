@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, params_of, remove
@@ -26,6 +26,9 @@ from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
 from .trees import Directories
+
+# Arrays or tensors by parameter, into which those of a version are copied.
+Out: TypeAlias = Mapping[str, Any] | None
 
 
 class Worker:
@@ -47,9 +50,7 @@ class Worker:
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
         self.name = name or f"{host}-{os.getpid()}"
         if not is_worker_name(self.name):
-            raise TrainError(
-                f"{self.name!r} cannot be the name of a worker: letters, digits, _ . -"
-            )
+            raise TrainError(f"{self.name!r} is no name of a worker: letters, digits, _ . -")
         workers = self.config.workers
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
@@ -164,11 +165,7 @@ class Worker:
             return self._push(gradients, weight, lr, None)
 
     def _push(
-        self,
-        gradients: Mapping[str, object],
-        weight: float,
-        lr: float | None,
-        out: Mapping[str, Any] | None,
+        self, gradients: Mapping[str, object], weight: float, lr: float | None, out: Out
     ) -> int:
         values = arrays_of(self.layout, gradients)
         push = self._open_push(weight, lr, out)
@@ -181,9 +178,7 @@ class Worker:
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
         return self._open_push(self._weight, self._lr, None)
 
-    def _open_push(
-        self, weight: float, lr: float | None, out: Mapping[str, Any] | None
-    ) -> OpenPush:
+    def _open_push(self, weight: float, lr: float | None, out: Out) -> OpenPush:
         if not self._lock.is_held:
             self._take_part_again()
         expected = self._next_push(weight, lr)
@@ -227,9 +222,7 @@ class Worker:
 
     # -- pull --------------------------------------------------------------------------------------
 
-    def pull(
-        self, out: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> dict[str, Any]:
+    def pull(self, out: Out = None, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the parameters, as soon as this worker may go on (docs/training.md): read-only arrays that
         show the version's files. `out`: arrays or tensors that they are copied into, and which are
         returned. Raises TimeoutError, TrainError and OSError."""
@@ -237,7 +230,7 @@ class Worker:
             return self._show(self._wait(self._may_go_on, timeout_s), out)
 
     def pull_since(
-        self, version: int, out: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+        self, version: int, out: Out = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Return the parameters of the newest version, as soon as that is at least `version`; else as
         pull()."""
@@ -247,7 +240,7 @@ class Worker:
     def push_pull(
         self,
         gradients: Mapping[str, object],
-        out: Mapping[str, Any] | None = None,
+        out: Out = None,
         *,
         weight: float = 1.0,
         timeout_s: float | None = None,
@@ -306,7 +299,7 @@ class Worker:
 
     # -- the parameters ----------------------------------------------------------------------------
 
-    def _begin_prefetch(self, out: Mapping[str, Any] | None) -> None:
+    def _begin_prefetch(self, out: Out) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
         self._end_prefetch()
         if len(self.layout.shards) == 1 or not is_foreseen(self.config):
@@ -323,15 +316,16 @@ class Worker:
         if prefetch is not None:
             prefetch.close()
 
-    def _check_out(self, out: Mapping[str, Any] | None) -> None:
+    def _check_out(self, out: Out) -> None:
         shapes = self.layout.shapes
         for name, target in (out or {}).items():
             if tuple(target.shape) != shapes[name]:
+                shape = tuple(target.shape)
                 raise ValueError(
-                    f"an array of {tuple(target.shape)} for the parameter {name!r} of {shapes[name]}"
+                    f"an array of {shape} for the parameter {name!r} of {shapes[name]}"
                 )
 
-    def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _show(self, plan: Plan, out: Out) -> dict[str, Any]:
         self._check_out(out)
         self._shows = out is None
         values: dict[str, Any] = dict(out or {})
