@@ -121,10 +121,9 @@ def _check(array: Array) -> None:
 def _values_by_bits(code: str) -> F32:
     """Return the values of all bits of an element."""
     dtype = dtype_of_code(code)
+    bits = np.arange(1 << 8 * dtype.itemsize, dtype=bits_of(dtype))
     with np.errstate(all="ignore"):
-        return (
-            np.arange(1 << 8 * dtype.itemsize, dtype=bits_of(dtype)).view(dtype).astype(np.float32)
-        )
+        return bits.view(dtype).astype(np.float32)
 
 
 # Looking values up takes half as long as numpy's and ml_dtypes' conversions of these types, or less.

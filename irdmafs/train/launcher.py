@@ -44,19 +44,15 @@ class _Processes:
 
     def start(self, command: Sequence[str], **environment: str) -> None:
         """Raises OSError."""
-        started = subprocess.Popen(
-            command, process_group=0, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-        )
-        self._all.append(started)
+        null, env = subprocess.DEVNULL, {**os.environ, **environment}
+        self._all.append(subprocess.Popen(command, process_group=0, stdin=null, env=env))
 
     def ended(self) -> list[int | None]:
         """Return the exit code of each, 128 + N for signal N; None: it goes on. Processes that have ended
         are left to be waited for, so that nobody else gets their numbers."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         found = [os.waitid(os.P_PID, one.pid, options) for one in self._all]
-        return [
-            one and one.si_status + (0 if one.si_code == os.CLD_EXITED else 128) for one in found
-        ]
+        return [one and one.si_status + 128 * (one.si_code != os.CLD_EXITED) for one in found]
 
     def end(self, number: int, signals: Sequence[int]) -> None:
         """Send a signal, and kill what goes on for too long, or when a further one of `signals` comes."""

@@ -22,6 +22,7 @@ import msgspec
 
 from ..client import FormatError, _files
 from ..client._dtypes import Array, code_of
+from ..client._files import StrPath
 from ..client._safetensors import encode
 from .arithmetic import CODES
 from .config import TrainConfig
@@ -74,15 +75,12 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
     else:
         values = gather(layout, partial(_open_shard, version, number))
         for file in files:
-            parameters = [one.name for one in layout.parameters if one.file == file]
-            tensors = {name: values[name] for name in parameters}
+            tensors = {one.name: values[one.name] for one in layout.parameters if one.file == file}
             _replace(version / file, list(encode(tensors, {"format": "pt"})))
     for name in layout.indices:
         index = _parse_index(train.kept_files / name)
-        index[_WEIGHT_MAP] = {
-            parameter: f".train/versions/{number}/{file}"
-            for parameter, file in index[_WEIGHT_MAP].items()
-        }
+        files_of = index[_WEIGHT_MAP]
+        index[_WEIGHT_MAP] = {one: f".train/versions/{number}/{files_of[one]}" for one in files_of}
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
 
 
@@ -102,11 +100,6 @@ def _replace(path: Path, contents: list[memoryview]) -> None:
 def shown(index: str) -> str:
     """Return the name of the index, in a version, that the directory of the models shows."""
     return f"{index}.shown"
-
-
-def files_of_index(path: Path) -> frozenset[str]:
-    """Return the names of the files that an index names. Raises TrainError and OSError."""
-    return frozenset(_parse_index(path)[_WEIGHT_MAP].values())
 
 
 def _parse_index(path: Path) -> dict[str, Any]:
@@ -149,9 +142,7 @@ def add_kept_files(train: TrainDirectory, names: Iterable[str], version: Path) -
 # -- beginning and end -------------------------------------------------------------------------------
 
 
-def begin(
-    directory: str | os.PathLike[str], config: TrainConfig, *, shards: int | None = None
-) -> ModelLayout:
+def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None) -> ModelLayout:
     """Train the models in a directory: all its .safetensors files. They become links to the newest
     version.
 
@@ -257,7 +248,7 @@ def _read_indices(models: Path, files: set[str]) -> dict[str, frozenset[str]]:
     """Return the files that each index of a directory names. Raises TrainError."""
     found = {}
     for path in sorted(models.glob("*.safetensors.index.json")):
-        found[path.name] = names = files_of_index(path)
+        found[path.name] = names = frozenset(_parse_index(path)[_WEIGHT_MAP].values())
         if missing := sorted(names - files):
             raise TrainError(f"{path} names {missing[0]}, which is not in {models}")
     return found
@@ -280,7 +271,7 @@ def _make_first_version(
     os.rename(target, train.version(0))
 
 
-def end(directory: str | os.PathLike[str]) -> int:
+def end(directory: StrPath) -> int:
     """Stop training in a directory: its models become files again, of the newest version; return its
     number. Reducers and workers should have ended. Raises TrainError and OSError, also if the models are
     files again and something else of the training could not be removed."""

@@ -130,13 +130,11 @@ def next_plan(
     counted = []
     for push in taken:
         weight = push.weight
-        own_lr = lr if push.lr is None else push.lr
+        own_lr = push.lr if apart and push.lr is not None else lr
         if config.staleness == "inverse" and push.base >= 0:
             age = 1 + max(0, newest.version - push.base)
             weight, own_lr = (weight, own_lr / age) if scales_lr else (weight / age, own_lr)
-        counted.append(
-            PushInPlan(push.worker, push.step, push.path, weight, own_lr if apart else lr)
-        )
+        counted.append(PushInPlan(push.worker, push.step, push.path, weight, own_lr))
     clocks = dict(newest.clocks)
     for push in taken:
         clocks[push.worker] = max(clocks.get(push.worker, 0), push.step)

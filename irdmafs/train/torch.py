@@ -139,9 +139,7 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = {
-            name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None
-        }
+        gradients = {name: one.grad for name, one in self._tensors.items() if one.grad is not None}
         weight = self._weight if weight is None else weight
         lr = float(self.param_groups[0]["lr"])
         if self._later is not None:
