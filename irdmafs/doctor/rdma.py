@@ -60,17 +60,12 @@ def _summary(found: list[Device], choice: Choice, obstacle: Obstacle, way: str) 
     if not obstacle:
         usable = ", ".join(device.name for device in found if not device.obstacle)
         return Check(_NAME, "ok", way or f"parameters can move through {usable}")
+    why, remedy = obstacle.found, obstacle.remedy
     if choice.mode == "require":
-        return Check(
-            _NAME, "fail", f"required, but {obstacle.found}", obstacle.remedy or _remedy_device()
-        )
+        return Check(_NAME, "fail", f"required, but {why}", remedy or _remedy_device())
     if not found:
-        return Check(
-            _NAME, "info", f"{obstacle.found}; TCP and shared memory are used", _remedy_device()
-        )
-    return Check(
-        _NAME, "warn", f"{obstacle.found}; TCP is used instead", obstacle.remedy or _REMEDY_TCP
-    )  # fmt: skip
+        return Check(_NAME, "info", f"{why}; TCP and shared memory are used", _remedy_device())
+    return Check(_NAME, "warn", f"{why}; TCP is used instead", remedy or _REMEDY_TCP)
 
 
 def _remedy_device() -> str:
@@ -96,9 +91,7 @@ def _library() -> tuple[Library | None, Obstacle]:
 
 def _gid_obstacle(found: list[Device], choice: Choice) -> Obstacle:
     """Return the obstacle of a GID that was asked for, but that peers do not reach."""
-    usable = [
-        device for device in found if not device.obstacle and choice.device in (None, device.name)
-    ]
+    usable = [one for one in found if not one.obstacle and choice.device in (None, one.name)]
     gids = [gid for device in usable for port in device.ports for gid in port.gids]
     asked = [gid for gid in gids if gid.number == choice.gid_index]
     if not asked or any(not gid.weakness for gid in asked):
@@ -120,10 +113,8 @@ def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstac
             f"that is the address on the way to {peer}: give the nodes' addresses on the device's network "
             "(irdmafs serve --listen ADDRESS), or the device's interface one on that way",
         )
-    return (
-        f"the way to {peer} is {route.device} port {route.port}, GID {route.gid.number}",
-        Obstacle(),
-    )
+    way = f"the way to {peer} is {route.device} port {route.port}, GID {route.gid.number}"
+    return way, Obstacle()
 
 
 def _check_device(device: Device, library: Library | None) -> list[Check]:
@@ -140,14 +131,10 @@ def _check_device(device: Device, library: Library | None) -> list[Check]:
     if limits is not None:
         found += f", max_mr_size {_human(limits.region_bytes_max)}"
         found += ", memory windows" if limits.has_windows else ", no memory windows"
+    lines = [Check(device.name, "ok", found)]
     if device.obstacle:
-        first = Check(
-            device.name, "warn", f"{found}; {device.obstacle.found}",
-            device.obstacle.remedy or _REMEDY_TCP,
-        )  # fmt: skip
-    else:
-        first = Check(device.name, "ok", found)
-    lines = [first]
+        remedy = device.obstacle.remedy or _REMEDY_TCP
+        lines = [Check(device.name, "warn", f"{found}; {device.obstacle.found}", remedy)]
     for port in device.ports:
         lines.append(_check_port(device, port, limits))
         lines += [_check_gid(device, gid) for gid in port.gids[:_GIDS_SHOWN]]
@@ -180,7 +167,7 @@ def _check_port(device: Device, port: Port, limits: Limits | None) -> Check:
         found += f" (MTU {mtu})" if mtu else ""
         if 0 < mtu < _NETDEV_MTU_COMFORTABLE and port.link_layer == "Ethernet":
             remedy = (
-                f"larger packets cost less: ip link set {port.netdev} mtu 9000, also at the switch"
+                f"large packets cost less: ip link set {port.netdev} mtu 9000, and at the switch"
             )
     if limits is not None and limits.mtus.get(port.number):
         found += f", RDMA MTU {limits.mtus[port.number]}"
@@ -219,9 +206,8 @@ def check_memlock() -> Check:
     obstacle = devices.memlock_obstacle()
     if obstacle:
         verdict: Verdict = "warn" if devices.find() else "info"
-        return Check(
-            "locked memory", verdict, found, f"RDMA locks the memory it moves: {obstacle.remedy}"
-        )
+        remedy = f"RDMA locks the memory it moves: {obstacle.remedy}"
+        return Check("locked memory", verdict, found, remedy)
     if devices.memlock_limit() is None and soft != "unlimited":
         found += ", which does not bind this user (CAP_IPC_LOCK)"
     return Check("locked memory", "ok", found)

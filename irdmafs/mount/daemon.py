@@ -201,13 +201,8 @@ class _Daemon:
     def _filesystem(self, kernel: KernelCache, *, acls: bool) -> Filesystem:
         """Make the parts that both kinds of session need."""
         store, options = self._store, self._config.options
-        cache = Cache(
-            store,
-            kernel,
-            self._processes,
-            isolates=options.isolation,
-            passthrough=self._wakeups is not None,
-        )
+        isolates, passthrough = options.isolation, self._wakeups is not None
+        cache = Cache(store, kernel, self._processes, isolates=isolates, passthrough=passthrough)
         locking = Locking(
             options.locks, store.locks, cache.publisher, kernel, store.namespace.describe
         )
@@ -338,9 +333,7 @@ class _Daemon:
         """Return warnings about locks in the pyfuse3 session, where the kernel keeps them by itself."""
         in_cluster = self._store.locks is not None and self._config.options.locks == "cluster"
         if self._wakeups is None and in_cluster:
-            return [
-                "locks hold on this host only, not in the cluster (-o locks=local says so, too)"
-            ]
+            return ["locks hold on this host only, not in the cluster (-o locks=local says so too)"]
         return []
 
 

@@ -69,10 +69,9 @@ class MountBusyError(MountError):
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo (proc(5)), in its order. ``device`` is "major:minor"."""
+    """Fields of a line of /proc/self/mountinfo (proc(5)), in its order. ``device`` is "major:minor"."""
 
     mount_id: int
-    parent_id: int
     device: str
     root: str
     mountpoint: str
@@ -110,7 +109,7 @@ def parse_mountinfo(text: bytes) -> list[Mount]:
         if len(fields) < 6 or len(tail) < 3:
             continue
         texts = map(unescape if b"\\" in line else os.fsdecode, (*fields[2:6], *tail[:3]))
-        mounts.append(Mount(int(fields[0]), int(fields[1]), *texts))
+        mounts.append(Mount(int(fields[0]), *texts))
     return mounts
 
 
@@ -410,9 +409,8 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
             raise MountError(f"{path} is already mounted by {user_name(mount.user)}")
         if _ends(mount, _UNMOUNT_S):
             return prepare_mountpoint(path, nonempty)
-        raise MountError(
-            f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
-        )
+        by = _served_by(real)
+        raise MountError(f"{path} is already mounted{by}; unmount it with: irdmafs umount {path}")
     try:
         mode = os.stat(real).st_mode
         if not stat.S_ISDIR(mode):

@@ -110,9 +110,7 @@ def _private_directory(path: str) -> bool:
     if not stat.S_ISDIR(status.st_mode):
         raise MountError(f"the store {path} is not a directory; move it away or use --store")
     if status.st_uid != os.geteuid():
-        raise MountError(
-            f"the store {path} belongs to user {status.st_uid}, not to you; use --store"
-        )
+        raise MountError(f"the store {path} belongs to user {status.st_uid}; use --store")
     if status.st_mode & 0o077:
         os.chmod(path, 0o700)
     return created
@@ -174,12 +172,10 @@ def _refuse_size(size: int) -> None:
     memory, swap = memory_limit(), meminfo("SwapTotal")
     if size <= memory + swap:
         return
-    there = f"{human_bytes(memory)} of memory" + (
-        f" and {human_bytes(swap)} of swap" if swap else ""
-    )
     raise MountError(
-        f"--size {human_bytes(size)} is more than this machine has ({there}): the kernel would end "
-        "programs before the store is full; give less, or keep contents on a disk with --store DIR"
+        f"--size {human_bytes(size)} is more than this machine has ({human_bytes(memory)} of memory, "
+        f"{human_bytes(swap)} of swap): the kernel would end programs before the store is full; give less, "
+        "or keep contents on a disk with --store DIR"
     )
 
 
@@ -222,10 +218,8 @@ def resize(path: str, size: int) -> None:
     try:
         mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS | MS_REMOUNT, f"size={size}")
     except OSError as error:
-        used = _bytes_used(path)
-        raise MountError(
-            f"cannot resize the store {path} to {size} bytes: {error.strerror} (it holds {used})"
-        ) from error
+        why = f"{error.strerror} (it holds {_bytes_used(path)})"
+        raise MountError(f"cannot resize the store {path} to {size} bytes: {why}") from error
 
 
 def _is_private_tmpfs(path: str) -> bool:
@@ -369,9 +363,7 @@ def discard_given_store(directory: str) -> None:
     path = os.path.realpath(named(directory))
     purpose = purpose_of(path)
     if purpose == "node":
-        raise MountError(
-            f"{directory} is the store of {_OWNERS[purpose]}; see irdmafs cluster drain"
-        )
+        raise MountError(f"{directory} is the store of {_OWNERS[purpose]}: irdmafs cluster drain")
     if purpose is None:
         raise MountError(f"{directory} is not the store of a mount: nothing is discarded")
     discard_store(path)

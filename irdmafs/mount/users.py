@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..mount_options import MountError
@@ -78,7 +79,7 @@ def wait_until_free(store: str) -> None:
     give_up = time.monotonic() + _FREE_WITHIN_S
     while is_locked(store):
         where = mountpoint_of(store)
-        if where is not None and _is_mounted(where):
+        if where in [mount.mountpoint for mount in irdmafs_mounts()]:
             raise MountError(
                 f"the store {store} is in use by the mount at {where} (process {_owner_of(store)}); "
                 f"unmount it with: irdmafs umount {where}"
@@ -86,10 +87,6 @@ def wait_until_free(store: str) -> None:
         if time.monotonic() > give_up:
             raise MountError(_held(store, where))
         time.sleep(_LOOK_AGAIN_S)
-
-
-def _is_mounted(path: str) -> bool:
-    return any(mount.mountpoint == path for mount in irdmafs_mounts())
 
 
 def _owner_of(store: str) -> str:
@@ -158,28 +155,18 @@ def _users(mountpoint: str) -> Iterator[MountUser]:
 
 
 def _paths_used_by(pid: int) -> Iterator[tuple[str, str]]:
-    for how, link in (("cwd", "cwd"), ("root", "root"), ("program", "exe")):
-        try:
+    links = [("cwd", "cwd"), ("root", "root"), ("program", "exe")]
+    # What cannot be read is another user's, or has gone.
+    with suppress(OSError):
+        links += [("file", f"fd/{descriptor}") for descriptor in os.listdir(f"/proc/{pid}/fd")]
+    for how, link in links:
+        with suppress(OSError):
             yield how, os.readlink(f"/proc/{pid}/{link}")
-        except OSError:
-            continue
-    try:
-        descriptors = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        descriptors = []
-    for descriptor in descriptors:
-        try:
-            yield "file", os.readlink(f"/proc/{pid}/fd/{descriptor}")
-        except OSError:
-            continue
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            for line in file:
-                fields = line.rstrip(b"\n").split(None, 5)
-                if len(fields) == 6:
-                    yield "mapping", unescape(fields[5])
-    except OSError:
-        return
+    with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        for line in file:
+            fields = line.rstrip(b"\n").split(None, 5)
+            if len(fields) == 6:
+                yield "mapping", unescape(fields[5])
 
 
 def _command_of(pid: int) -> str:
