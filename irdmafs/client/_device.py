@@ -101,9 +101,8 @@ def _torch() -> Any:
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise ImportError(
-            "tensors on a device need the Python package torch: pip install 'irdmafs[torch]'"
-        ) from error
+        why = "tensors on a device need the package torch: pip install 'irdmafs[torch]'"
+        raise ImportError(why) from error
 
 
 def _in_memory_order(array: Array) -> tuple[Array, bool]:
@@ -198,9 +197,7 @@ def _pieces(copies: Iterable[_Copy]) -> Iterator[_Copy]:
             yield address + start, tensor[start : start + _PIECE_BYTES]
 
 
-def _copy_by_threads(
-    torch: Any, target: Any, copies: Sequence[_Copy], memory: Sequence[Any]
-) -> None:
+def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: list[Any]) -> None:
     """Copy through pinned `memory`: a thread fills one piece of it while the device fetches another."""
     pieces, taking = _pieces(copies), threading.Lock()
     current = torch.cuda.current_stream(target)

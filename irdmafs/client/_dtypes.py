@@ -37,19 +37,12 @@ EXTENSIONS: dict[str, DType] = {
 # Safetensors codes and their types; the format is little-endian.
 _DTYPE_OF_CODE: dict[str, DType] = {
     "BOOL": np.dtype("|b1"),
-    "U8": np.dtype("|u1"),
-    "I8": np.dtype("|i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
     "C64": np.dtype("<c8"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-} | {code: EXTENSIONS[name] for code, name in _EXTENSION_CODES.items()}
+    **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+    **{code: EXTENSIONS[name] for code, name in _EXTENSION_CODES.items()},
+}
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 

@@ -133,17 +133,14 @@ def head_of(
 
     Raises TypeError and ValueError for what the format cannot hold.
     """
-    if metadata is not None and not all(
-        isinstance(text, str) for item in metadata.items() for text in item
-    ):
+    texts = [text for item in (metadata or {}).items() for text in item]
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError("metadata of a .safetensors file must be a mapping of str to str")
     fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     sizes = {code: dtype_of_code(code).itemsize for code, _ in forms.values()}
     position = 0
     starts = {}
-    for name, (code, shape) in sorted(
-        forms.items(), key=lambda item: (-sizes[item[1][0]], item[0])
-    ):
+    for name, (code, shape) in sorted(forms.items(), key=lambda one: (-sizes[one[1][0]], one[0])):
         if name == _METADATA:
             raise ValueError(f"a tensor cannot be named {_METADATA!r} in a .safetensors file")
         end = position + sizes[code] * math.prod(shape)
