@@ -327,9 +327,7 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
             "when it runs or is started)"
         )
     floor = goal(reports, above)
-    when = time.strftime(
-        "%Y-%m-%d %H:%M:%S", time.localtime(max(r.time_s for r in reports.values()))
-    )
+    when = time.strftime("%F %T", time.localtime(max(one.time_s for one in reports.values())))
     say(f"found {when}: etcd {described(reports)}", err=True)
     say(
         f"what changed after the backup is lost if you go on; etcd's revision is lifted from {now} to "
@@ -339,16 +337,12 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
     consent("Accept the restored state?", "accepts the restored state", yes)
 
     async def go_on(engine: EtcdEngine) -> Epoch | None:
-        with Progress(
-            "lifting etcd's revision", "revisions", max(floor - engine.revision, 0)
-        ) as bar:
+        with Progress("lifting the revision", "revisions", max(floor - engine.revision, 0)) as bar:
             return await accept(engine, floor, bar.update)
 
     if with_etcd(config, go_on) is None:
         raise MountError("nothing was changed: etcd's newest data are back")
-    say(
-        "the restored state is accepted; nodes and mounts go on by themselves: irdmafs cluster status"
-    )
+    say("the restored state is accepted; nodes and mounts go on: irdmafs cluster status")
 
 
 @cluster.command("repair-etcd")

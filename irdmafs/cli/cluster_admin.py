@@ -232,9 +232,7 @@ async def subvolume_at(engine: EtcdEngine, path: str) -> int:
     """Return the number of the subvolume at a path of the cluster, which is made if nothing is there.
     Raises ConfigError."""
     if not engine.admin.secure:
-        raise ConfigError(
-            "etcd checks nobody's rights here, so no mount can be kept to a directory"
-        )
+        raise ConfigError("etcd checks nobody's rights, so no mount can be kept to a directory")
     *above, name = [os.fsencode(part) for part in path.split("/") if part] or [b""]
     if not name or any(part in (b".", b"..") or len(part) > NAME_MAX for part in (*above, name)):
         raise ConfigError(f"{path!r} is no path of a directory below the root of the cluster")
@@ -312,7 +310,5 @@ async def _recall_claim(engine: EtcdEngine, settings: Settings, directory: int) 
     until = time.monotonic() + patience_s
     while await engine.get(claim_key(directory)) is not None:
         if time.monotonic() > until:
-            raise ConfigError(
-                "the mount that works in the directory above does not answer; try again"
-            )
+            raise ConfigError("the mount at work in the directory above does not answer; try again")
         await trio.sleep(_LOOK_AGAIN_S)

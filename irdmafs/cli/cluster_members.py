@@ -90,9 +90,7 @@ async def renewable(engine: EtcdEngine, name: str, role: Role) -> CertificateRec
         record = member.record
         if (record.name, record.role) == (name, role) and record.owner and not record.revoked_s:
             return record
-    raise ConfigError(
-        f"{role} {name!r} has no certificate that could be renewed; leave --renew out to make one"
-    )
+    raise ConfigError(f"{role} {name!r} has no certificate to renew; leave --renew out to make one")
 
 
 async def register_all(engine: EtcdEngine, paths: Iterable[str], root: str = "") -> None:
@@ -109,12 +107,6 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str], root: str = "")
     for path, identity in identities.items():
         if identity is None or identity.role == "etcd":
             continue
-        others = owners.setdefault(identity.owner, [])
-        if identity.serial not in known and not all(_is_followed(one, identity) for one in others):
-            raise ConfigError(
-                f"{path} has the same number in etcd as another certificate; remove it and its key, "
-                "and issue it again"
-            )
         if identity.serial in known:
             if known[identity.serial].revoked_s:
                 raise ConfigError(
@@ -122,17 +114,19 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str], root: str = "")
                     f"cluster cert {identity.name} --role {identity.role}"
                 )
             continue
+        others = owners.setdefault(identity.owner, [])
+        renewed = identity.name, identity.role, 0
+        if any((one.name, one.role, one.revoked_s) != renewed for one in others):
+            raise ConfigError(
+                f"{path} has the same number in etcd as another certificate; remove it and its key, "
+                "and issue it again"
+            )
         record = CertificateRecord(
             identity.name, identity.role, identity.owner, int(time.time()), identity.expires_s,
             subvolume=identity.subvolume, root=root,
         )  # fmt: skip
         await _know(engine, identity.serial, record)
         others.append(record)
-
-
-def _is_followed(record: CertificateRecord, by: Identity) -> bool:
-    """Return whether a certificate renews the one of this record."""
-    return (record.name, record.role) == (by.name, by.role) and not record.revoked_s
 
 
 async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> None:
@@ -245,9 +239,7 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
     certificates. Can be repeated. Raises ConfigError when there is no such certificate."""
     members = [member for member in await list_members(engine) if member.record.name == name]
     if not members:
-        raise ConfigError(
-            f"no certificate was issued to {name!r}; irdmafs cluster members lists them"
-        )
+        raise ConfigError(f"no certificate was issued to {name!r}; see irdmafs cluster members")
     try:
         revoked = [member for member in members if not member.record.revoked_s]
         for member in revoked:

@@ -15,17 +15,8 @@ from ..backend.model.values import human_bytes
 from .status import human_duration, one_line, print_table, printable
 
 _NODE_COLUMNS = (
-    "node",
-    "state",
-    "address",
-    "where",
-    "weight",
-    "primary",
-    "in sync",
-    "joining",
-    "used",
-    "free",
-    "scrubbed",
+    *("node", "state", "address", "where", "weight"),
+    *("primary", "in sync", "joining", "used", "free", "scrubbed"),
 )
 _MOVES_SHOWN = 20
 _LINE_PERIOD_S = 5.0

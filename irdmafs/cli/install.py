@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
@@ -122,23 +122,17 @@ def _programs() -> str:
     for directory in (beside, sysconfig.get_path("scripts")):
         if os.path.exists(os.path.join(directory, "mount.irdmafs")):
             return directory
-    raise MountError(
-        f"mount.irdmafs is not in {beside}: install irdmafs again (pip install irdmafs)"
-    )
+    raise MountError(f"mount.irdmafs is not in {beside}: install it again (pip install irdmafs)")
 
 
-def _for_both(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option("--dry-run", is_flag=True, help="Only say what would be changed.")(
-        command
-    )
-    return click.option(
-        "--root", default="/", metavar="DIR", show_default=True,
-        help="The root directory of the system to change.",
-    )(command)  # fmt: skip
+_root = click.option("--root", default="/", metavar="DIR", show_default=True,
+                     help="The root directory of the system to change.")  # fmt: skip
+_dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be changed.")
 
 
 @click.command()
-@_for_both
+@_root
+@_dry_run
 def install(root: str, dry_run: bool) -> None:
     """Let mount(8), fstab and systemd of this host use irdmafs.
 
@@ -170,7 +164,8 @@ def install(root: str, dry_run: bool) -> None:
 
 
 @click.command()
-@_for_both
+@_root
+@_dry_run
 def uninstall(root: str, dry_run: bool) -> None:
     """Undo `irdmafs install`. What is mounted or served goes on."""
 

@@ -74,14 +74,12 @@ def cert(
             os.unlink(made.cert)
             os.unlink(made.key)
             raise
-        for path in (made.key, made.cert):
-            os.replace(path, os.path.join(target, os.path.basename(path)))
-    names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
-    say(f"made {names[0]} and {names[1]}")
+        cert, key = (os.path.join(target, os.path.basename(one)) for one in (made.cert, made.key))
+        os.replace(made.key, key)
+        os.replace(made.cert, cert)
+    say(f"made {cert} and {key}")
     if subvolume:
-        say(
-            f"a mount with it reads everything, and changes what is below /{kept_to.strip('/')} alone"
-        )
+        say(f"a mount with it reads all, and changes what is below /{kept_to.strip('/')} alone")
     if role == "reader":
         nodes = json.dumps(with_etcd(config, node_addresses))
         say(f"its cluster.toml has to name store nodes: nodes = {nodes} in [cluster]")
@@ -185,9 +183,7 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
     config, directory = _with_ca(config_path)
     if finish:
         finish_ca_change(directory)
-        say(
-            f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart what runs"
-        )
+        say(f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, restart what runs")
         return
     begin_ca_change(directory, config.cluster.name)
     say(
@@ -226,9 +222,7 @@ def _with_ca(config_path: str | None) -> tuple[ClusterConfig, str]:
     """Return the configuration, and the directory of the CA. Raises MountError if the cluster has none."""
     config = load(config_path)
     if config.cluster.ca is None:
-        raise MountError(
-            f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
-        )
+        raise MountError(f"cluster {config.cluster.name!r} has no CA; it was made with --no-tls")
     return config, os.path.dirname(config.cluster.ca)
 
 

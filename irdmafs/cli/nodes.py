@@ -75,9 +75,7 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
         if not cancel:
             others = [n for n in found.live if n != number and found.state_of(n) == "up"]
             if not others:
-                raise MountError(
-                    f"node {number:016x} cannot be drained: no other node is up to take its data"
-                )
+                raise MountError(f"node {number:016x} cannot be drained: no other node is up")
         await set_node_state(engine, number, "up" if cancel else "draining")
         return found.groups_of(number)
 

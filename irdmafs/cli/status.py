@@ -120,9 +120,7 @@ def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
     warnings = []
     if not cluster.get("session_valid", True):
         etcd = ", ".join(map(str, cluster.get("etcd") or ()))
-        warnings.append(
-            f"etcd at {etcd} does not answer: calls wait for it, and fail after a while"
-        )
+        warnings.append(f"etcd at {etcd} does not answer: calls wait, and fail after a while")
     if cluster.get("nodes_up", 1) == 0:
         warnings.append(
             "no store node is up: nothing can be published, and only what is cached here can be read "
@@ -199,9 +197,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
     lines = [*head, *table]
     down = list(zip(*lines, strict=True))
     widths = [max(map(len, cells)) for cells in down]
-    right = [
-        all(cell == "-" or cell[:1].isdigit() for cell in cells[len(head) :]) for cells in down
-    ]
+    right = [all(one == "-" or one[:1].isdigit() for one in cells[len(head) :]) for cells in down]
     for line in lines:
         cells = [
             cell.rjust(width) if is_number else cell.ljust(width)

@@ -59,9 +59,7 @@ def train() -> None:
               help="Who waits for whom: bsp, async, ssp:S, quorum:Q or local:H.")  # fmt: skip
 @click.option("--workers", default="auto", show_default=True, metavar="WORKERS",
               help="Whose pushes make a version: auto (all who take part), a number, names.")  # fmt: skip
-@click.option(
-    "--clip-norm", type=float, default=0.0, help="Scale gradients down to this global norm."
-)
+@click.option("--clip-norm", default=0.0, help="Scale gradients down to this global norm.")
 @click.option("--nonfinite", type=click.Choice(["refuse", "skip", "count"]), default="refuse",
               show_default=True, help="What becomes of a push with NaN or infinity.")  # fmt: skip
 @click.option("--staleness", type=click.Choice(["none", "inverse"]), default="none", show_default=True,
