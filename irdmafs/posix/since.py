@@ -23,7 +23,7 @@ from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
 from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
 from ..inline import detach
 from .calls import Attributes, Caller
-from .permissions import LIST, SEARCH
+from .permissions import LIST, SEARCH, refuse_access
 from .superblock import Part, Superblock
 from .waits import Waits
 
@@ -43,7 +43,7 @@ class Since(Part):
         super().__init__(block)
         self._waits = waits
         self._kernel = block.kernel
-        self._permissions = block.permissions
+        self._options = block.options
         # None where nobody else changes the namespace.
         self._freshness = block.store.freshness
         # Nodes that the kernel keeps although it asks for the names again: those since it was made to drop
@@ -142,7 +142,8 @@ class Since(Part):
         awaited = self._awaited(directory)
         if awaited is None:
             return None
-        await self._permissions.check(awaited, SEARCH | LIST if _is_number(name) else SEARCH, ctx)
+        wanted = SEARCH | LIST if _is_number(name) else SEARCH
+        await refuse_access(awaited, wanted, ctx, self._processes, self._options)
         if _is_number(name):
             numbers = (one for one, _ in self._namespace.children(awaited.ino) if _is_number(one))
             at_least = [one for one in numbers if int(one) >= int(name)]

@@ -6,7 +6,6 @@ from ..coherence.protocol import Coherence
 from ..mount_options import MountOptions
 from .atimes import Atimes
 from .metadata import Metadata
-from .permissions import Permissions
 
 
 class Superblock:
@@ -30,8 +29,8 @@ class Superblock:
         self.kernel = cache.kernel
         self.coherence = coherence
         self.atimes = atimes
+        self.options = options
         self.metadata = Metadata(store, cache, coherence, options, atimes)
-        self.permissions = Permissions(cache.processes, options)
 
 
 class Part:
