@@ -57,17 +57,14 @@ class Connection:
         request.refuse_shorter(BODY + wire.INIT_IN.size)
         major, minor, readahead, flags = wire.INIT_IN.unpack_from(self.buffer, BODY)
         if major != wire.MAJOR or minor < wire.MIN_MINOR:
-            raise self._refused(
-                request, f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed"
-            )
+            needed = f"7.{wire.MIN_MINOR} is needed"
+            raise self._refused(request, f"the kernel speaks FUSE {major}.{minor}; {needed}")
         if flags & Init.INIT_EXT:
             (flags2,) = wire.INIT_IN_FLAGS2.unpack_from(self.buffer, BODY + wire.INIT_IN.size)
             flags |= flags2 << 32
         if not flags & Init.PASSTHROUGH:
-            raise self._refused(
-                request,
-                "the kernel's FUSE has no passthrough (Linux 6.9 with CONFIG_FUSE_PASSTHROUGH has)",
-            )
+            needed = "Linux 6.9 with CONFIG_FUSE_PASSTHROUGH has"
+            raise self._refused(request, f"the kernel's FUSE has no passthrough ({needed})")
         self.has_epochs = minor >= wire.EPOCH_MINOR
         self.can_prune = minor >= wire.PRUNE_MINOR
         agreed = flags & (_WANTED if acls else _WANTED & ~Init.POSIX_ACL)
@@ -117,16 +114,14 @@ class Connection:
                 log.warning("notifying the kernel failed: %s", error)
         return True
 
-    def register(self, backing_fd: int) -> int:
+    def register(self, fd: int) -> int:
         """Give the kernel a file to serve reads and writes of a node from. Return its backing id (> 0).
 
         The kernel keeps its own reference; the descriptor may be closed. Raises OSError (EPERM: no
         CAP_SYS_ADMIN; ELOOP: the file lies on a filesystem that is stacked itself).
         """
         # A mutable buffer: for an immutable one fcntl.ioctl returns the buffer, not the id.
-        backing_id: int = fcntl.ioctl(
-            self.fd, _BACKING_OPEN, bytearray(_MAP.pack(backing_fd, 0, 0))
-        )
+        backing_id: int = fcntl.ioctl(self.fd, _BACKING_OPEN, bytearray(_MAP.pack(fd, 0, 0)))
         return backing_id
 
     def unregister(self, backing_id: int) -> None:

@@ -152,9 +152,7 @@ class KernelSession:
         # Request(...) takes twice as long.
         request: Request = _new(Request, _unpack_header(self._connection.buffer))
         if received < BODY or request.length != received:
-            log.error(
-                "from the kernel: %d bytes, which say that they are %d", received, request.length
-            )
+            log.error("from the kernel: %d bytes that say they are %d", received, request.length)
             return
         opcode = request.opcode
         self._counts.by_opcode[opcode & 63] += 1

@@ -243,7 +243,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "write": write,
         "flush": flush,
         "release": release,
-        "fsync": files.fsync,
+        "fsync": lambda fh, datasync: files.fsync(fh),
         "opendir": names.opendir,
         "readdir": list_names,
         "releasedir": names.releasedir,

@@ -13,6 +13,7 @@ from ..coherence.kernel_locks import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import Rest, detach
 from ..posix.calls import Attributes
+from ..posix.files import Opened
 from ..posix.filesystem import Filesystem
 from ..posix.lock_tables import Lock
 from ..posix.permissions import CAPABILITY, SET_IDS
@@ -165,9 +166,7 @@ class Requests:
             Opcode.WRITE: _row(wire.WRITE_IN, self._write, wire.pack_written),
             Opcode.FLUSH: _row(wire.FLUSH_IN, self._flush),
             Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
-            Opcode.FSYNC: _row(
-                wire.FSYNC_IN, lambda asked, fh, flags, _: files.fsync(fh, bool(flags & 1))
-            ),
+            Opcode.FSYNC: _row(wire.FSYNC_IN, lambda asked, fh, *_: files.fsync(fh)),
             Opcode.FALLOCATE: _row(wire.FALLOCATE_IN, self._fallocate),
             Opcode.LSEEK: _row(
                 wire.LSEEK_IN, lambda asked, *to: files.lseek(*to), wire.LSEEK_OUT.pack
@@ -329,7 +328,7 @@ class Requests:
     def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
         return self._fs.files.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
-    def _pack_created(self, created: tuple[Handle, Attributes]) -> bytes:
+    def _pack_created(self, created: Opened) -> bytes:
         handle, entry = created
         return wire.pack_entry(entry) + self._pack_open(handle, (entry.st_ino, 1))
 

@@ -254,9 +254,8 @@ def inc_epoch() -> bytes:
 
 def prune(nodes: Sequence[int]) -> bytes:
     """Drop what names of these nodes nothing uses."""
-    return notification(
-        Notify.PRUNE, NOTIFY_PRUNE.pack(len(nodes)) + struct.pack(f"<{len(nodes)}Q", *nodes)
-    )
+    ids = struct.pack(f"<{len(nodes)}Q", *nodes)
+    return notification(Notify.PRUNE, NOTIFY_PRUNE.pack(len(nodes)) + ids)
 
 
 def dirent(ino: int, next_offset: int, name: bytes, mode: int) -> bytes:

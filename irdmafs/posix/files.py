@@ -30,6 +30,8 @@ _CREATES_MAX: Final = 20
 _CHANGES: Final = os.O_ACCMODE | os.O_TRUNC
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
 _FALLOC_FL_PUNCH_HOLE: Final = 2
+# An open file, and the attributes that the kernel then has of it.
+Opened = tuple[Handle, Attributes]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -67,7 +69,7 @@ class Files(Part):
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, umask: int, flags: int, ctx: Caller
-    ) -> tuple[Handle, Attributes]:
+    ) -> Opened:
         directory = self._nodes.directory(parent_inode)
         if directory.xattrs:
             self._since.refuse(directory, name)
@@ -99,9 +101,7 @@ class Files(Part):
                         raise
         raise fail(errno.EEXIST)
 
-    async def _open_found(
-        self, found: Inode, flags: int, ctx: Caller, name: Name
-    ) -> tuple[Handle, Attributes]:
+    async def _open_found(self, found: Inode, flags: int, ctx: Caller, name: Name) -> Opened:
         """Open the file that a name led to by the time that it was to be created."""
         refuse_other_than_file(self._namespace.inode(found.ino))
         if flags & _CHANGES:
@@ -114,20 +114,14 @@ class Files(Part):
         self._coherence.changed(answer, handle.node)
         return handle, answer
 
-    async def tmpfile(
-        self, parent_inode: int, mode: int, umask: int, flags: int, ctx: Caller
-    ) -> tuple[Handle, Attributes]:
+    async def tmpfile(self, parent: int, mode: int, umask: int, flags: int, ctx: Caller) -> Opened:
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
-        directory = self._nodes.directory(parent_inode)
+        ino = self._nodes.directory(parent).ino
         mode = mode & 0o7777 | stat.S_IFREG
-        inode = await self._namespace.orphan(
-            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=umask
-        )
+        inode = await self._namespace.orphan(mode, ctx.uid, ctx.gid, directory=ino, umask=umask)
         return self._created(inode, flags, ctx)
 
-    def _created(
-        self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
-    ) -> tuple[Handle, Attributes]:
+    def _created(self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None) -> Opened:
         handle = self._cache.create(inode, flags, ctx.pid)
         handle.name, handle.trusted = name, ctx.uid in self._trusted
         node = handle.node
@@ -201,7 +195,7 @@ class Files(Part):
         async with self._locking.releasing(handle.fh, handle.node.ino):
             await self._cache.release(handle.fh)
 
-    async def fsync(self, fh: int, datasync: bool) -> None:
+    async def fsync(self, fh: int) -> None:
         handle = self._handle(fh)
         if self._locking.lost_by:
             self._check_locks(handle, handle.pid)
@@ -251,10 +245,8 @@ class Files(Part):
             nonlocal copied
             if source.extent:
                 with self._store.extents.opened(source.extent) as fd:
-                    left = max(0, os.fstat(fd).st_size - off_in)
-                    self._cache.carried.refuse_growth(
-                        target.node.ino, out, off_out, min(length, left)
-                    )
+                    there = min(length, max(0, os.fstat(fd).st_size - off_in))
+                    self._cache.carried.refuse_growth(target.node.ino, out, off_out, there)
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
         await self._cache.carried.change(target, change)

@@ -38,9 +38,8 @@ class Filesystem:
         self.atimes = block.atimes
         self.cache = block.cache
         self.locking = locking
-        self.waits = Waits(
-            store.namespace, block.processes, block.kernel, shared=store.freshness is not None
-        )
+        shared = store.freshness is not None
+        self.waits = Waits(store.namespace, block.processes, block.kernel, shared=shared)
         since = Since(block, self.waits)
         self.names = Names(block, since)
         self.metadata = block.metadata

@@ -291,9 +291,7 @@ class Locking(LockHolder):
     async def _tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
         if self.lost_by and await self._told(pid, ino):
-            raise OSError(
-                errno.EIO, "the lock was lost when the mount was cut off from its cluster"
-            )
+            raise OSError(errno.EIO, "the lock was lost: the mount was cut off from its cluster")
 
     async def _told(self, pid: int, ino: int) -> bool:
         """Note that a process gets an error when it locks, unlocks or closes a file. Return whether it had

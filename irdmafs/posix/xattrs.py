@@ -275,9 +275,8 @@ class _Refusals:
         except OSError as error:
             shown = os.fsdecode(value[:_SHOWN_BYTES])
             what = f"{os.fsdecode(name)!r} is refused: {error.strerror}"
-            log.info(
-                "%s: %s (process %d gave %r)", self._namespace.describe(inode.ino), what, pid, shown
-            )
+            where = self._namespace.describe(inode.ino)
+            log.info("%s: %s (process %d gave %r)", where, what, pid, shown)
             self._newest.append((time.monotonic(), f"{what} (process {pid} gave {shown!r}"))
             raise
 
