@@ -25,18 +25,7 @@ from typing import Literal
 
 from ..backend.model.values import human_bytes, meminfo, memory_limit
 from ..mount_options import MountError
-from .mounting import (
-    FSTYPE,
-    MS_NODEV,
-    MS_NOSUID,
-    MS_REMOUNT,
-    can_mount,
-    containing_mount,
-    find_mount,
-    mount_filesystem,
-    named,
-    unmount_filesystem,
-)
+from . import mounting
 from .users import MOUNTPOINT_FILE, is_locked, mountpoint_of, read_note, wait_until_free, write_note
 
 # Unlike /tmp, it is not cleaned by age, and only root can write to it.
@@ -46,7 +35,7 @@ SHM_ROOT = "/dev/shm"
 # A tmpfs that fills all memory takes the machine down; the rest of the memory is for programs.
 _DEFAULT_SHARE = 0.8
 _SIZE_MIN_BYTES = 1 << 20
-_TMPFS_FLAGS = MS_NOSUID | MS_NODEV
+_TMPFS_FLAGS = mounting.MS_NOSUID | mounting.MS_NODEV
 # A file in a cache, with the path of the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
 _ENTRIES = re.compile(r"names.*|kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
@@ -133,7 +122,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     """
     if size is not None:
         _refuse_size(size)
-    if can_mount():
+    if mounting.can_mount():
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
             _private_directory(TMPFS_ROOT)
@@ -180,7 +169,7 @@ def _refuse_size(size: int) -> None:
 
 
 def _tmpfs_store(path: str, size: int | None) -> Store:
-    mount = find_mount(path)
+    mount = mounting.find_mount(path)
     if mount is not None:
         if mount.fstype != "tmpfs":
             raise MountError(f"a {mount.fstype} filesystem is mounted on {path}; unmount it")
@@ -200,12 +189,12 @@ def mount_tmpfs(path: str, size: int) -> tuple[str, ...]:
     data = f"mode=0700,size={size}"
     try:
         try:
-            mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, f"huge=within_size,{data}")
+            _mount(path, f"huge=within_size,{data}")
             return ()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, data)
+        _mount(path, data)
     except PermissionError:
         raise
     except OSError as error:
@@ -213,17 +202,21 @@ def mount_tmpfs(path: str, size: int) -> tuple[str, ...]:
     return ("this kernel has no huge pages for tmpfs: large files are slower",)
 
 
+def _mount(path: str, data: str, flags: int = 0) -> None:
+    mounting.mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS | flags, data)
+
+
 def resize(path: str, size: int) -> None:
     """Set the size in bytes of a mounted tmpfs. Raises MountError (smaller than its contents)."""
     try:
-        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS | MS_REMOUNT, f"size={size}")
+        _mount(path, f"size={size}", mounting.MS_REMOUNT)
     except OSError as error:
         why = f"{error.strerror} (it holds {_bytes_used(path)})"
         raise MountError(f"cannot resize the store {path} to {size} bytes: {why}") from error
 
 
 def _is_private_tmpfs(path: str) -> bool:
-    return os.path.dirname(path) == TMPFS_ROOT and find_mount(path) is not None
+    return os.path.dirname(path) == TMPFS_ROOT and mounting.find_mount(path) is not None
 
 
 def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> Store:
@@ -231,12 +224,12 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
 
     Raises MountError if the directory cannot be a store.
     """
-    path = os.path.realpath(named(directory))
+    path = os.path.realpath(mounting.named(directory))
     inside = os.path.commonpath([path, mountpoint])
     if inside in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
-    below = containing_mount(path)
-    if below is not None and below.fstype == FSTYPE:
+    below = mounting.containing_mount(path)
+    if below is not None and below.fstype == mounting.FSTYPE:
         raise MountError(f"the store {directory} is on an irdmafs mount; it needs memory or a disk")
     if size is not None and not _is_private_tmpfs(path):
         raise MountError(
@@ -360,7 +353,7 @@ def default_store_path(mountpoint: str) -> str | None:
 def discard_given_store(directory: str) -> None:
     """Discard the store in a directory that a user named. Raises MountError as discard_store does, and if
     the directory is not the store or the cache of a mount."""
-    path = os.path.realpath(named(directory))
+    path = os.path.realpath(mounting.named(directory))
     purpose = purpose_of(path)
     if purpose == "node":
         raise MountError(f"{directory} is the store of {_OWNERS[purpose]}: irdmafs cluster drain")
@@ -375,7 +368,7 @@ def discard_store(path: str) -> None:
     wait_until_free(path)
     try:
         if _is_private_tmpfs(path):
-            unmount_filesystem(path)
+            mounting.unmount_filesystem(path)
         else:
             for entry in os.scandir(path):
                 if not _ENTRIES.fullmatch(entry.name):
@@ -394,7 +387,7 @@ def discard_store(path: str) -> None:
 
 
 def _bytes_used(path: str) -> int:
-    if find_mount(path) is not None:
+    if mounting.find_mount(path) is not None:
         usage = os.statvfs(path)
         return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
     return sum(

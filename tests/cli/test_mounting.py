@@ -288,7 +288,7 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def unprivileged(roots: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(stores, "can_mount", lambda: False)
+    monkeypatch.setattr(mounting, "can_mount", lambda: False)
     return roots
 
 
