@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,7 +35,6 @@ from ..fuse.wakeups import FastWakeups
 from ..mount_options import MountConfig, MountError
 from ..posix import quotas
 from ..posix.atimes import Atimes
-from ..posix.census import census
 from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
@@ -213,9 +211,10 @@ class _Daemon:
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Coherence(store.namespace, cache)
-        self._census = partial(census, store.namespace, cache, coherence, locking)
         block = Superblock(store, cache, coherence, self._atimes, options)
-        return Filesystem(block, locking, self._report, acls=acls)
+        filesystem = Filesystem(block, locking, self._report, acls=acls)
+        self._census = filesystem.census
+        return filesystem
 
     async def run(self, ready: Callable[[str], None]) -> None:
         config = self._config

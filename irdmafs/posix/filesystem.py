@@ -33,6 +33,7 @@ class Filesystem:
         acls: bool,
     ) -> None:
         store = block.store
+        self._namespace = store.namespace
         self.processes = block.processes
         self.coherence = block.coherence
         self.atimes = block.atimes
@@ -45,3 +46,28 @@ class Filesystem:
         self.metadata = block.metadata
         self.xattrs = Xattrs(block, self.waits, status, acls=acls)
         self.files = Files(block, locking, self.waits, since)
+
+    def census(self) -> dict[str, int]:
+        """Count inodes, bytes, nodes, handles and locks, for `irdmafs status`."""
+        inodes, nodes = self._namespace.inodes, self.cache.nodes
+        totals = inodes.totals
+        kept = totals.files
+        working = 0
+        for content in {one.content for one in nodes.handles.values() if one.content is not None}:
+            if content.own:
+                working += self.cache.looks.look_of(content, inodes[content.ino]).blocks * 512
+            elif content.state.ended and content.extent:
+                kept += 1
+        return {
+            "inodes": totals.inodes + len(inodes.unrecorded()),
+            "files": totals.files,
+            "directories": totals.directories,
+            "versions_kept": kept,
+            "bytes_published": totals.blocks * 512,
+            "bytes_working": working,
+            "bytes_carried": self.cache.carried.bytes,
+            "nodes": len(nodes.by_id),
+            "open_handles": len(nodes.handles),
+            "locks": self.locking.count(),
+            **self.coherence.count(),
+        }
