@@ -42,13 +42,10 @@ class _Kinds:
     internal to the kernel, whose device numbers never change and which hold no other files."""
 
     def __init__(self) -> None:
-        memory = os.memfd_create("irdmafs", os.MFD_CLOEXEC)
+        memory, ends = os.memfd_create("irdmafs", os.MFD_CLOEXEC), os.pipe()
         self._memory = _info(memory)[b"mnt_id"]
-        os.close(memory)
-        ends = os.pipe()
         self._pipe = _info(ends[0])[b"mnt_id"]
-        for end in ends:
-            os.close(end)
+        _close_all([memory, *ends])
 
     def check_memory(self, fd: int) -> None:
         """Raise OSError EINVAL unless it is a memfd of ordinary pages or a dma-buf."""

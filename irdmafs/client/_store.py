@@ -25,33 +25,28 @@ _HEADERS_MAX = 64
 # -- names ------------------------------------------------------------------------------------------
 
 
-def check_name(name: str) -> list[str]:
-    """Return the components of a name. Raises ValueError for one that is no name of an array."""
-    parts = name.split("/")
-    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+def is_name(name: str) -> bool:
+    """Return whether this is a name of an array, or can be a part of one."""
+    return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for what is no name of an array."""
+    if not is_name(name):
         raise ValueError(
             f"{name!r} is not a name: names are components joined by '/', "
             "without empty ones, '.' and '..'"
         )
-    return parts
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return the file's name and, for a name inside a .safetensors file, the tensor's."""
-    parts = check_name(name)
+    """Return the file's name and, for a name in a .safetensors file, the tensor's. Raises ValueError."""
+    check_name(name)
+    parts = name.split("/")
     for index, part in enumerate(parts[:-1], start=1):
         if part.endswith(SAFETENSORS):
             return "/".join(parts[:index]), "/".join(parts[index:])
     return name, None
-
-
-def is_addressable(tensor: str) -> bool:
-    """Return whether a tensor's own name can be part of a name."""
-    try:
-        check_name(tensor)
-    except ValueError:
-        return False
-    return True
 
 
 def walk(root: str, prefix: str) -> Iterator[str]:
@@ -282,7 +277,7 @@ class Store(MutableMapping[str, Array]):
                         tensors = self._parse(self._path(file), fd, status).header.tensors
                 except FileNotFoundError:
                     continue
-                names.update(f"{file}/{tensor}" for tensor in tensors if is_addressable(tensor))
+                names.update(f"{file}/{tensor}" for tensor in tensors if is_name(tensor))
         return iter(sorted(names))
 
     def __len__(self) -> int:

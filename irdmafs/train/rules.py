@@ -254,19 +254,15 @@ RULES: dict[str, type[Rule]] = {
 # -- by name -----------------------------------------------------------------------------------
 
 
-def _rule(name: str) -> type[Rule]:
-    if name not in RULES:
-        raise ValueError(f"no rule {name!r}; there are {', '.join(RULES)}")
-    return RULES[name]
-
-
 def options_of(name: str) -> dict[str, Option]:
     """Return the options of a rule with their defaults. Raises ValueError for an unknown rule."""
-    rule = _rule(name)
+    if name not in RULES:
+        raise ValueError(f"no rule {name!r}; there are {', '.join(RULES)}")
+    rule = RULES[name]
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
-def is_fp32(value: object) -> bool:
+def _is_fp32(value: object) -> bool:
     """Return whether a value is a number that is finite in fp32."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= F32_MAX
 
@@ -274,13 +270,13 @@ def is_fp32(value: object) -> bool:
 def make_rule(name: str, options: Mapping[str, Option]) -> Rule:
     """Make a rule of RULES; options that are not given have their defaults. Raises ValueError for an
     unknown rule or option and for a value that makes no sense."""
-    found, known = _rule(name), options_of(name)
+    known = options_of(name)
     for option, value in options.items():
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"the rule {name} has no option {option!r}; {has}")
         is_switch = isinstance(known[option], bool)
-        if not (isinstance(value, bool) if is_switch else is_fp32(value)):
+        if not (isinstance(value, bool) if is_switch else _is_fp32(value)):
             kind = "true or false" if is_switch else "a number of fp32"
             raise ValueError(f"the option {option} of the rule {name} is {kind}, not {value!r}")
-    return found(**options)
+    return RULES[name](**options)
