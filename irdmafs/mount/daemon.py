@@ -180,20 +180,18 @@ class _Daemon:
         # Imported here: a kernel session needs no pyfuse3.
         from ..fuse.portable import PortableNotices, PortableSession
 
-        config = self._config
-        if config.options.locks == "refuse":
+        mountpoint, options = self._config.mountpoint, self._config.options
+        if options.locks == "refuse":
             raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
         self._wakeups = None
         filesystem = self._filesystem(PortableNotices(self._tasks), acls=False)
-        options = mounting.libfuse_options(config.options)
+        words = mounting.libfuse_options(options)
         try:
-            return PortableSession(
-                filesystem, self._tasks, self._counts, config.mountpoint, options
-            )
+            return PortableSession(filesystem, self._tasks, self._counts, mountpoint, words)
         except RuntimeError as error:
             raise MountError(
-                f"cannot mount on {config.mountpoint}: {error}; `irdmafs doctor` says what is missing "
-                "here, and how to get it"
+                f"cannot mount on {mountpoint}: {error}; `irdmafs doctor` says what is missing here, and "
+                "how to get it"
             ) from error
 
     def _filesystem(self, kernel: KernelCache, *, acls: bool) -> Filesystem:
@@ -201,9 +199,7 @@ class _Daemon:
         store, options = self._store, self._config.options
         isolates, passthrough = options.isolation, self._wakeups is not None
         cache = Cache(store, kernel, self._processes, isolates=isolates, passthrough=passthrough)
-        locking = Locking(
-            options.locks, store.locks, cache.publisher, kernel, store.namespace.describe
-        )
+        locking = Locking(options.locks, store, cache.publisher, kernel)
         coherence: Coherence
         if store.freshness is not None:
             beliefs = Beliefs(store.namespace, cache.nodes, kernel)

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from fcntl import F_RDLCK, F_UNLCK
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..backend.model.lock_claims import FLOCK, POSIX, Claim, LockHolder
+from ..backend.store.api import Store
 from ..callers.processes import ids_of
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.publishing import Publisher
@@ -32,23 +33,18 @@ log = logging.getLogger(__name__)
 
 
 class Locking(LockHolder):
-    """The locks that processes of this host take through the mount. `shared`: those of other hosts."""
+    """The locks that processes of this host take through the mount. Its store has those of others."""
 
     def __init__(
-        self,
-        scope: LockScope,
-        shared: "SharedLocks | None",
-        contents: Publisher,
-        kernel: KernelCache,
-        describe: Callable[[int], str],
+        self, scope: LockScope, store: Store, contents: Publisher, kernel: KernelCache
     ) -> None:
         self._scope = scope
-        self._shared = shared if scope == "cluster" else None
+        self._shared = store.locks if scope == "cluster" else None
         # Locks that hold on other hosts end with the mount's session.
         self.may_lose = self._shared is not None
         self._contents = contents
         self._kernel = kernel
-        self._describe = describe
+        self._describe = store.namespace.describe
         self.posix = LockTable()
         self.flocks = FlockTable()
         # Owners of POSIX locks, by the handle through which they took some, until a close gives them back.

@@ -176,9 +176,7 @@ class Served:
         )
         self.nodes = self.cache.nodes
         coherence = Coherence(store.namespace, self.cache)
-        locking = Locking(
-            "local", None, self.cache.publisher, self.notices, store.namespace.describe
-        )
+        locking = Locking("local", store, self.cache.publisher, self.notices)
         block = Superblock(store, self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
