@@ -280,11 +280,8 @@ async def _make_subvolume(engine: EtcdEngine, settings: Settings, parent: int, n
         raise ConfigError(f"a cluster has {len(SUBVOLUMES)} of these directories at most")
     now = now_ns()
     inodes = [Inode(subvolume, stat.S_IFDIR | 0o755, 0, 0, now)]
-    conditions: list[Compare] = [
-        (claim_key(parent), 0),
-        (name_key(parent, name), 0),
-        (next_ino_key(subvolume), 0),
-    ]
+    absent = claim_key(parent), name_key(parent, name), next_ino_key(subvolume)
+    conditions: list[Compare] = [(key, 0) for key in absent]
     if parent == ROOT_INO and await engine.get(inode_key(ROOT_INO)) is None:
         inodes.append(Inode(ROOT_INO, stat.S_IFDIR | 0o755, 0, 0, now))  # it was never mounted
         conditions.append((inode_key(ROOT_INO), 0))

@@ -258,16 +258,12 @@ def admit(node: str, config_path: str | None) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would move.")
 @click.option("--without", "leaving", multiple=True, metavar="NODE",
               help="With --dry-run: as if this node were drained.")  # fmt: skip
-@click.option("--add", "added", type=click.IntRange(1, 1000), metavar="COUNT",
+@click.option("--add", "new", type=click.IntRange(1, 1000), metavar="COUNT",
               help="With --dry-run: as if so many nodes joined.")  # fmt: skip
 @json_option
 @config_option
 def rebalance(
-    dry_run: bool,
-    leaving: tuple[str, ...],
-    added: int | None,
-    as_json: bool,
-    config_path: str | None,
+    dry_run: bool, leaving: tuple[str, ...], new: int | None, as_json: bool, config_path: str | None
 ) -> None:
     """Wait until every file is on the store nodes that should keep it, or say what would move.
 
@@ -275,7 +271,7 @@ def rebalance(
     """
     from .cluster_status import Progress, print_moves
 
-    if (leaving or added) and not dry_run:
+    if (leaving or new) and not dry_run:
         raise click.UsageError("--without and --add are for --dry-run")
     if as_json and not dry_run:
         raise click.UsageError("--json is for --dry-run")
@@ -291,7 +287,7 @@ def rebalance(
         gone = {found.find_node(name) for name in leaving}
         candidates = [c for c in found.members.candidates() if c.node not in gone]
         # The ids of new nodes are random anyway.
-        candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))
+        candidates += (Candidate(number, 1.0, {}) for number in range(1, (new or 0) + 1))
         held = await read_group_bytes(engine, settings.buckets)
         return found.plan(candidates, held)
 

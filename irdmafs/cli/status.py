@@ -318,11 +318,8 @@ def print_versions(path: str, data: Mapping[str, Any]) -> None:
         openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
         first = [shown(cell, entry) for cell in ("{version}", "{state}", "{size:bytes}")]
         rows.append((*first, when, openers))
-    print_table(
-        ("version", "state", "size", "modified", "open in processes"),
-        rows,
-        title=f"{path} (inode {data.get('ino', '-')})",
-    )
+    columns = ("version", "state", "size", "modified", "open in processes")
+    print_table(columns, rows, title=f"{path} (inode {data.get('ino', '-')})")
 
 
 def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,11 +117,8 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
     """
     from ..train import Reducer
 
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="irdmafs: %(message)s",
-        stream=sys.stderr,
-    )
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="irdmafs: %(message)s")
     ended = False
 
     def end(*_: object) -> None:

@@ -19,9 +19,8 @@ from ..client._files import look_up
 from . import pushes
 from .config import TrainConfig
 from .directory import (
-    COMPLAINT,
     LOOK_S,
-    NORM,
+    NOT_KEPT,
     PLAN,
     TrainDirectory,
     discard,
@@ -301,7 +300,7 @@ class Coordinator:
             assemble(self._train, self._layout, plan.version, target)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
-            if name.startswith((".", NORM, COMPLAINT)):
+            if name.startswith(NOT_KEPT):
                 remove(target / name)
         # Another coordinator may have made it, while this one's host was stopped.
         with contextlib.suppress(FileExistsError, FileNotFoundError):

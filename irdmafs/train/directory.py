@@ -39,6 +39,8 @@ PLAN = "version.json"
 # Until a version is made, its directory also has the norms of its parts, and what reducers complain of. The
 # names of these files begin so, and end with the part's.
 NORM, COMPLAINT = "version.norm.", "version.bad."
+# Names in the directory of a version that begin so are not of the version.
+NOT_KEPT = (".", NORM, COMPLAINT)
 # In the metadata of a file with parameters or state: the number of the version that it is of.
 VERSION = "version"
 # The directories of a part of a version, which have a file for each shard.

@@ -27,9 +27,8 @@ from ..client._safetensors import encode
 from .arithmetic import CODES
 from .config import TrainConfig
 from .directory import (
-    COMPLAINT,
     FOLDERS,
-    NORM,
+    NOT_KEPT,
     PLAN,
     TrainDirectory,
     make_new,
@@ -119,7 +118,7 @@ def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
         path
         for path in sorted(train.models.iterdir())
         if path.is_file()
-        and not path.name.startswith((".", NORM, COMPLAINT))
+        and not path.name.startswith(NOT_KEPT)
         and not path.name.endswith(".safetensors")
         and path.name not in ours
         and path.stat().st_size <= _KEPT_MAX_BYTES

@@ -214,16 +214,14 @@ def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
     _check_tensors(tensors, shapes, scaled)
 
 
-def _check_whole(layout: ModelLayout, tensors: Mapping[str, Layout]) -> None:
+def _check_whole(layout: ModelLayout, tensors: dict[str, Layout]) -> None:
     if not tensors:
         raise invalid("it has no tensor")
     _check_tensors(tensors, layout.shapes, layout.scaled)
 
 
 def _check_tensors(
-    tensors: Mapping[str, Layout],
-    shapes: Mapping[str, tuple[int, ...]],
-    scaled: Mapping[str, Parameter],
+    tensors: dict[str, Layout], shapes: dict[str, tuple[int, ...]], scaled: dict[str, Parameter]
 ) -> None:
     for name, found in tensors.items():
         if name in scaled:

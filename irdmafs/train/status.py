@@ -271,9 +271,8 @@ class Watch:
             return
         self._last = ""
         if not self._has_counted():
-            raise TrainError(
-                f"push {self._step} of {self._worker!r} was removed before it counted: push it again"
-            )
+            push = f"push {self._step} of {self._worker!r}"
+            raise TrainError(f"{push} was removed before it counted: push it again")
 
     def _has_counted(self) -> bool:
         return self._train.has_counted(self._worker, self._step)

@@ -321,9 +321,7 @@ class Worker:
         for name, target in (out or {}).items():
             if tuple(target.shape) != shapes[name]:
                 shape = tuple(target.shape)
-                raise ValueError(
-                    f"an array of {shape} for the parameter {name!r} of {shapes[name]}"
-                )
+                raise ValueError(f"array of {shape} for the parameter {name!r} of {shapes[name]}")
 
     def _show(self, plan: Plan, out: Out) -> dict[str, Any]:
         self._check_out(out)
