@@ -166,9 +166,7 @@ def _check_port(device: Device, port: Port, limits: Limits | None) -> Check:
         mtu = _netdev_mtu(port.netdev)
         found += f" (MTU {mtu})" if mtu else ""
         if 0 < mtu < _NETDEV_MTU_COMFORTABLE and port.link_layer == "Ethernet":
-            remedy = (
-                f"large packets cost less: ip link set {port.netdev} mtu 9000, and at the switch"
-            )
+            remedy = f"large packets cost less: ip link set {port.netdev} mtu 9000 (the switch too)"
     if limits is not None and limits.mtus.get(port.number):
         found += f", RDMA MTU {limits.mtus[port.number]}"
     if port.state != "ACTIVE":

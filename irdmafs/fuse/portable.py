@@ -70,17 +70,12 @@ class PortableSession:
     name = "pyfuse3"
 
     def __init__(
-        self,
-        filesystem: Filesystem,
-        tasks: Tasks,
-        counts: Counts,
-        mountpoint: str,
-        options: set[str],
+        self, filesystem: Filesystem, tasks: Tasks, counts: Counts, mountpoint: str, words: set[str]
     ) -> None:
         self._tasks = tasks
         self._waits = filesystem.waits
         with _errors_of_libfuse():
-            pyfuse3.init(_adapted(filesystem, counts), mountpoint, options)
+            pyfuse3.init(_adapted(filesystem, counts), mountpoint, words)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:

@@ -74,6 +74,7 @@ _NO_DATA: Final = NoPayload(errno.ENODATA)
 # A coroutine is run to its result.
 Result = Any
 CarryOut = Callable[..., Result]
+Pack = Callable[[Any], bytes] | None
 
 
 class Row(NamedTuple):
@@ -85,16 +86,10 @@ class Row(NamedTuple):
     size: int
     names: int
     carry_out: CarryOut
-    pack: Callable[[Any], bytes] | None
+    pack: Pack
 
 
-def _row(
-    layout: Struct,
-    carry_out: CarryOut,
-    pack: Callable[[Any], bytes] | None = None,
-    *,
-    names: int = 0,
-) -> Row:
+def _row(layout: Struct, carry_out: CarryOut, pack: Pack = None, *, names: int = 0) -> Row:
     return Row(layout, BODY + layout.size, names, carry_out, pack)
 
 
@@ -168,9 +163,7 @@ class Requests:
             Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
             Opcode.FSYNC: _row(wire.FSYNC_IN, lambda asked, fh, *_: files.fsync(fh)),
             Opcode.FALLOCATE: _row(wire.FALLOCATE_IN, self._fallocate),
-            Opcode.LSEEK: _row(
-                wire.LSEEK_IN, lambda asked, *to: files.lseek(*to), wire.LSEEK_OUT.pack
-            ),
+            Opcode.LSEEK: _row(wire.LSEEK_IN, lambda _, *to: files.lseek(*to), wire.LSEEK_OUT.pack),
             Opcode.COPY_FILE_RANGE: _row(
                 wire.COPY_FILE_RANGE_IN,
                 lambda asked, *parts: files.copy_file_range(*parts),
@@ -290,10 +283,8 @@ class Requests:
         start = BODY + wire.SETXATTR_IN.size + len(name) + 1
         asked.refuse_shorter(start + size)
         value = bytes(self._view[start : start + size])
-        drop_set_gid = bool(more & wire.SETXATTR_ACL_KILL_SGID)
-        return self._fs.xattrs.setxattr(
-            asked.nodeid, name, value, asked, flags, drop_set_gid=drop_set_gid
-        )
+        drop = bool(more & wire.SETXATTR_ACL_KILL_SGID)
+        return self._fs.xattrs.setxattr(asked.nodeid, name, value, asked, flags, drop_set_gid=drop)
 
     def _getxattr(self, asked: Request, room: int, _: int, name: bytes) -> Result:
         if name in _ASKED_OFTEN and not self._nodes.inode_of(asked.nodeid).xattrs:

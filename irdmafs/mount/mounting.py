@@ -180,13 +180,8 @@ def containing_mount(path: str) -> Mount | None:
 def ask_child(command: list[str], timeout_s: float) -> tuple[bytes, bool]:
     """Run a command that may block in the kernel for good, where no signal reaches it. Return its output
     until then, and whether it has ended by itself in time."""
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
+    null = subprocess.DEVNULL
+    child = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, cwd="/")
     try:
         return child.communicate(timeout=timeout_s)[0], True
     except subprocess.TimeoutExpired as late:

@@ -5,16 +5,13 @@ Operations raise OSError. Only the kernel session asks for fallocate, lseek, cop
 tmpfile: pyfuse3 has no names for them.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from .files import Files
 from .locking import Locking
 from .names import Names
 from .since import Since
 from .superblock import Superblock
 from .waits import Waits
-from .xattrs import Xattrs
+from .xattrs import Status, Xattrs
 
 
 class Filesystem:
@@ -24,14 +21,7 @@ class Filesystem:
     attribute user.irdmafs.status.
     """
 
-    def __init__(
-        self,
-        block: Superblock,
-        locking: Locking,
-        status: Callable[[], dict[str, Any]],
-        *,
-        acls: bool,
-    ) -> None:
+    def __init__(self, block: Superblock, locking: Locking, status: Status, *, acls: bool) -> None:
         store = block.store
         self._namespace = store.namespace
         self.processes = block.processes

@@ -77,15 +77,14 @@ _VALUE_MAX: Final = 65536
 # What an entry needs at least beside its name: '"":[1],'.
 _ENTRY_BYTES: Final = 7
 _ALL: Final = stat.S_IROTH | stat.S_IXOTH
+Status = Callable[[], dict[str, Any]]
 
 
 class Xattrs(Part):
     """Sets, shows and removes extended attributes. `status`: what user.irdmafs.status tells; `acls`: the
     session has the kernel check ACLs, otherwise there are none."""
 
-    def __init__(
-        self, block: Superblock, waits: Waits, status: Callable[[], dict[str, Any]], *, acls: bool
-    ) -> None:
+    def __init__(self, block: Superblock, waits: Waits, status: Status, *, acls: bool) -> None:
         super().__init__(block)
         self._waits = waits
         self._status = status
