@@ -207,7 +207,7 @@ class _Daemon:
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Coherence(store.namespace, cache)
-        block = Superblock(store, cache, coherence, self._atimes, options)
+        block = Superblock(cache, coherence, self._atimes, options)
         filesystem = Filesystem(block, locking, self._report, acls=acls)
         self._census = filesystem.census
         return filesystem

@@ -5,7 +5,6 @@ import os
 from typing import Final
 
 from ..backend.namespace import ROOT_INO, Inode, fail
-from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.nodes import Node
 from ..coherence.protocol import Coherence
@@ -33,14 +32,9 @@ class Metadata:
     those that changed."""
 
     def __init__(
-        self,
-        store: Store,
-        cache: Cache,
-        coherence: Coherence,
-        options: MountOptions,
-        atimes: Atimes,
+        self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
     ) -> None:
-        self._store = store
+        self._store = store = cache.host.store
         self._namespace = store.namespace
         self._inodes = store.namespace.inodes
         self._cache = cache

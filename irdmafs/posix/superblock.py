@@ -1,6 +1,5 @@
 """The objects that all operations of a mounted filesystem work on."""
 
-from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.protocol import Coherence
 from ..mount_options import MountOptions
@@ -13,14 +12,9 @@ class Superblock:
     times, and the attributes that nodes show."""
 
     def __init__(
-        self,
-        store: Store,
-        cache: Cache,
-        coherence: Coherence,
-        atimes: Atimes,
-        options: MountOptions,
+        self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
     ) -> None:
-        self.store = store
+        self.store = store = cache.host.store
         self.namespace = store.namespace
         self.inodes = store.namespace.inodes
         self.cache = cache
@@ -30,7 +24,7 @@ class Superblock:
         self.coherence = coherence
         self.atimes = atimes
         self.options = options
-        self.metadata = Metadata(store, cache, coherence, options, atimes)
+        self.metadata = Metadata(cache, coherence, atimes, options)
 
 
 class Part:

@@ -177,7 +177,7 @@ class Served:
         self.nodes = self.cache.nodes
         coherence = Coherence(store.namespace, self.cache)
         locking = Locking("local", store, self.cache.publisher, self.notices)
-        block = Superblock(store, self.cache, coherence, atimes, MountOptions())
+        block = Superblock(self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
         tasks = StartedTasks(nursery)
