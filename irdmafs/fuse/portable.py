@@ -92,6 +92,17 @@ class PortableSession:
         pyfuse3.close(unmount=False)
 
 
+def _tell(notify: Callable[..., None], *args: Any) -> bool:
+    """Notify the kernel. Return False if it does not know what this is about."""
+    try:
+        notify(*args)
+    except OSError as error:
+        if error.errno not in _GONE:
+            log.warning("notifying the kernel failed: %s", error)
+        return error.errno != errno.ENOENT
+    return True
+
+
 class PortableNotices(KernelCache):
     """The kernel's memory of a mount with this session: there is no passthrough, and the kernel believes
     nothing that it cannot be made to forget."""
@@ -100,15 +111,7 @@ class PortableNotices(KernelCache):
         self._tasks = tasks
 
     def forget_attributes(self, node: Node) -> bool:
-        if not self._tasks.ended:
-            try:
-                pyfuse3.invalidate_inode(node.id, attr_only=True)  # takes no lock
-            except OSError as error:
-                if error.errno == errno.ENOENT:
-                    return False
-                if error.errno not in _GONE:
-                    log.warning("notifying the kernel failed: %s", error)
-        return True
+        return self._tasks.ended or _tell(pyfuse3.invalidate_inode, node.id, True)  # takes no lock
 
     async def expire_names(self, names: list[Name]) -> None:
         for parent, name in names:
@@ -119,11 +122,7 @@ class PortableNotices(KernelCache):
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
-        try:
-            await trio.to_thread.run_sync(notify, *args)
-        except OSError as error:
-            if error.errno not in _GONE:
-                log.warning("notifying the kernel failed: %s", error)
+        await trio.to_thread.run_sync(_tell, notify, *args)
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         return self._tasks.start_soon(telling, *args)
