@@ -108,14 +108,13 @@ class Coordinator:
     def _plan(self, config: TrainConfig, newest: Plan) -> bool:
         self._look_at_members()
         found = self._find_pushes(config, newest)
-        waiting = pending(found, newest.clocks)
-        enough, awaited = is_wanted(config, waiting, self._members)
-        if not enough:
+        plan = next_plan(config, newest, found, self._members)
+        if plan is None:
+            waiting = pending(found, newest.clocks)
+            _, awaited = is_wanted(config, waiting, self._members)
             self._show_status(config, newest, waiting, awaited)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
-        plan = next_plan(config, newest, found, self._members)
-        assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
         return True
 

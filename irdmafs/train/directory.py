@@ -141,27 +141,15 @@ class TrainDirectory:
 
     def config(self) -> TrainConfig:
         """Read config.toml. Raises TrainError."""
-        path = self.config_path
-        try:
-            return self._once(path, partial(TrainConfig.read, self.path / path.name))
-        except FileNotFoundError:
-            raise self._not_begun() from None
-
-    def _not_begun(self) -> TrainError:
-        return TrainError(
-            f"{self.models} is not trained in: irdmafs train init {self.models} begins"
-        )
+        shown = self.path / self.config_path.name
+        return self._once(self.config_path, partial(TrainConfig.read, shown))
 
     def layout(self) -> ModelLayout:
         """Read layout.json. Raises TrainError."""
-        path = self.layout_path
         try:
-            layout: ModelLayout = self._once(path, partial(msgspec.json.decode, type=ModelLayout))
-        except FileNotFoundError:
-            raise self._not_begun() from None
+            return self._once(self.layout_path, msgspec.json.Decoder(ModelLayout).decode)
         except msgspec.MsgspecError as error:
-            raise TrainError(f"{path}: {error}") from None
-        return layout
+            raise TrainError(f"{self.layout_path}: {error}") from None
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""
@@ -195,11 +183,15 @@ class TrainDirectory:
         return plan
 
     def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
-        """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
-        other OSErrors, TrainError, and what `read` raises."""
-        now = seen(_files.look_up(os.stat, path))
-        if path not in self._read or self._read[path][0] != now:
-            self._read[path] = (now, read(read_small(path)))
+        """Return what a small file of each training holds, which is read again if it has changed. Raises
+        OSError, TrainError, and what `read` raises."""
+        try:
+            now = seen(_files.look_up(os.stat, path))
+            if path not in self._read or self._read[path][0] != now:
+                self._read[path] = (now, read(read_small(path)))
+        except FileNotFoundError:
+            how = f"irdmafs train init {self.models} begins"
+            raise TrainError(f"{self.models} is not trained in: {how}") from None
         value: T = self._read[path][1]
         return value
 
