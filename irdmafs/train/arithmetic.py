@@ -215,8 +215,7 @@ def _square_sum(block: F32) -> float:
 
 
 def count_nonfinite(elements: Array) -> int:
-    """Return how many elements are NaN, or infinite in fp32. Raises ValueError for what to_float32() does
-    not convert."""
+    """Return how many elements are NaN, or infinite in fp32. Raises ValueError as to_float32() does."""
     _check(elements)
     finite = 0
     with np.errstate(all="ignore"):

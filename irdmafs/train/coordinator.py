@@ -121,8 +121,7 @@ class Coordinator:
     def _show_status(
         self, config: TrainConfig, newest: Plan, waiting: Collection[Push], awaited: Sequence[str]
     ) -> None:
-        """Write the file `status` anew, now and then, if there is something else to show. Raises
-        OSError."""
+        """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
         now_s = time.monotonic()
         if now_s >= self._shown_s + _SHOW_S:
             self._shown_s = now_s
@@ -214,8 +213,7 @@ class Coordinator:
         return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
 
     def _settle(self, push: Push, step: int) -> None:
-        """Give a push whose name says no step a name that says it. A file that gets the old name later is
-        another push."""
+        """Give a push whose name says no step one that does. A later file of that name is another push."""
         del self._pushes[push.path]
         path = pushes.name_in_file(push._replace(step=step))
         try:
@@ -272,8 +270,7 @@ class Coordinator:
             del self._joined[name]
 
     def _takes_part(self, name: str, status: Seen | None) -> bool:
-        """Return whether a worker takes part. Remove the file of one that has ended. `status`: that of the
-        file."""
+        """Return whether a worker takes part. Remove the file of one that ended. `status`: of the file."""
         path = self._train.workers / name
         known = self._joined.get(name)
         try:
@@ -328,8 +325,7 @@ class Coordinator:
                     move(gone / owner_of(home), self._train.ahead / home / str(newest + 2))
 
     def tidy_up(self) -> bool:
-        """Remove for a little while what was put aside. Return whether there was something to do. Raises
-        OSError."""
+        """Remove for a little while what was put aside; return whether there was any. Raises OSError."""
         if self._litter is None:
             self._litter = [*look(self._train.aside).names]
         until_s = time.monotonic() + _TIDY_S
@@ -340,8 +336,7 @@ class Coordinator:
         return removed > 0
 
     def _sweep(self) -> None:
-        """Put aside the files that killed processes were writing, and the directories of parts whose
-        reducer has ended."""
+        """Put aside the files of killed processes, and the directories of parts whose reducer has ended."""
         self._oldest = min(self._train.version_numbers(), default=0)
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):

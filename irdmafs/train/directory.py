@@ -167,8 +167,7 @@ class TrainDirectory:
         return self._plan(self.version(number), self._versions.folder(str(number)))
 
     def _plan(self, directory: Path, there: Folder) -> Plan:
-        """Read the plan in a directory, unless it was read where it lay before. `there`: what is known of
-        the directory."""
+        """Read the plan in a directory, unless it was read elsewhere. `there`: what the directory has."""
         path, file = directory / PLAN, there.files.get(PLAN)
         plan = self._plans.get(file) if file is not None else None
         if plan is None:
@@ -249,8 +248,7 @@ class TrainDirectory:
         return self.next / (f"{version}.{attempt}" if attempt else str(version))
 
     def member_clocks(self, clocks: Mapping[str, int]) -> dict[str, int]:
-        """Return the workers that take part, each with its clock among these, or the one at which it
-        joined."""
+        """Return the workers that take part, each with its clock among these, or that when it joined."""
         found = {}
         for name in os.listdir(self.workers):
             with contextlib.suppress(OSError, ValueError, TrainError):
@@ -327,8 +325,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def make_new(path: Path, contents: Iterable[memoryview]) -> None:
-    """Make a file, which is whole when it gets its name. Raises FileExistsError if something has that, and
-    OSError."""
+    """Make a file, whole when it gets its name. Raises OSError, FileExistsError if the name is taken."""
     try:
         fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     except OSError as error:

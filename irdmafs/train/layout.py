@@ -61,8 +61,7 @@ class Slice(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A piece of all parameters. `size`: its number of elements. `part`: the part of the work that it
-    belongs to."""
+    """A piece of all parameters. `size`: its number of elements. `part`: the part of the work it is in."""
 
     name: str
     slices: tuple[Slice, ...]
@@ -102,8 +101,7 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def header_max_bytes(self) -> int:
-        """Return the size that the header of a push may have: there is room for a scale of each
-        parameter."""
+        """Return the size that the header of a push may have, with a scale of each parameter."""
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property

@@ -47,8 +47,7 @@ from .shard_files import ShardFile, gather
 from .status import how_to_reduce
 from .trees import Directory
 
-# Other files of the models' directory are kept if they are no larger, and so many of them: each version
-# has a name for each.
+# Other files of the models' directory are kept up to this size and number: each version has links to them.
 _KEPT_MAX_BYTES = 64 << 20
 _KEPT_MAX = 64
 # A file that gets its name with its content costs a transaction less, and a copy.
@@ -111,8 +110,7 @@ def _parse_index(path: Path) -> dict[str, Any]:
 
 
 def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
-    """Copy the other files of the models' directory: they are in each version. Return their names. Raises
-    OSError."""
+    """Copy other files of the models' directory for all versions; return their names. Raises OSError."""
     ours = {PLAN, *layout.parts, *map(shown, layout.indices)}
     kept = [
         path
@@ -206,8 +204,7 @@ def _make(
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
     os.setxattr(train.path, _PLACEMENT, b"together")
-    # A step changes more names here than it reads, and each from several hosts: neither following nor
-    # claiming them pays.
+    # A step changes more names here than it reads, from several hosts: neither following nor claiming pays.
     os.setxattr(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()

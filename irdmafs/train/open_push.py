@@ -21,8 +21,7 @@ from .plan import Push
 from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
 from .trees import Directories, Directory
 
-# Shards that are written at once: enough that the link is never idle, and few enough that one after the
-# other is there.
+# Shards that are written at once: so many that the link is never idle, so few that one is there soon.
 _AT_ONCE = 3
 
 
@@ -93,15 +92,13 @@ class OpenPush:
                 self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
-        # The files that were written or are being written, by shard, and those whose gradients have changed
-        # since.
+        # The files that were or are being written, by shard, and those whose gradients have changed since.
         self._written: dict[str, Future[None]] = {}
         self._in_vain: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
-        """Add a gradient, or replace the one of that name. Raises Refused where it does not fit the
-        parameter."""
+        """Add a gradient, or replace the one of that name. Raises Refused if it does not fit."""
         value = arrays_of(self._layout, {name: gradient})[name]
         with self._lock:
             self._values[name] = value

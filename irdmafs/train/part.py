@@ -60,8 +60,7 @@ class Foreseen(NamedTuple):
     seen: dict[str, Seen]
 
     def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
-        """Return whether a plan is the foreseen one, and its pushes, which are in push/ now, have the files
-        that were opened."""
+        """Return whether a plan is the foreseen one, and its pushes in push/ have the opened files."""
         return plan == self.plan and all(
             pushes.folder(push.path).files.get(shard.name) == self.seen[push.path]
             for push in plan.pushes
@@ -159,8 +158,7 @@ class Staged:
         return self._published[1]
 
     def open_published(self, shard: Shard, name: str) -> ShardFile:
-        """Return the file with a shard of the push that has a name in push/. Raises Refused, FormatError
-        and OSError."""
+        """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
         path, most = self._train.push / name, self._header_max_bytes
         try:
             directory = Directory(path)
@@ -206,7 +204,7 @@ class Part:
         self._complaint: tuple[Path, str] | None = None
 
     def foresee(self, config: TrainConfig, plan: Plan) -> bool:
-        """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
+        """Make the next shard for which all pushes of a foreseen plan are there. Return whether there was
         one. Raises OSError."""
         # Make the directories first: there is time for it while the first pushes are on their way.
         folders = self._open_folders(plan.version)
@@ -332,9 +330,8 @@ class Part:
         return PartFolders(params, state, there.folder(STATE).names)
 
     def _open_folders(self, version: int) -> PartFolders:
-        """Return the directories for the shards of a version. They are those of a version that was removed,
-        if the coordinator has given some back: writing files anew costs less than making new ones. Raises
-        OSError."""
+        """Return the directories for the shards of a version: those of a removed one, if the coordinator
+        gave some back, as writing files anew costs less than making new ones. Raises OSError."""
         if self._folders is not None and self._version == version:
             return self._folders
         if self._version != version:

@@ -21,8 +21,7 @@ _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
 _CANDIDATES_MIN = 128
 _CANDIDATES_PER_SHARD = 8
-# Two shards of a node: one is reduced and pulled while the other is on its way. More, or smaller ones, cost
-# more than that saves.
+# One shard is reduced and pulled while the other is on its way. More, or smaller ones, do not pay.
 _SHARDS_PER_NODE = 2
 _SHARD_BYTES = 8 << 20
 # The attribute is not there on one host, nor on another filesystem.
@@ -30,9 +29,8 @@ _UNKNOWN = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT)
 
 
 def choose(names: Mapping[str, str], shards: int) -> list[str]:
-    """Choose `shards` of these names, each with the node that is primary of it, such that every node is
-    primary of as equal a number as possible. Equal arguments give equal results. Raises ValueError if
-    there are too few names."""
+    """Choose `shards` of these names, each with its primary node, such that the nodes have as equal numbers
+    as possible. Equal arguments give equal results. Raises ValueError if there are too few names."""
     if shards > len(names):
         raise ValueError(f"{len(names)} names are too few for {shards} shards")
     left: dict[str, list[str]] = {}

@@ -169,8 +169,7 @@ def may_pull(
     members: Mapping[str, int],
 ) -> bool:
     """Return whether a worker may go on with the version that has these clocks. `pushed`: its last push, 0
-    before the first; `step`: that, or the clock at which it joined. `members`: the clock that each of them
-    joined at."""
+    before the first; `step`: that, or its clock when it joined; `members`: the clocks when they joined."""
     if clocks.get(worker, 0) < pushed:
         return False
     kind, number = config.synchronization

@@ -31,8 +31,7 @@ _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)",
 _FILE_NAME = re.compile(r"([^@]+)@(\d{1,18})", re.ASCII)
 _NAME_OF_FILE = "WORKER.safetensors or WORKER@STEP.safetensors (WORKER: letters, digits and _ . -)"
 _NAME_OF_DIRECTORY = "WORKER@STEP or WORKER@STEP;weight=2.0;base=16;lr=0.001"
-# In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
-# plan.
+# In the metadata of a push: its step. A file of a shard that lacks it is not summed ahead of the plan.
 STEP = "step"
 # The numbers in a push's metadata.
 _NUMBERS = {
@@ -147,8 +146,7 @@ def inspect(
 ) -> Push | None:
     """Return the push that a name in push/ leads to; None if it leads to none, or to none that is whole.
     `folder`: what is known to be below it. `finite`: as in read_file(); the files of a push in shards are
-    not opened here, as they would be fetched: reducers check them. Raises Refused for what does not fit the
-    parameters."""
+    not opened here, as they would be fetched: reducers check them. Raises Refused for what does not fit."""
     if name.startswith("."):
         return None
     path = train.push / name

@@ -58,8 +58,7 @@ class Reducer:
         self._trees = Trees()
         self._staged = Staged(self.train, self.layout, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
-        # The locks of parts: those that are held here, and those that others hold, which stay open because
-        # opening them costs more.
+        # The locks of parts that are held here, and those of others, kept open as opening them costs more.
         self._locks: dict[str, Lock] = {}
         self._of_others: dict[str, Lock] = {}
         self._parts: dict[str, Part] = {}

@@ -139,8 +139,7 @@ class Reduction:
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
     def square_norms(self) -> list[float]:
-        """Return the sum of the squares of each update's combined pushes, which does not depend on
-        threads."""
+        """Return the sum of squares of each update's combined pushes, however many threads there are."""
         norms = []
         for number in range(len(self._updates)):
             combined = np.zeros(self._shard.size, np.float32)
@@ -289,8 +288,7 @@ class _ShardFiles:
                 file.write(key, values, first)
 
     def write_master(self, master: F32, first: int) -> None:
-        """Write elements from `first` on of the master weights, and the parameters that they make. Raises
-        OSError."""
+        """Write master weights from element `first` on, and the parameters they make. Raises OSError."""
         if self._shard.is_fp32:
             self.params.write_flat(master, first)
             return

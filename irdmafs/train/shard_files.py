@@ -164,8 +164,7 @@ class NewFile:
         self._write(values, self._head.offsets[name] + first * values.itemsize)
 
     def write_flat(self, values: Array, first: int) -> None:
-        """Write elements of a file of one type, from `first` on, whatever tensors they are of. Raises
-        OSError."""
+        """Write elements of a file of one type, from `first` on, of whichever tensors. Raises OSError."""
         self._write(values, len(self._head.text) + first * values.itemsize)
 
     def _write(self, values: Array, offset: int) -> None:
@@ -197,8 +196,7 @@ class Prefetch:
         shown: bool,
     ) -> None:
         """`directories`: of earlier parts, which are added to. `out`: arrays or tensors that each shard
-        that is here is copied into, of which the version may get another one yet. `shown`: as in
-        ShardFile."""
+        is copied into once it is here; the version may get another yet. `shown`: as in ShardFile."""
         self.out = out
         self._version = version
         self._train = train
@@ -212,8 +210,7 @@ class Prefetch:
         threading.Thread(target=self._run, name="prefetch", daemon=True).start()
 
     def take(self, version: int) -> dict[str, ShardFile]:
-        """End, and return the shards that a version has, by name. Raises FileNotFoundError if the version
-        is gone, and OSError."""
+        """End, and return the shards that a version has, by name. Raises OSError, also if it is gone."""
         self.close()
         found: dict[str, ShardFile] = {}
         if version != self._version:

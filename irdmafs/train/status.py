@@ -78,8 +78,7 @@ def one_line(text: str) -> str:
 
 
 def refusals(train: TrainDirectory) -> list[str]:
-    """Return the names of the files of refusals, oldest first. Whoever put something else in the place of
-    refused/ is told nothing."""
+    """Return the names of the files of refusals, oldest first; none if refused/ is something else."""
     with contextlib.suppress(OSError, TrainError):
         return sorted(look(train.refused).names)
     return []
@@ -175,9 +174,8 @@ def no_reducer(train: TrainDirectory) -> str:
 
 
 def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
-    """Return how far a training is now, as its files and locks tell, whether or not a coordinator is at
-    work, and whether there are pushes enough for the next version. `more`: as in text_of(). Raises
-    TrainError and OSError."""
+    """Return how far a training is now, by its files and locks, and whether there are pushes enough for the
+    next version. No coordinator has to be at work. `more`: as in text_of(). Raises TrainError, OSError."""
     config, newest = train.config(), train.newest_plan()
     members = [
         name

@@ -29,8 +29,7 @@ __all__ = ["DiLoCo", "ParameterServerOptimizer"]
 
 
 class _Member:
-    """A worker whose newest version is in the parameters of a model. A context manager: it takes part until
-    it is closed."""
+    """A worker whose newest version is in a model's parameters, as a context manager."""
 
     @contextlib.contextmanager
     def _joined(
@@ -41,8 +40,7 @@ class _Member:
         weight: float,
         timeout_s: float | None,
     ) -> Iterator[None]:
-        """Take part as a worker, and get its values; take part no longer if the block raises. Raises
-        TrainError and OSError."""
+        """Take part, and get the values; no longer if the block raises. Raises TrainError and OSError."""
         self._tensors = tensors
         self._weight = weight
         self._timeout_s = timeout_s

@@ -146,9 +146,8 @@ class Directories:
 
 
 class Folder(NamedTuple):
-    """A directory: its published files, of these the ones that have other names (hard links), too, its
-    directories, and the names of all that is in it. `counter`: of changes below it, if it was looked at by
-    itself."""
+    """A directory: its published files, those of them with other names (hard links), its directories, and
+    the names of all that is in it. `counter`: of changes below it, if it was looked at by itself."""
 
     ino: int
     files: Mapping[str, Seen]
@@ -177,8 +176,7 @@ def look(
     path: Path, after: int | None = None, timeout_s: float = 0.0, *, walks: bool = True
 ) -> Folder:
     """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
-    What one answer cannot have is looked at directory by directory if it `walks`. Raises OSError,
-    InterruptedError too."""
+    If it `walks`, it looks into each directory of a large tree. Raises OSError, InterruptedError too."""
     try:
         counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
@@ -292,8 +290,7 @@ class Trees:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True when something has changed since the last wait(), or may have; False after a
-        while."""
+        """Return True when something may have changed since the last wait(), False after a while."""
         with self._changed:
             for path, found in self._found.items():
                 if path not in self._watched:

@@ -80,8 +80,8 @@ class Worker:
         return [shard for turn in zip_longest(*in_turns) for shard in turn if shard is not None]
 
     def _take_part(self) -> None:
-        """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
-        TrainError and OSError."""
+        """Lock the name, remove what workers of it had begun, and see how far they came. Raises TrainError,
+        OSError."""
         self._lock = self._join(self._progress()[1])
         try:
             self._staging = Staging(self.train, self.name)
@@ -196,8 +196,7 @@ class Worker:
         return Push(self.name, self.step + 1, "", self._weight, self.version, self._lr)
 
     def _take_part_again(self) -> None:
-        """Go on after this host was cut off for too long. Raises Refused if another worker has the name, or
-        has pushed under it."""
+        """Go on after this host was cut off. Raises Refused if another worker has the name, or pushed."""
         pushed = self._pushed
         self._lock.close()
         self.train.reopen()
@@ -232,8 +231,7 @@ class Worker:
     def pull_since(
         self, version: int, out: Out = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Return the parameters of the newest version, as soon as that is at least `version`; else as
-        pull()."""
+        """Return the parameters as pull() does, as soon as the newest version is at least `version`."""
         with self.train.naming():
             return self._show(self._wait(lambda plan: plan.version >= version, timeout_s), out)
 
