@@ -22,7 +22,7 @@ from . import wire
 from .connection import Connection
 from .notices import Notices
 from .tasks import Deferred, WaitingRequests
-from .wire import BODY, Malformed, Opcode, Request, Valid
+from .wire import BODY, Malformed, Opcode, Open, Request, Valid
 
 _NO_FIELDS: Final = Struct("")
 _NS: Final = 1_000_000_000
@@ -33,12 +33,8 @@ _LOCK_FLAGS: Final = 4
 _ASKED_OFTEN: Final = frozenset({CAPABILITY, *acl.NAMES})
 
 # Fields of a SETATTR that say by which descriptor and for whom, not what is set.
-_VALID_HANDLES: Final = int(Valid.FH | Valid.LOCKOWNER)
-_VALID_NOW: Final = int(Valid.ATIME_NOW | Valid.MTIME_NOW)
-_CACHE_DIR: Final = int(wire.Open.CACHE_DIR | wire.Open.KEEP_CACHE)
-_KEEP_CACHE: Final = int(wire.Open.KEEP_CACHE)
-_NOFLUSH: Final = int(wire.Open.NOFLUSH)
-_PASSTHROUGH: Final = int(wire.Open.PASSTHROUGH)
+_VALID_HANDLES: Final = Valid.FH | Valid.LOCKOWNER
+_VALID_NOW: Final = Valid.ATIME_NOW | Valid.MTIME_NOW
 
 # Requests that only the kernel handles, or sends only to servers that offer them: answered ENOSYS. The
 # kernel makes ENOTTY of that for IOCTL.
@@ -114,7 +110,7 @@ class Requests:
         self._deferred = deferred
         self._waiting = waiting
         listings_stay = filesystem.coherence.listings_stay
-        self._directory_flags = _CACHE_DIR if listings_stay else 0
+        self._directory_flags = Open.CACHE_DIR | Open.KEEP_CACHE if listings_stay else 0
         self.rows = self._table()
         locks = filesystem.coherence.kernel_locks
         if locks is not None:
@@ -327,9 +323,9 @@ class Requests:
         """Answer an open, which came with `lookups` of its node."""
         node = handle.node
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        flags = 0 if handle.writing or self._posix_locks.is_used(node.ino) else _NOFLUSH
+        flags = 0 if handle.writing or self._posix_locks.is_used(node.ino) else Open.NOFLUSH
         if node.cached:
-            flags |= _KEEP_CACHE if handle.keeps_cache else 0
+            flags |= Open.KEEP_CACHE if handle.keeps_cache else 0
             return wire.OPEN_OUT.pack(handle.fh, flags, 0)
         if not node.backing_id:
             try:
@@ -339,7 +335,7 @@ class Requests:
                 raise
         if handle.flags & os.O_ACCMODE != os.O_WRONLY:
             self._fs.atimes.opened(node)
-        return wire.OPEN_OUT.pack(handle.fh, flags | _PASSTHROUGH, node.backing_id)
+        return wire.OPEN_OUT.pack(handle.fh, flags | Open.PASSTHROUGH, node.backing_id)
 
     async def _cancel(self, handle: Handle, lookups: Sequence[tuple[int, int]]) -> None:
         await self._fs.files.cancel_open(handle)

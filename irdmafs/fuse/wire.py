@@ -105,15 +105,17 @@ class Init(IntFlag):
     PASSTHROUGH = 1 << 37
 
 
-class Open(IntFlag):
+class Open:
+    """Flags of the answer to an open. Plain numbers: calculating with an IntFlag calls Python code."""
+
     KEEP_CACHE = 1 << 1
     CACHE_DIR = 1 << 3
     NOFLUSH = 1 << 5
     PASSTHROUGH = 1 << 7
 
 
-class Valid(IntFlag):
-    """Which fields of a SETATTR count."""
+class Valid:
+    """Which fields of a SETATTR count. Plain numbers, too."""
 
     MODE = 1 << 0
     UID = 1 << 1
