@@ -91,22 +91,14 @@ def is_wanted(
     kind, number = config.synchronization
     if kind in ("ssp", "async"):
         return bool(came), []
-    wanted: set[str]
-    if isinstance(config.workers, tuple):
-        wanted = set(config.workers)
-    elif isinstance(config.workers, int):
-        missing = config.workers - len(came)
-        if kind == "quorum":
-            missing = min(number, config.workers) - len(came)
-        absent = sorted(set(members) - came)
-        return bool(came) and missing <= 0, absent if missing > 0 else []
-    else:
-        wanted = set(members)
+    wanted = set(config.workers if isinstance(config.workers, tuple) else members)
     absent = sorted(wanted - came)
+    count = config.workers if isinstance(config.workers, int) else None
     if kind == "quorum":
-        enough = len(came) >= min(number, len(wanted) or 1)
-        return bool(came) and enough, [] if enough else absent
-    return bool(came) and not absent, absent
+        enough = len(came) >= min(number, count or len(wanted) or 1)
+    else:
+        enough = not absent if count is None else len(came) >= count
+    return bool(came) and enough, [] if enough else absent
 
 
 def next_plan(
