@@ -166,15 +166,14 @@ def find_mount(path: str) -> Mount | None:
 
 def containing_mount(path: str) -> Mount | None:
     """Return the topmost mount that holds this path. Raises MountError for an empty path."""
-    # A path inside a mount is not resolved: that would access the mount.
-    path = os.path.abspath(named(path))
-    inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
-    best = max(inside, key=lambda mount: len(mount.mountpoint), default=None)
-    if best is None or best.fstype != FSTYPE:
-        path = resolve(path)
-        inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
-    longest = max((len(mount.mountpoint) for mount in inside), default=0)
-    return next((m for m in reversed(inside) if len(m.mountpoint) == longest), None)
+
+    def innermost(path: str) -> Mount | None:
+        inside = [mount for mount in reversed(mounts()) if is_under(path, mount.mountpoint)]
+        return max(inside, key=lambda mount: len(mount.mountpoint), default=None)
+
+    found = innermost(os.path.abspath(named(path)))
+    # A path inside a mount of irdmafs is not resolved: that would access the mount.
+    return found if found is not None and found.fstype == FSTYPE else innermost(resolve(path))
 
 
 def ask_child(command: list[str], timeout_s: float) -> tuple[bytes, bool]:
