@@ -314,12 +314,10 @@ def _describe_users(mountpoint: str) -> str:
     for mount in mounting.mounts():
         if mount.mountpoint != mountpoint and mounting.is_under(mount.mountpoint, mountpoint):
             return f"; {mount.mountpoint} is mounted below it: unmount that first"
-    users: list[str] = []
-    for user in users_of(mountpoint):
-        if len(users) == 5:
-            users.append("and others")
-            break
-        users.append(f"{user.pid} ({user.command}: {user.how} {user.path})")
+    found = users_of(mountpoint)
+    users = [f"{user.pid} ({user.command}: {user.how} {user.path})" for user in found[:5]]
+    if len(found) > 5:
+        users.append("and others")
     if not users and os.geteuid() == 0:
         return "; a program waits in it for an answer, or holds it elsewhere; detach it with --lazy"
     if not users:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -193,14 +191,13 @@ def end(directory: str) -> None:
     """Stop training in DIR: its models become files again, of the newest version."""
     from ..train import end as end_training
     from ..train.directory import TrainDirectory
-    from ..train.liveness import is_locked
+    from ..train.liveness import locked_in
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)
         found.config()
         for folder in (found.reducers, found.workers):
-            for name in os.listdir(folder):
-                if not name.startswith(".") and is_locked(Path(folder) / name):
-                    raise MountError(f"{folder.name}/{name} is still at work: end it first")
+            for name in locked_in(folder):
+                raise MountError(f"{folder.name}/{name} is still at work: end it first")
         number = end_training(directory)
     click.echo(f"irdmafs: {directory} has the models of version {number}")

@@ -124,11 +124,10 @@ def _watch(
         if signals:
             return 128 + signals[-1]
         codes = pushing.ended()
-        failed = next((number for number, code in enumerate(codes) if code), None)
-        if failed is not None:
-            code = codes[failed]
-            assert code is not None
-            say(f"worker {failed} has failed with the exit code {code}: all others are ended")
+        failed = [(number, code) for number, code in enumerate(codes) if code]
+        if failed:
+            number, code = failed[0]
+            say(f"worker {number} has failed with the exit code {code}: all others are ended")
             return code
         if any(code is not None for code in reducing.ended()):
             raise TrainError(f"a reducer has ended: {how_to_reduce(train)} shows why")

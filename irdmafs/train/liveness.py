@@ -84,6 +84,11 @@ class WatchedLock:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
+def locked_in(folder: Path) -> list[str]:
+    """Return the names in a folder that somebody has locked; hidden ones do not count."""
+    return [one for one in os.listdir(folder) if one[0] != "." and is_locked(folder / one)]
+
+
 def is_locked(path: Path) -> bool:
     """Return whether somebody has a file locked. One that is not there is not, nor is a link."""
     try:

@@ -51,7 +51,8 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
     try:
         for name in map(str, range(tried)):
-            nodes = _nodes_of(_made(below / name))
+            os.close(os.open(below / name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            nodes = _nodes_of(below / name)
             if nodes is None:
                 return [str(number) for number in range(shards or 1)], shards or 1
             names[name] = str(nodes[0]["node"]) if nodes else ""
@@ -74,11 +75,6 @@ def host_of(path: Path) -> str:
     """Return the address of the host with the primary of a file's first stripe; "" if it is not known."""
     nodes = _nodes_of(path)
     return str(nodes[0]["host"]) if nodes else ""
-
-
-def _made(path: Path) -> Path:
-    os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    return path
 
 
 def _nodes_of(path: Path) -> list[dict[str, Any]] | None:

@@ -16,7 +16,7 @@ import msgspec
 from .config import TrainConfig
 from .directory import COMPLAINT, COORDINATOR, TrainDirectory, discard, read_small, replace
 from .errors import BadPush, Refused, TrainError
-from .liveness import is_locked
+from .liveness import is_locked, locked_in
 from .plan import Plan, Push, is_wanted, pending
 from .pushes import push_by_name, worker_of
 from .trees import Directory, look
@@ -177,11 +177,7 @@ def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
     """Return how far a training is now, by its files and locks, and whether there are pushes enough for the
     next version. No coordinator has to be at work. `more`: as in text_of(). Raises TrainError, OSError."""
     config, newest = train.config(), train.newest_plan()
-    members = [
-        name
-        for name in os.listdir(train.workers)
-        if not name.startswith(".") and is_locked(train.workers / name)
-    ]
+    members = locked_in(train.workers)
     refused = {one.path for one in _newest_refusals(train)}
     pushes = []
     for name in os.listdir(train.push):
