@@ -56,8 +56,7 @@ _CHANGE_ATTRIBUTES: Final = frozenset({Opcode.SETATTR, Opcode.SETXATTR, Opcode.R
 
 
 class NoPayload:
-    """The result of a request that is answered with an error (an exception takes 2 us more), or, with the
-    code 0, gets no answer."""
+    """The result of a request whose answer is an error (an exception takes 2 us more); 0: no answer."""
 
     __slots__ = ("code",)
 
@@ -87,6 +86,11 @@ class Row(NamedTuple):
 
 def _row(layout: Struct, carry_out: CarryOut, pack: Pack = None, *, names: int = 0) -> Row:
     return Row(layout, BODY + layout.size, names, carry_out, pack)
+
+
+def _at_node(operation: CarryOut) -> CarryOut:
+    """Return what calls an operation with the node of a request, the names in it, and the caller."""
+    return lambda asked, *names: operation(asked.nodeid, *names, asked)
 
 
 class Requests:
@@ -127,17 +131,13 @@ class Requests:
             Opcode.BATCH_FORGET: _row(wire.BATCH_FORGET_IN, self._batch_forget),
             Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, wire.pack_entry, names=1),
             Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, wire.pack_entry, names=1),
-            Opcode.SYMLINK: _row(_NO_FIELDS, self._symlink, wire.pack_entry, names=2),
+            Opcode.SYMLINK: _row(_NO_FIELDS, _at_node(names.symlink), wire.pack_entry, names=2),
             Opcode.LINK: _row(wire.LINK_IN, self._link, wire.pack_entry, names=1),
-            Opcode.UNLINK: _row(
-                _NO_FIELDS, lambda asked, name: names.unlink(asked.nodeid, name, asked), names=1
-            ),
-            Opcode.RMDIR: _row(
-                _NO_FIELDS, lambda asked, name: names.rmdir(asked.nodeid, name, asked), names=1
-            ),
+            Opcode.UNLINK: _row(_NO_FIELDS, _at_node(names.unlink), names=1),
+            Opcode.RMDIR: _row(_NO_FIELDS, _at_node(names.rmdir), names=1),
             Opcode.RENAME: _row(wire.RENAME_IN, self._rename, names=2),
             Opcode.RENAME2: _row(wire.RENAME2_IN, self._rename2, names=2),
-            Opcode.READLINK: _row(_NO_FIELDS, lambda asked: names.readlink(asked.nodeid, asked)),
+            Opcode.READLINK: _row(_NO_FIELDS, _at_node(names.readlink)),
             # Attributes
             Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, wire.pack_attributes),
             Opcode.SETATTR: _row(wire.SETATTR_IN, self._setattr, wire.pack_attributes),
@@ -148,7 +148,7 @@ class Requests:
             Opcode.SETXATTR: _row(wire.SETXATTR_IN, self._setxattr, names=1),
             Opcode.GETXATTR: _row(wire.GETXATTR_IN, self._getxattr, names=1),
             Opcode.LISTXATTR: _row(wire.GETXATTR_IN, self._listxattr),
-            Opcode.REMOVEXATTR: _row(_NO_FIELDS, self._removexattr, names=1),
+            Opcode.REMOVEXATTR: _row(_NO_FIELDS, _at_node(self._fs.xattrs.removexattr), names=1),
             # Files
             Opcode.OPEN: _row(wire.OPEN_IN, self._open, self._pack_open),
             Opcode.CREATE: _row(wire.CREATE_IN, self._create, self._pack_created, names=1),
@@ -187,8 +187,7 @@ class Requests:
         return {int(opcode): found for opcode, found in rows.items()}
 
     def _told_to_others(self, row: Row, locks: KernelLocks) -> CarryOut:
-        """Return the operation of a request that other hosts must know of before it is answered: it may
-        wait."""
+        """Return the operation of a request that other hosts must know of before it is answered."""
 
         async def carry_out(asked: Request, *fields: Any) -> Result:
             directories = [asked.nodeid] if asked.opcode in _CHANGE_NAMES else []
@@ -223,9 +222,6 @@ class Requests:
 
     def _mkdir(self, asked: Request, mode: int, umask: int, name: bytes) -> Result:
         return self._fs.names.mkdir(asked.nodeid, name, mode, umask, asked)
-
-    def _symlink(self, asked: Request, name: bytes, target: bytes) -> Result:
-        return self._fs.names.symlink(asked.nodeid, name, target, asked)
 
     def _link(self, asked: Request, old: int, name: bytes) -> Result:
         return self._fs.names.link(old, asked.nodeid, name, asked)
@@ -295,9 +291,6 @@ class Requests:
     async def _listxattr(self, asked: Request, room: int, _: int) -> bytes:
         names = await self._fs.xattrs.listxattr(asked.nodeid, asked)
         return wire.sized(b"".join(name + b"\0" for name in names), room)
-
-    def _removexattr(self, asked: Request, name: bytes) -> Result:
-        return self._fs.xattrs.removexattr(asked.nodeid, name, asked)
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -374,8 +367,7 @@ class Requests:
         await self._fs.files.fallocate(fh, mode, offset, length)
 
     def _poll(self, asked: Request, fh: int, kernel_handle: int, flags: int, _: int) -> bytes:
-        """Return the ready events. A file is always readable and writable; POLLPRI: its name has something
-        newer."""
+        """Return the ready events: POLLIN and POLLOUT always, POLLPRI if the name has something newer."""
         if flags & wire.POLL_SCHEDULE_NOTIFY:
             self._fs.files.poll(fh, kernel_handle, asked.uid)
         events = select.POLLIN | select.POLLOUT
