@@ -79,8 +79,7 @@ class _Onlooker:
             self._process.returncode = -9  # no need to wait for it
 
     async def ask(self, request: bytes, fds: list[int]) -> _Answer:
-        """Send a request and return the answer. Raises the OSError of the answer, TimeoutError without
-        one, _Gone."""
+        """Send a request; return the answer. Raises its OSError, TimeoutError if none comes, _Gone."""
         async with self._turn:
             # Not cancelled in between: the answer would be taken for that of the next request.
             with trio.move_on_after(_PATIENCE_S, shield=True):

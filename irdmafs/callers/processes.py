@@ -145,8 +145,7 @@ class Process:
         return True
 
     def _flags_and_exit_code(self) -> tuple[int, int]:
-        """Return fields 9 and 52 of proc_pid_stat(5). Call it only outside execve(2). Raises
-        ProcessLookupError."""
+        """Return fields 9 and 52 of proc_pid_stat(5), outside execve(2). Raises ProcessLookupError."""
         if self._files is None:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         text = os.pread(self._files[1], 512, 0)
@@ -256,8 +255,7 @@ class Processes:
         return [first, ids.parent]
 
     async def hold(self, pids: list[int], ino: int) -> bool:
-        """Return whether one of these processes, others than the caller, has a descriptor open on inode
-        `ino` of the mount."""
+        """Return whether one of these processes, others than the caller, has an inode of the mount open."""
         for pid in pids:
             if await self._holds(pid, ino, 0, other=True):
                 return True

@@ -138,8 +138,7 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 def etcd_arguments(directory: str) -> list[str]:
     """Return the arguments with which etcd shows its certificate, and accepts only certificates of the
     cluster that are not revoked. With them etcd also keeps its leader when a member that was cut off comes
-    back (the default from etcd 3.5 on), and compacts its history by itself: newer versions let no store
-    node do it."""
+    back (as from etcd 3.5 on), and compacts its history: newer versions let no store node do it."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -229,8 +228,7 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
 
 
 async def subvolume_at(engine: EtcdEngine, path: str) -> int:
-    """Return the number of the subvolume at a path of the cluster, which is made if nothing is there.
-    Raises ConfigError."""
+    """Return the number of the subvolume at a path of the cluster, made if missing. Raises ConfigError."""
     if not engine.admin.secure:
         raise ConfigError("etcd checks nobody's rights, so no mount can be kept to a directory")
     *above, name = [os.fsencode(part) for part in path.split("/") if part] or [b""]

@@ -84,8 +84,7 @@ async def list_members(engine: EtcdEngine) -> list[Member]:
 
 
 async def renewable(engine: EtcdEngine, name: str, role: Role) -> CertificateRecord:
-    """Return the record of the newest certificate of this name and role. Raises ConfigError when there is
-    none that is not revoked."""
+    """Return the newest certificate of this name and role. Raises ConfigError if none is not revoked."""
     for member in await list_members(engine):
         record = member.record
         if (record.name, record.role) == (name, role) and record.owner and not record.revoked_s:

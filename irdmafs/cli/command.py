@@ -155,8 +155,7 @@ def _claim(store: str, cluster: ClusterConfig | None) -> None:
 
 
 def _check_cache_size(path: str, cache_bytes: int) -> None:
-    """Raise MountError for a cache larger than its directory: it would never evict, and opens would
-    fail."""
+    """Raise MountError for a cache larger than its directory: it would never evict; opens would fail."""
     below = os.statvfs(path)
     room = below.f_blocks * below.f_frsize
     if cache_bytes > room:

@@ -45,8 +45,7 @@ def section_flags(name: str, prefix: str = "") -> Callable[[Command], Command]:
 
 
 def overrides(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return {section: {key: value}} of the flags that `section_flags` added; the value is None where the
-    flag was not given."""
+    """Return {section: {key: value}} of the flags that `section_flags` added; None: it was not given."""
     found: dict[str, dict[str, Any]] = {}
     for parameter, value in values.items():
         section, _, key = parameter.partition(_SEPARATOR)

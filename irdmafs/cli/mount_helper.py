@@ -82,8 +82,7 @@ def _with_defaults(words: list[str]) -> list[str]:
 
 
 def _translated(source: str, words: list[str]) -> Iterator[str]:
-    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a source that
-    cannot be mounted."""
+    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a bad source."""
     if source not in _NO_SOURCE:
         if "," in source:
             raise MountError(f"the source {source!r} has a comma in it: give a path without one")

@@ -183,8 +183,7 @@ def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
 
 
 def _consent(name: str, lost: Lost, yes: bool) -> None:
-    """Name the files that are removed together with a node, and ask for consent. Raises MountError
-    without."""
+    """Name the files that are removed with a node, and ask for consent. Raises MountError without it."""
     say(f"{_files(lost)} have their only copy on node {name} and are removed with it:", err=True)
     for path in lost.paths[:_PATHS_SHOWN]:
         click.echo(f"  {_one_line(path)}", err=True)

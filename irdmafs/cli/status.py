@@ -74,8 +74,7 @@ class MountReport:
 
 
 class _Parts(TypedDict, total=False):
-    """The parts of a report that are no figures. Who sends others is a foreign filesystem of the same
-    name."""
+    """The parts of a report that are no figures. A foreign filesystem of the same name has others."""
 
     warnings: list[str]
     quotas: list[dict[str, Any]]
@@ -165,8 +164,7 @@ def _count(value: object) -> str:
 
 
 class _Figures(string.Formatter):
-    """Fills in figures of a report by name: {name:bytes}, {name:count}, {name:time} or {name}; one that is
-    not there is "-"."""
+    """Fills in figures of a report: {name:bytes}, {name:count}, {name:time} or {name}; "-" for none."""
 
     _forms: Mapping[str, Callable[[object], str]] = {
         "": lambda value: "-" if value is None or value == "" else str(value),

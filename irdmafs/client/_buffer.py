@@ -82,8 +82,7 @@ class Buffer:
         raise TypeError("a buffer is this process's memory: make one where it is to be used")
 
     def close(self) -> None:
-        """Have mounts release the memory, after reads under way are complete. Nothing can be read into it
-        after that."""
+        """Have mounts release the memory, after reads under way. Nothing can be read into it after that."""
         with self._lock:
             self._end()
 

@@ -116,8 +116,7 @@ def _turned(tensor: Any, turned: bool) -> Any:
 
 
 def tensor_of(array: Array) -> Any:
-    """Return a tensor of its own with the elements of an array. Raises TypeError for elements that torch
-    has no type for."""
+    """Return a tensor with a copy of an array. Raises TypeError for elements that torch does not have."""
     torch = _torch()
     native = np.array(array, array.dtype.newbyteorder("="), order="C")
     if array.dtype in EXTENSIONS.values():
@@ -240,8 +239,7 @@ def wrapped(array: Array) -> Any:
 
 
 class LentMemory:
-    """Memory of a device that torch has allocated. `fd` is that of a dma-buf that begins with it; -1 if
-    there can be none."""
+    """Memory of a device that torch has allocated. `fd`: a dma-buf that begins with it, -1 for none."""
 
     def __init__(self, size: int, device: object) -> None:
         torch = _torch()

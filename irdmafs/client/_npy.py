@@ -90,8 +90,7 @@ def load(path: str) -> Array | None:
     return view(path, data, found)
 
 
-# The layers of a model have few different shapes, and a literal takes longer to parse than a file
-# to map.
+# The layers of a model have few different shapes; a literal takes longer to parse than a file to map.
 @functools.lru_cache(maxsize=256)
 def _decode_header(head: bytes) -> tuple[DType, bool, tuple[int, ...]]:
     """Return type, Fortran order and shape. Raises almost any Exception, which says what is wrong."""

@@ -118,8 +118,7 @@ def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[i
 
 
 class Head(NamedTuple):
-    """The beginning of a file, up to its data. `offsets`: the byte of the file where each tensor begins, in
-    the order of their data."""
+    """The beginning of a file, up to its data. `offsets`: the byte where each tensor begins, in order."""
 
     text: bytes
     offsets: dict[str, int]
@@ -157,8 +156,7 @@ def head_of(
 
 
 def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """Return the contents of a file that holds ``arrays``. Raises TypeError and ValueError for what the
-    format cannot hold."""
+    """Return the contents of a file of these arrays. Raises TypeError and ValueError as head_of() does."""
     forms = {}
     for name, array in arrays.items():
         code = code_of(array.dtype)

@@ -182,8 +182,7 @@ def negotiate_passthrough() -> tuple[bool, bool]:
                 return False, False
             return True, _accepts_backing(connection)
         finally:
-            # Closing ends the connection: a process that entered the mount gets an error instead of
-            # waiting.
+            # Closing ends the connection: a process in the mount gets an error instead of waiting.
             os.close(device)
 
 
@@ -304,8 +303,7 @@ def check_open_files() -> Check:
 
 
 def check_wakeups() -> Check:
-    """Check how an idle processor waits: one that halts at once delays each answer to an open by 15-35
-    us."""
+    """Check how idle processors wait: halting at once delays each answer to an open by 15-35 us."""
     name = "wake-ups"
     if not wakeups.halts_at_once():
         return Check(name, "ok", "idle processors of this machine are woken fast")

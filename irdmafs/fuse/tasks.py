@@ -159,8 +159,7 @@ class Deferred:
             self.carry_out(self._cache.host.forget_nameless(), "forgetting inodes")
 
     def carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
-        """Run what nobody waits for, in a task of its own when it has to wait. `what` names it in the
-        log."""
+        """Run what nobody waits for, in its own task if it has to wait. `what`: its name in the log."""
         try:
             inline.run(coro)
         except inline.Detached:

@@ -35,8 +35,7 @@ def _read(path: str) -> str:
 
 
 class FastWakeups:
-    """A demand on the kernel, made with hold() and taken back with let_go(); `enabled` where
-    halts_at_once()."""
+    """A demand on the kernel, from hold() to let_go(); `enabled` where halts_at_once()."""
 
     def __init__(self) -> None:
         self.enabled = self.held = False

@@ -207,8 +207,7 @@ EMPTY_LOCK_END: Final = (1 << 63) - 1
 
 
 class Request(NamedTuple):
-    """The header of a request, which says who made it. `pid` is the thread's, 0 when it lies outside our
-    pid namespace."""
+    """The header of a request, which says who made it. `pid`: the thread, 0 outside our pid namespace."""
 
     length: int
     opcode: int
@@ -290,8 +289,7 @@ class DirectoryReply:
 
 
 def sized(value: bytes, room: int) -> bytes:
-    """Return the answer to GETXATTR and LISTXATTR: the size alone when no room was offered. Raises OSError
-    ERANGE."""
+    """Return the answer to GETXATTR and LISTXATTR: the size alone if no room is offered. Raises ERANGE."""
     if room == 0:
         return XATTR_SIZE_OUT.pack(len(value), 0)
     if len(value) > room:

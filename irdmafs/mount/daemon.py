@@ -272,8 +272,7 @@ class _Daemon:
     # -- its report --------------------------------------------------------------------------------
 
     def _first_words(self) -> str:
-        """Return the session's name and, on lines of their own, why it is not the faster one and what else
-        is wrong."""
+        """Return the session's name and, on further lines, why it is not the faster one, and warnings."""
         lines = self._cluster_warnings() + self._lock_warnings()
         warnings = [f"warning: {line}" for line in lines]
         return "\n".join(filter(None, (self._session.name, self._reason, *warnings)))

@@ -154,8 +154,7 @@ def resolve(path: str) -> str:
 
 
 def mounted_at(path: str) -> Mount | None:
-    """Return the topmost mount on a path that is absolute and has no symlinks; the mount is not
-    accessed."""
+    """Return the topmost mount on an absolute path without symlinks. The mount is not accessed."""
     return next((mount for mount in reversed(mounts()) if mount.mountpoint == path), None)
 
 
@@ -291,8 +290,7 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions) -> None:
 
 
 def remount(mount: Mount, words: Iterable[str]) -> None:
-    """Have the kernel obey these options of a mount instead of those that it was mounted with; others stay.
-    Raises MountError."""
+    """Have the kernel obey these options of a mount instead of its own; others stay. Raises MountError."""
     try:
         flags = MS_REMOUNT | mount_flags(parse_mount_options(words))
         mount_filesystem(mount.source, mount.mountpoint, mount.fstype, flags, "")
@@ -423,8 +421,7 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
 
 
 def _ends(mount: Mount, within_s: float) -> bool:
-    """Return whether a mount is unmounted within this time. umount(8) of before may still have to start the
-    program that unmounts."""
+    """Return whether a mount ends within this time: umount(8) may still have to start what unmounts it."""
     deadline = time.monotonic() + within_s
     with open("/proc/self/mountinfo", "rb") as table:
         changes = select.poll()

@@ -116,8 +116,7 @@ class MountUser(NamedTuple):
 
 
 def users_of(mountpoint: str) -> list[MountUser]:
-    """Return the other processes that use a mount, each once, as far as they are found within some
-    seconds."""
+    """Return the other processes that use a mount, each once, as far as found within some seconds."""
     return [MountUser(*found) for found in _ask_child("users", mountpoint)]
 
 

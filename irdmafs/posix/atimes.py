@@ -80,8 +80,7 @@ class Atimes:
         return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
 
     async def store(self, namespace: Namespace) -> None:
-        """Put the access times that no record has into the inodes' records, the newest first. Raises
-        OSError."""
+        """Put access times that no record has into the inodes' records, newest first. Raises OSError."""
         for ino in [*self._may_be_read]:
             self._look(ino)
         newest = [*self._read.items()][::-1]

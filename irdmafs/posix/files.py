@@ -278,15 +278,13 @@ class Files(Part):
         self._waits.poll(self._handle(fh).node, kernel_handle, uid)
 
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
-        """Take or give back a lock (fcntl F_SETLK, F_SETLKW; flock). Raises OSError EAGAIN, EDEADLK,
-        ENOLCK, EIO."""
+        """Take or give back a lock (fcntl(2), flock(2)). Raises OSError EAGAIN, EDEADLK, ENOLCK, EIO."""
         ino = self._handle(fh).node.ino
         await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
 
     async def close(self, handle: Handle, pid: int, owner: int) -> None:
         """Carry out close(2) of one descriptor. The kernel session tells who closes it, and whose locks on
-        the file end with it. The next owner of such a lock sees what was written under it, also if the
-        process is being killed."""
+        the file end. Their next owner sees what was written under them, also if the process is killed."""
         locking, node = self._locking, handle.node
         posix, ino = locking.posix, node.ino
         shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)

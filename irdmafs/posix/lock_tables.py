@@ -172,8 +172,7 @@ class LockTable:
                     yield Lock(kind, start, end, owner.pid, owner.uid)
 
     def lose(self) -> Iterator[tuple[int, int, bool]]:
-        """Mark every lock as lost. Yield the inode and the process of each owner's, and whether some were
-        for writing."""
+        """Mark every lock as lost. Yield inode and process of each owner, and if some were for writing."""
         for ino, inode in self.inodes.items():
             for held in inode.owners.values():
                 if not held.lost:

@@ -126,8 +126,7 @@ class Locking(LockHolder):
             elif not table.conflicts(ino, owner, lock):
                 await detach(any_signal=wait)
                 if table is self.flocks and table.holds(ino, owner):
-                    # A conversion gives the old lock up first, so that two hosts that both want more can go
-                    # on.
+                    # A conversion gives the old lock up first: two hosts that both want more can go on.
                     await self._unlock(table, ino, owner, lock._replace(type=F_UNLCK))
                 await shared.claim(ino, claim, wait=wait, since=since)
                 turn = 0.0  # it has yielded for long enough
@@ -227,8 +226,7 @@ class Locking(LockHolder):
 
     @asynccontextmanager
     async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
-        """Give up the locks of a handle whose last descriptor is closed, after what was written through
-        it is published."""
+        """Give up the locks of a handle that has no descriptor any more, after its bytes are published."""
         owners = self.lockers.pop(fh, ())
         all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
         self._leaving[fh] = trio.Event()

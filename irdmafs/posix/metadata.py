@@ -28,8 +28,7 @@ _GENERATION: Final = 2**31 - 1
 
 
 class Metadata:
-    """Shows and changes the attributes that stat(2) and statfs(2) show, and makes the kernel ask again for
-    those that changed."""
+    """Shows and changes what stat(2) and statfs(2) show, and makes the kernel ask for it again."""
 
     def __init__(
         self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions

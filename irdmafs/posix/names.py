@@ -82,8 +82,7 @@ class Names(Part):
         return self._metadata.hidden(self._cache.routes.node_of(inode, ctx.pid), inode)
 
     def _found_by_handle(self, node_id: int) -> Attributes:
-        """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
-        forgotten it."""
+        """Return the attributes of a file handle's node (name_to_handle_at(2)), maybe a forgotten one."""
         node = self._nodes.by_id.get(node_id)
         inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
         if inode is None:

@@ -30,8 +30,7 @@ class _Spans:
         self._ends: list[int] = []
 
     def count(self, start: int, end: int) -> int:
-        """Return how many spans overlap a range: those that begin before its end, less those that
-        end before its beginning."""
+        """Return how many spans overlap a range: those begun before its end, less those ended before it."""
         return bisect_right(self._starts, end) - bisect_left(self._ends, start)
 
 

@@ -48,8 +48,7 @@ class Waits:
         self._ended = True
 
     def count(self, directory: int) -> int:
-        """Return the counter of a directory (see Watches). Raises OSError EAGAIN if too many are waited
-        for."""
+        """Return the counter of a directory (see Watches). Raises EAGAIN if too many are waited for."""
         if not self._shared and self._kernel.can_forget and not self._watches.is_watched(directory):
             # From now on the kernel does not believe that a name does not exist (Coherence.missing_s).
             self._kernel.forget((), names=True)

@@ -290,8 +290,7 @@ class _Refusals:
 
 
 def _refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
-    """Raise OSError EINVAL or EPERM for an unknown attribute or value, so that typing errors are not
-    stored."""
+    """Raise OSError EINVAL or EPERM for an unknown attribute or value: typing errors are not stored."""
     if name in _TELLING:
         raise fail(errno.EPERM, "it tells something, and cannot be set")
     if name not in _KEPT:
