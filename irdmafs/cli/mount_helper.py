@@ -124,12 +124,8 @@ def _remount(directory: str, words: list[str], fake: bool) -> None:
     if found is None or found.fstype != mounting.FSTYPE:
         raise MountError(f"{directory} is no mount of irdmafs that could be remounted")
     # mount(8) adds the options that are in the mount table and in fstab.
-    known = {"remount", *found.options.split(","), *found.super_options.split(",")}
-    others = [
-        word
-        for word in words
-        if word not in _REMOUNTED and word not in known and not is_for_mount_tools(word)
-    ]
+    known = {"remount", *_REMOUNTED, *found.options.split(","), *found.super_options.split(",")}
+    others = [word for word in words if word not in known and not is_for_mount_tools(word)]
     if not fake:
         mounting.remount(found, [word for word in words if word in _REMOUNTED])
     if others:

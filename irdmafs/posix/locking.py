@@ -216,14 +216,6 @@ class Locking(LockHolder):
                 await self._give_up(self._shared, self.posix, ino, owner, all_of_it)
         await self._tell_lost(pid, ino)
 
-    def _drop_lockers(self, owners: Iterable[int], ino: int) -> None:
-        """Drop the POSIX locks that were taken through a handle and are left at its release: read locks of
-        owners whose closes were not reported, and locks of open file descriptions."""
-        for owner in owners:
-            self.posix.release_owner(ino, owner)
-            if self._shared is not None:
-                self._shared.shrunk(ino)
-
     @asynccontextmanager
     async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
         """Give up the locks of a handle that has no descriptor any more, after its bytes are published."""
@@ -237,7 +229,11 @@ class Locking(LockHolder):
                 if writes and self._shared is not None:
                     await self._shared.store_names()
             finally:
-                self._drop_lockers(owners, ino)
+                # Left are read locks of owners whose closes were not reported, and open file descriptions'.
+                for owner in owners:
+                    self.posix.release_owner(ino, owner)
+                    if self._shared is not None:
+                        self._shared.shrunk(ino)
                 if self.flocks.holds(ino, fh):
                     await self._unlock(self.flocks, ino, fh, all_of_it, closing=True)
         finally:

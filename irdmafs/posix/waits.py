@@ -49,9 +49,9 @@ class Waits:
 
     def count(self, directory: int) -> int:
         """Return the counter of a directory (see Watches). Raises EAGAIN if too many are waited for."""
-        if not self._shared and self._kernel.can_forget and not self._watches.is_watched(directory):
+        if not self._watches.is_watched(directory):
             # From now on the kernel does not believe that a name does not exist (Coherence.missing_s).
-            self._kernel.forget((), names=True)
+            self.forget_names()
         return self._watches.count(directory)
 
     async def changed(self, directory: int, count: int, seconds: float, ctx: Caller) -> None:

@@ -61,11 +61,8 @@ class Foreseen(NamedTuple):
 
     def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
         """Return whether a plan is the foreseen one, and its pushes in push/ have the opened files."""
-        return plan == self.plan and all(
-            pushes.folder(push.path).files.get(shard.name) == self.seen[push.path]
-            for push in plan.pushes
-            if push.weight
-        )
+        there = {path: pushes.folder(path).files.get(shard.name) for path in self.seen}
+        return plan == self.plan and there == self.seen
 
 
 class Staged:
@@ -116,11 +113,9 @@ class Staged:
                 # The coordinator tells of a name that is refused.
                 with contextlib.suppress(Refused):
                     push = push_in_shards(name)
-                    if (
-                        push is not None
-                        and owner in (push.worker, None)
-                        and push.step > newest.clocks.get(push.worker, 0)
-                    ):
+                    if push is None or owner not in (push.worker, None):
+                        continue
+                    if push.step > newest.clocks.get(push.worker, 0):
                         yield _Push(push, home / name, found)
 
     def files(self, shard: Shard, plan: Plan) -> Foreseen | None:

@@ -109,7 +109,9 @@ class Reduction:
         is_kept = True
         if shard.is_fp32:
             params = ShardFile(shard.name, before.params, version=last)
-            self._master = _flat(params, shard)
+            # Its parameters lie one after the other.
+            first = min((found.offset for found in params.header.tensors.values()), default=0)
+            self._master = params.elements(np.dtype(np.float32), first, shard.size)
             is_kept = bool(self.rule.state) and params.header.metadata.get(STATE) != NOTHING
         self._kept: dict[str, Array] = {}
         if is_kept:
@@ -299,12 +301,6 @@ class _ShardFiles:
                 with np.errstate(all="ignore"):
                     converted = master[start - first : stop - first].astype(part.parameter.type)
                 self.params.write(part.parameter.name, converted, start - part.at)
-
-
-def _flat(file: ShardFile, shard: Shard) -> Array:
-    """Return the parameters of a shard that are all fp32: they lie one after the other."""
-    first = min((found.offset for found in file.header.tensors.values()), default=0)
-    return file.elements(np.dtype(np.float32), first, shard.size)
 
 
 def first_state(directory: Path, shard: Shard, arrays: Mapping[str, Array], rule: Rule) -> None:
