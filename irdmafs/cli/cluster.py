@@ -198,15 +198,10 @@ def init(
     endpoints = tuple(part.strip() for part in etcd.split(",") if part.strip())
     if not endpoints:
         raise click.UsageError("--etcd names no HOST:PORT")
-    if not (no_tls or etcd_plain or any(etcd_options.values())):
+    options = {key: value for key, value in etcd_options.items() if value}
+    if not (no_tls or etcd_plain or options):
         etcd_hosts = etcd_hosts or hosts_of(endpoints)
-    plan = Plan(
-        name=name,
-        etcd=endpoints,
-        etcd_options={key: value for key, value in etcd_options.items() if value},
-        etcd_hosts=etcd_hosts,
-        tls=not no_tls,
-    )
+    plan = Plan(name, endpoints, options, etcd_hosts, tls=not no_tls)
     stripe_bytes = 0 if stripe == "0" else size_of("--stripe", stripe, STRIPE_MIN_BYTES)
     directory = os.path.abspath(directory)
     refused: MountError | None = None

@@ -66,10 +66,8 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
     from .cluster_status import Progress
 
     config = load(config_path)
-    number = 0
 
-    async def begin(engine: EtcdEngine) -> int:
-        nonlocal number
+    async def begin(engine: EtcdEngine) -> tuple[int, int]:
         found = await _read_trusted(config, engine)
         number = found.find_node(node)
         if not cancel:
@@ -77,7 +75,7 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
             if not others:
                 raise MountError(f"node {number:016x} cannot be drained: no other node is up")
         await set_node_state(engine, number, "up" if cancel else "draining")
-        return found.groups_of(number)
+        return number, found.groups_of(number)
 
     async def wait(engine: EtcdEngine) -> None:
         with Progress(f"draining {number:016x}", "groups", total) as progress:
@@ -86,7 +84,7 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
                 await trio.sleep(WATCH_PERIOD_S)
             progress.update(total)
 
-    total = with_etcd(config, begin)
+    number, total = with_etcd(config, begin)
     if cancel:
         say(f"node {number:016x} is used again")
         return

@@ -70,9 +70,7 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     def ready(text: str) -> None:
         say(f"{store} is served ({text})")
 
-    def waits(text: str) -> None:
-        say(text, err=True)
-
+    waits = partial(say, err=True)
     if log is None:
         run(ready, waits if config.log.file else lambda text: None)
     else:

@@ -76,9 +76,8 @@ class Coordinator:
         self._config: TrainConfig | None = None
         self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
-        # The order in which names in push/ were looked at last.
+        # When names in push/ were looked at last.
         self._looks: dict[str, int] = {}
-        self._look_count = 0
         self._members: set[str] = set()
         self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
@@ -180,8 +179,7 @@ class Coordinator:
         steps = dict(newest.clocks)
         until_s = time.monotonic() + _READ_S
         for name in self._in_turns(names - self._pushes.keys(), newest):
-            self._look_count += 1
-            self._looks[name] = self._look_count
+            self._looks[name] = time.monotonic_ns()
             push = self._look_at(config, newest, name, there.folders.get(name))
             if push is not None:
                 self._pushes[name] = push
