@@ -25,8 +25,8 @@ class Lock:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def hold(self, content: bytes = b"") -> bool:
-        """Try to lock the file, and if that succeeds, to replace its content. Return whether it is locked
-        now. Raises OSError."""
+        """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
+        Raises OSError."""
         # A question costs hosts no transactions, as an attempt does.
         if _FLOCK.unpack(fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE))[0] != fcntl.F_UNLCK:
             return False

@@ -77,8 +77,8 @@ def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: P
             _replace(version / file, list(encode(tensors, {"format": "pt"})))
     for name in layout.indices:
         index = _parse_index(train.kept_files / name)
-        files_of = index[_WEIGHT_MAP]
-        index[_WEIGHT_MAP] = {one: f".train/versions/{number}/{files_of[one]}" for one in files_of}
+        file_of = index[_WEIGHT_MAP]
+        index[_WEIGHT_MAP] = {one: f".train/versions/{number}/{file_of[one]}" for one in file_of}
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
 
 

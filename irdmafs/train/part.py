@@ -199,7 +199,7 @@ class Part:
         self._complaint: tuple[Path, str] | None = None
 
     def foresee(self, config: TrainConfig, plan: Plan) -> bool:
-        """Make the next shard for which all pushes of a foreseen plan are there. Return whether there was
+        """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
         # Make the directories first: there is time for it while the first pushes are on their way.
         folders = self._open_folders(plan.version)

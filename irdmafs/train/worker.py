@@ -80,8 +80,8 @@ class Worker:
         return [shard for turn in zip_longest(*in_turns) for shard in turn if shard is not None]
 
     def _take_part(self) -> None:
-        """Lock the name, remove what workers of it had begun, and see how far they came. Raises TrainError,
-        OSError."""
+        """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
+        TrainError and OSError."""
         self._lock = self._join(self._progress()[1])
         try:
             self._staging = Staging(self.train, self.name)
