@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import trio
 
+from ..backend.unwrap import if_it_fails
 from . import onlooker
 
 log = logging.getLogger(__name__)
@@ -40,19 +41,12 @@ class _Onlooker:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", onlooker.__file__, str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    cwd="/",
-                    start_new_session=True,
-                )
-        except BaseException:
-            ours.close()
-            raise
+        with if_it_fails(ours.close), theirs:
+            end, null = theirs.fileno(), subprocess.DEVNULL
+            command = [sys.executable, "-I", "-S", onlooker.__file__, str(end)]
+            self._process = subprocess.Popen(
+                command, pass_fds=[end], stdin=null, stdout=null, cwd="/", start_new_session=True
+            )
         ours.setblocking(False)
         self._channel = ours
         self._turn = trio.Lock()

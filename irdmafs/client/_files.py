@@ -241,12 +241,3 @@ def write_all(fd: int, contents: Iterable[memoryview]) -> None:
     """Write buffers of bytes one after the other, large ones straight from their memory."""
     with open(fd, "wb", buffering=_GATHER_BYTES, closefd=False) as file:
         file.writelines(contents)
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write bytes to a place in a file, all of them, straight from their memory."""
-    while data:
-        written = os.pwrite(fd, data, offset)
-        if not written:
-            raise OSError(errno.EIO, "The filesystem accepts no more bytes")
-        data, offset = data[written:], offset + written

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +21,7 @@ from ..backend.kv import Damaged
 from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
+from ..backend.unwrap import if_it_fails
 from ..callers.processes import Processes
 from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
@@ -151,20 +153,13 @@ class _Daemon:
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         wakeups = FastWakeups()
-        options = self._config.options
-        try:
-            mounting.mount_fuse(fd, self._config.mountpoint, options)
-            try:
+        mountpoint, options = self._config.mountpoint, self._config.options
+        with if_it_fails(partial(os.close, fd)), if_it_fails(wakeups.close):
+            mounting.mount_fuse(fd, mountpoint, options)
+            with if_it_fails(partial(mounting.unmount, mountpoint, lazy=True)):
                 connection = Connection(fd, self._stack_depth(), acls=options.acl)
-                found = mounting.find_mount(self._config.mountpoint)
+                found = mounting.find_mount(mountpoint)
                 submounts = Submounts(found.device if found is not None else "")
-            except BaseException:
-                mounting.unmount(self._config.mountpoint, lazy=True)
-                raise
-        except BaseException:
-            wakeups.close()
-            os.close(fd)
-            raise
         notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
         self._wakeups = wakeups
         filesystem = self._filesystem(notices, acls=options.acl)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..backend.files.sparse import write_at
 from ..client import FormatError, _files
 from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
@@ -146,7 +147,7 @@ class NewFile:
         self._fd = _files.open_anew(path, os.O_WRONLY, directory.view)
         self._head = head
         try:
-            _files.write_at(self._fd, memoryview(head.text), 0)
+            write_at(self._fd, head.text, 0)
         except BaseException:
             self.discard()
             raise
@@ -169,7 +170,7 @@ class NewFile:
 
     def _write(self, values: Array, offset: int) -> None:
         if values.size:
-            _files.write_at(self._fd, values.reshape(-1).view(np.uint8).data, offset)
+            write_at(self._fd, values.reshape(-1).view(np.uint8).data, offset)
 
 
 # -- ahead of a version ------------------------------------------------------------------------------
