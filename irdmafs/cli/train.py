@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import shlex
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -114,19 +113,16 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
     did is taken over by the others.
     """
     from ..train import Reducer
+    from ..train.launcher import signals_taken
 
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="irdmafs: %(message)s")
-    ended = False
-
-    def end(*_: object) -> None:
-        nonlocal ended
-        ended = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    with _one_line_errors(directory), Reducer(directory, threads=threads) as reducer:
-        reducer.run(lambda: ended)
+    with (
+        signals_taken() as signals,
+        _one_line_errors(directory),
+        Reducer(directory, threads=threads) as reducer,
+    ):
+        reducer.run(lambda: bool(signals))
 
 
 @train.command()

@@ -72,8 +72,8 @@ class _Processes:
 
 
 @contextlib.contextmanager
-def _signals_taken() -> Iterator[list[int]]:
-    """Collect the signals that end everything, as long as the block runs, in the main thread."""
+def signals_taken() -> Iterator[list[int]]:
+    """Collect the signals that end a command, as long as the block runs, in the main thread."""
     came: list[int] = []
     # nohup has SIGHUP ignored, and a shell SIGINT for what it starts in the background.
     taken = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
@@ -98,7 +98,7 @@ def launch(
     the number of the signal that ended it. Each worker has IRDMAFS_WORKER, its number from 0 on, and
     IRDMAFS_WORKERS in its environment. Raises TrainError if a reducer fails, and OSError."""
     pushing, reducing = _Processes(), _Processes()
-    with _signals_taken() as signals:
+    with signals_taken() as signals:
         try:
             reduce = ["-m", "irdmafs", "train", "reduce", str(train.models)]
             for _ in range(reducers):
