@@ -24,7 +24,7 @@ import numpy as np
 from ..backend.model.values import meminfo
 from . import _device
 from ._dtypes import Array, Layout
-from ._files import naming, open_to_read, read_version, view
+from ._files import Closing, naming, open_to_read, read_version, view
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _OPEN_INSTEAD = (
 )  # fmt: skip
 
 
-class Buffer:
+class Buffer(Closing):
     """``size`` bytes of memory that a Store reads files into, each over what was there before.
 
     It is host memory, which numpy arrays show; or, with ``device`` ("cpu", "cuda", "cuda:1", a
@@ -71,12 +71,6 @@ class Buffer:
             _close([memory.fd])
             raise
         self._end = weakref.finalize(self, _close, [other_end, self._lifeline, memory.fd])
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a buffer is this process's memory: make one where it is to be used")

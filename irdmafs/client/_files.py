@@ -10,8 +10,9 @@ import os
 import secrets
 import stat
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,20 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Closing(ABC):
+    """A context manager, which is closed at the end of the block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it has."""
 
 
 class FormatError(ValueError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, overload
 from . import _device, _files, _npy, _safetensors
 from ._buffer import Buffer
 from ._dtypes import Array, array_of
-from ._files import look_up
+from ._files import Closing, look_up
 
 NPY = ".npy"
 SAFETENSORS = ".safetensors"
@@ -93,7 +93,7 @@ def _unpublished(path: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "The file is empty: nothing was published yet", path)
 
 
-class Store(MutableMapping[str, Array]):
+class Store(MutableMapping[str, Array], Closing):
     """The arrays in a directory, by name. The package's documentation defines names.
 
     Every lookup opens the version that is current at that moment; an array obtained earlier keeps
@@ -110,12 +110,6 @@ class Store(MutableMapping[str, Array]):
         self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
         self._parsed_lock = threading.Lock()
         self._versioned_devices: dict[int, bool] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the use of the store; arrays obtained from it stay valid."""

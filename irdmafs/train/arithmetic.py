@@ -13,12 +13,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Self, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from irdmafs.client._dtypes import Array, bits_of, code_of, dtype_of_code
+from irdmafs.client._files import Closing
 
 F32: TypeAlias = NDArray[np.float32]
 # The factor of the elements of a push in the sum: one number, or a function that returns one for
@@ -70,19 +71,13 @@ def ranges(size: int, step: int) -> Iterator[slice]:
         yield slice(first, min(first + step, size))
 
 
-class Blocks:
+class Blocks(Closing):
     """Threads that work on blocks of arrays, which numpy and torch allow to run at the same time."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise ValueError(f"{threads} threads can do nothing")
         self._pool = ThreadPoolExecutor(threads, "block") if threads > 1 else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the threads."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..client._files import Closing
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
@@ -47,7 +48,7 @@ class _Found(NamedTuple):
     made: tuple[Path, Plan] | None
 
 
-class Reducer:
+class Reducer(Closing):
     """A reducer of a training directory. A context manager: closing it gives its parts up."""
 
     def __init__(self, directory: str | os.PathLike[str], *, threads: int | None = None) -> None:
@@ -72,12 +73,6 @@ class Reducer:
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()
         self._coordinated_s = 0.0
-
-    def __enter__(self) -> Reducer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._leave_parts()

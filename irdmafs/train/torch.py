@@ -17,10 +17,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from ..client._files import Closing
 from .errors import TrainError
 from .open_push import OpenPush
 from .worker import Worker
@@ -28,7 +29,7 @@ from .worker import Worker
 __all__ = ["DiLoCo", "ParameterServerOptimizer"]
 
 
-class _Member:
+class _Member(Closing):
     """A worker whose newest version is in a model's parameters, as a context manager."""
 
     @contextlib.contextmanager
@@ -57,12 +58,6 @@ class _Member:
     def worker(self) -> Worker:
         """Return the worker that this optimizer is."""
         return self._worker
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Take part no longer. Steps since the last push are lost to the others."""

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..client._files import Closing
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
@@ -31,7 +32,7 @@ from .trees import Directories
 Out: TypeAlias = Mapping[str, Any] | None
 
 
-class Worker:
+class Worker(Closing):
     """One worker of a training directory. A context manager: it takes part until it is closed.
 
     `step` is the number of its last push; `version` the one that was pulled last, -1 before. `name` tells
@@ -131,12 +132,6 @@ class Worker:
             remove(hidden)
             raise
         return lock
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
