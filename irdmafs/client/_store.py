@@ -136,17 +136,14 @@ class Store(MutableMapping[str, Array], Closing):
     def __getitem__(self, name: str) -> Array:
         """Map the array ``name``: read-only, without copying it."""
         file, tensor = split_name(name)
-        array: Array | None
         try:
             if tensor is not None:
-                array = self._load_tensors(file, [tensor]).get(tensor)
-            else:
-                array = _npy.load(self._path(file + NPY))
-        except FileNotFoundError:
-            array = None
-        if array is None:
-            raise KeyError(name)
-        return array
+                return self._load_tensors(file, [tensor])[tensor]
+            if (array := _npy.load(self._path(file + NPY))) is not None:
+                return array
+        except (FileNotFoundError, KeyError):
+            pass
+        raise KeyError(name)
 
     def to_device(self, name: str, device: object = "cuda") -> Any:
         """Return the array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
@@ -161,19 +158,15 @@ class Store(MutableMapping[str, Array], Closing):
         Raises ValueError for a file that does not fit.
         """
         file, tensor = split_name(name)
-        found: Any = None
         try:
             if tensor is not None:
-                found = self._read_tensors_into(buffer, file, [tensor]).get(tensor)
-            else:
-                path = self._path(file + NPY)
-                if size := buffer.fill(path):
-                    found = buffer.show(path, _npy.layout(path, buffer.head, size))
-        except FileNotFoundError:
+                return self._read_tensors_into(buffer, file, [tensor])[tensor]
+            path = self._path(file + NPY)
+            if size := buffer.fill(path):
+                return buffer.show(path, _npy.layout(path, buffer.head, size))
+        except (FileNotFoundError, KeyError):
             pass
-        if found is None:
-            raise KeyError(name)
-        return found
+        raise KeyError(name)
 
     @overload
     def state_dict(

@@ -239,8 +239,6 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     try:
         created = not os.path.lexists(path)
         os.makedirs(path, 0o700, exist_ok=True)
-        if not os.path.isdir(path):
-            raise NotADirectoryError(path)
     except (FileExistsError, NotADirectoryError):
         raise MountError(f"the store {directory} is not a directory") from None
     except OSError as error:
