@@ -35,9 +35,7 @@ _REMOUNTED = frozenset(
 @click.option("-o", "given", metavar="OPT[,OPT...]", multiple=True, help="Options of irdmafs mount, with "
               "its flags among them: ro,allow_other,size=8G,no-verify.")  # fmt: skip
 @click.option("-f", "fake", is_flag=True, help="Do everything but mount.")
-@click.option("-s", is_flag=True, expose_value=False, help="No effect.")
-@click.option("-n", is_flag=True, expose_value=False, help="No effect.")
-@click.option("-v", is_flag=True, expose_value=False, help="No effect.")
+@click.option("-s", "-n", "-v", is_flag=True, expose_value=False, help="No effect.")
 @click.option("-t", expose_value=False, metavar="TYPE", help="No effect.")
 @click.pass_context
 def mount_irdmafs(
@@ -63,9 +61,7 @@ def mount_irdmafs(
 @click.argument("directory", metavar="DIR")
 @click.option("-l", "lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
 @click.option("-f", is_flag=True, expose_value=False, help="No effect; see -l.")
-@click.option("-n", is_flag=True, expose_value=False, help="No effect.")
-@click.option("-r", is_flag=True, expose_value=False, help="No effect.")
-@click.option("-v", is_flag=True, expose_value=False, help="No effect.")
+@click.option("-n", "-r", "-v", is_flag=True, expose_value=False, help="No effect.")
 @click.option("-t", expose_value=False, metavar="TYPE", help="No effect.")
 @click.pass_context
 def umount_irdmafs(ctx: click.Context, directory: str, lazy: bool) -> None:
