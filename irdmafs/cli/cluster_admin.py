@@ -70,7 +70,7 @@ def made_files(directory: str, plan: Plan) -> Iterator[str]:
     Raises ConfigError when the files that exist are another cluster's, or when they cannot be written.
     """
     path = os.path.join(directory, "cluster.toml")
-    text = _config_text(plan, directory)
+    text = _config_text(plan)
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         there = set(os.listdir(directory))
@@ -111,7 +111,7 @@ def _write_files(directory: str, plan: Plan, text: str) -> None:
     ClusterConfig.load(path)
 
 
-def _config_text(plan: Plan, directory: str) -> str:
+def _config_text(plan: Plan) -> str:
     values: dict[str, object] = {"name": plan.name, "etcd": list(plan.etcd)}
     options = dict(plan.etcd_options)
     if plan.etcd_hosts:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..mount_options import MountError
@@ -48,8 +49,7 @@ def is_locked(store: str) -> bool:
 def read_note(store: str, name: str) -> str | None:
     """Return what a small file of a store holds; None: it cannot be read."""
     try:
-        with open(os.path.join(store, name), "rb") as file:
-            return os.fsdecode(file.read())
+        return os.fsdecode(Path(store, name).read_bytes())
     except OSError:
         return None
 
@@ -62,8 +62,7 @@ def mountpoint_of(store: str) -> str | None:
 def write_note(store: str, name: str, text: str) -> None:
     """Write a small file of a store. Raises MountError."""
     try:
-        with open(os.path.join(store, name), "wb") as file:
-            file.write(os.fsencode(text))
+        Path(store, name).write_bytes(os.fsencode(text))
     except OSError as error:
         raise MountError(
             f"cannot use the store {store}: {error.strerror}; make room there, or give another directory "
@@ -170,8 +169,7 @@ def _paths_used_by(pid: int) -> Iterator[tuple[str, str]]:
 
 def _command_of(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/comm", "rb") as file:
-            return file.read().decode(errors="replace").strip()
+        return Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
     except OSError:
         return "?"
 
