@@ -40,16 +40,10 @@ _SPIN_NS: Final = 100_000
 _TURN_NS: Final = 2_000_000
 # Requests that come closer to each other are one burst: wake-ups stay fast.
 _BURST_S: Final = 0.01
+_LOOKING = (Opcode.LOOKUP, Opcode.GETATTR, Opcode.GETXATTR, Opcode.OPEN)
+_LETTING_GO = (Opcode.RELEASE, Opcode.FORGET, Opcode.BATCH_FORGET)
 # Requests that may be answered before releases and forgets that came earlier are carried out.
-_GO_AHEAD = frozenset(
-    map(
-        int,
-        (
-            *(Opcode.LOOKUP, Opcode.GETATTR, Opcode.GETXATTR, Opcode.OPEN, Opcode.RELEASE),
-            *(Opcode.FORGET, Opcode.BATCH_FORGET),
-        ),
-    )
-)
+_GO_AHEAD = frozenset(map(int, _LOOKING + _LETTING_GO))
 _PUT_OFF_MAX = 1024
 _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 

@@ -38,21 +38,17 @@ _VALID_NOW: Final = Valid.ATIME_NOW | Valid.MTIME_NOW
 
 # Requests that only the kernel handles, or sends only to servers that offer them: answered ENOSYS. The
 # kernel makes ENOTTY of that for IOCTL.
-_NOT_SERVED: Final = frozenset(
-    {
-        *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
-        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
-    }
-)
+_NOT_SERVED: Final = {
+    *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
+    *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
+}
 # Requests during which the kernel has locked the directories that they name.
-_RENAMES: Final = frozenset({Opcode.RENAME, Opcode.RENAME2})
-_CHANGE_NAMES: Final = frozenset(
-    {
-        *(Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.CREATE),
-        *(Opcode.UNLINK, Opcode.RMDIR, *_RENAMES),
-    }
-)
-_CHANGE_ATTRIBUTES: Final = frozenset({Opcode.SETATTR, Opcode.SETXATTR, Opcode.REMOVEXATTR})
+_RENAMES: Final = {Opcode.RENAME, Opcode.RENAME2}
+_CHANGE_NAMES: Final = {
+    *(Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.CREATE),
+    *(Opcode.UNLINK, Opcode.RMDIR, *_RENAMES),
+}
+_CHANGE_ATTRIBUTES: Final = {Opcode.SETATTR, Opcode.SETXATTR, Opcode.REMOVEXATTR}
 
 
 class NoPayload:

@@ -28,12 +28,10 @@ _Step = tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]
 
 # The kernel does not report signals after the first.
 _LOOK_AGAIN_S = 0.1
-_READING: Final = frozenset(
-    {
-        *(Opcode.LOOKUP, Opcode.GETATTR, Opcode.OPEN, Opcode.READ, Opcode.GETXATTR),
-        *(Opcode.OPENDIR, Opcode.READDIR, Opcode.READDIRPLUS, Opcode.ACCESS, Opcode.LSEEK),
-    }
-)
+_READING: Final = {
+    *(Opcode.LOOKUP, Opcode.GETATTR, Opcode.OPEN, Opcode.READ, Opcode.GETXATTR),
+    *(Opcode.OPENDIR, Opcode.READDIR, Opcode.READDIRPLUS, Opcode.ACCESS, Opcode.LSEEK),
+}
 
 
 class Tasks:
