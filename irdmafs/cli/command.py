@@ -341,12 +341,8 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
     reports = [status.report(found) for found in mounting.irdmafs_mounts()]
     leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
     if as_json:
-        print_json(
-            {
-                "mounts": [entry.to_json() for entry in reports],
-                "leftover_stores": [asdict(left) for left in leftovers],
-            }
-        )
+        mounts = [entry.to_json() for entry in reports]
+        print_json({"mounts": mounts, "leftover_stores": [asdict(left) for left in leftovers]})
     else:
         status.print_overview(reports, leftovers)
     ctx.exit(1 if any(entry.state in ("stale", "hung") for entry in reports) else 0)

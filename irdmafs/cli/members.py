@@ -107,18 +107,12 @@ def members(as_json: bool, config_path: str | None) -> None:
     if as_json:
         print_json([member.to_json() for member in found])
         return
-    rows = [
-        (
-            member.record.name,
-            f"{member.record.role} {member.record.root}".rstrip(),
-            member.state,
-            _day(member.record.issued_s),
-            _day(member.record.expires_s),
-            _day(member.record.revoked_s),
-            member.serial[:16],
-        )
-        for member in found
-    ]
+    rows = []
+    for member in found:
+        record = member.record
+        role = f"{record.role} {record.root}".rstrip()
+        days = map(_day, (record.issued_s, record.expires_s, record.revoked_s))
+        rows.append((record.name, role, member.state, *days, member.serial[:16]))
     columns = ("name", "role", "state", "issued", "expires", "revoked", "serial number")
     print_table(columns, rows)
 

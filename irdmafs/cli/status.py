@@ -216,18 +216,13 @@ def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverS
         print("no irdmafs mounts")
     else:
         cells = ("{files:count}", "{bytes_published:bytes}", "{pid}", "{uptime_s:time}")
-        print_table(
-            ("mountpoint", "state", "session", "files", "published", "pid", "up"),
-            [
-                (
-                    entry.mount.mountpoint,
-                    entry.state,
-                    _session(entry.status),
-                    *(shown(cell, entry.status) for cell in cells),
-                )
-                for entry in reports
-            ],
-        )
+        rows = []
+        for entry in reports:
+            figures = (shown(cell, entry.status) for cell in cells)
+            session = _session(entry.status)
+            rows.append((entry.mount.mountpoint, entry.state, session, *figures))
+        columns = ("mountpoint", "state", "session", "files", "published", "pid", "up")
+        print_table(columns, rows)
     for entry in reports:
         for line in _advice(entry):
             print(one_line(line))
