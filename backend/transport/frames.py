@@ -19,7 +19,7 @@ FRAME_BYTES_MAX = 16 << 20
 
 T = TypeVar("T")
 
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -43,7 +43,7 @@ class Frames:
         body = _encode(message)
         if len(body) > FRAME_BYTES_MAX:
             raise ValueError(f"a message of {len(body)} bytes")
-        self._outbox += len(body).to_bytes(_LENGTH_BYTES, "big")
+        self._outbox += len(body).to_bytes(LENGTH_BYTES, "big")
         self._outbox += body
 
     @property
@@ -79,13 +79,13 @@ class Frames:
         """Return the body of the next frame. Raises BadMessage for one that is longer than the limit, and
         trio.EndOfChannel when the peer closed."""
         buffer = self._buffer
-        await self._fill(_LENGTH_BYTES)
-        length = int.from_bytes(buffer[:_LENGTH_BYTES], "big")
+        await self._fill(LENGTH_BYTES)
+        length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
         if length > self.limit:
             raise BadMessage(f"a frame of {length} bytes, {self.limit} are allowed")
-        end = _LENGTH_BYTES + length
+        end = LENGTH_BYTES + length
         await self._fill(end)
-        body = bytes(memoryview(buffer)[_LENGTH_BYTES:end])
+        body = bytes(memoryview(buffer)[LENGTH_BYTES:end])
         del buffer[:end]
         return body
 
@@ -127,11 +127,11 @@ class Codec:
 
     def decode(self, body: bytes) -> Message:
         """Return a message to a node. Raises BadMessage."""
-        return _decoded(self._asked, body)
+        return decoded(self._asked, body)
 
     def decode_answer(self, body: bytes) -> Answer:
         """Return a node's answer. Raises BadMessage."""
-        return _decoded(self._answers, body)
+        return decoded(self._answers, body)
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -142,19 +142,20 @@ _welcome_decoder: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.D
 
 def decode_hello(body: bytes) -> Hello:
     """Return the first message of a caller. Raises BadMessage."""
-    return _decoded(_hello_decoder, body)
+    return decoded(_hello_decoder, body)
 
 
 def decode_welcome(body: bytes) -> Welcome | Refused:
     """Return the first message of a node. Raises BadMessage."""
-    return _decoded(_welcome_decoder, body)
+    return decoded(_welcome_decoder, body)
 
 
 def _decoder(kinds: Iterable[Any]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(reduce(or_, kinds))
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    """Return a message. Raises BadMessage."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

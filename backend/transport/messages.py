@@ -17,7 +17,7 @@ from msgspec import Meta
 from . import Extent, Fenced, Number, Target, Unreachable
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 8
+VERSION = 9
 
 PUT_BYTES_MAX = 1 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.

@@ -16,11 +16,20 @@ import trio
 
 from ...unwrap import if_it_fails
 from .. import Landed, nothing_landed
-from ..frames import BadMessage
+from ..frames import LENGTH_BYTES, BadMessage
 from ..link import USER_TIMEOUTS
-from ..messages import RECEIVER_PATIENCE, TEXT_MAX
+from ..messages import RECEIVER_PATIENCE
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
-from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind
+from .wire import (
+    MESSAGE_BYTES_MAX,
+    REPLY_BYTES_MIN,
+    Header,
+    Reply,
+    ReplyKind,
+    decode_header,
+    decode_reply,
+    encode,
+)
 
 # A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
@@ -28,6 +37,8 @@ TICK_S = 0.25
 _LOOK_EVERY_S = 0.02
 _BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
+# A header of one range has some 60 bytes.
+_SHORT_BYTES = 512
 # How many times, within its patience, a node tells a caller that it is alive.
 _SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
@@ -76,9 +87,6 @@ class Channel:
         self.patience_s = timeout_s * RECEIVER_PATIENCE if listens else timeout_s
         self._listens = listens
         self.authentication: Authentication
-        # The header that is being received, and how many bytes of its table are missing.
-        self._header: Header
-        self._table_bytes = 0
         self.clean = True
         self.was_idle = False
         self.idle_since = time.monotonic()
@@ -130,34 +138,32 @@ class Channel:
     def header_if_there(self) -> Header | None:
         """Return the header of a request, if all of it was received already. Raises BadMessage."""
         try:
-            data = self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            if len(data) == HEADER_BYTES:
-                self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+            data = self.sock.recv(_SHORT_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big") + CODE_BYTES
+            if len(data) >= end:
+                self.sock.recv(end, socket.MSG_DONTWAIT)
+                return decode_header(self.checked(data[LENGTH_BYTES:end]))
         except OSError as error:
             raise _socket_failure(error) from None
         if not data:
             raise Lost("the peer closed the connection")
-        if len(data) < HEADER_BYTES:
-            return None
-        self._header, self._table_bytes = Header.unpack(self.checked(data))
-        return None if self._table_bytes else self._header
+        return None
 
     def receive_header(self, limit_s: float) -> Header:
-        """Receive the header of a request, or the rest of it. Raises BadMessage."""
-        if not self._table_bytes:
-            data = self.receive_exactly(HEADER_BYTES, limit_s)
-            self._header, self._table_bytes = Header.unpack(self.checked(data))
-        if self._table_bytes:
-            table = self.receive_exactly(self._table_bytes + CODE_BYTES, limit_s)
-            self._header, self._table_bytes = self._header.with_table(self.checked(table)), 0
-        return self._header
+        """Receive the header of a request. Raises BadMessage."""
+        length = int.from_bytes(self.receive_exactly(LENGTH_BYTES, limit_s), "big")
+        if length > MESSAGE_BYTES_MAX:
+            raise BadMessage(f"a header of {length} bytes")
+        return decode_header(self.checked(self.receive_exactly(length + CODE_BYTES, limit_s)))
 
-    def send_messages(self, *messages: bytes) -> None:
-        sign = self.authentication.sign
-        signed = b""
-        for message in messages:
-            signed += message + sign(message)
-        self.send_all(signed)
+    def say(self, message: Header | Reply) -> None:
+        """Send a message, with its length and its code."""
+        body = encode(message)
+        self.send_all(len(body).to_bytes(LENGTH_BYTES, "big") + self.signed(body))
+
+    def signed(self, message: bytes) -> bytes:
+        """Return the next message that is sent, with its code."""
+        return message + self.authentication.sign(message)
 
     def checked(self, data: bytes | bytearray) -> bytes:
         """Check a received message, and return it without its code. Raises Forged."""
@@ -244,19 +250,16 @@ class Channel:
         """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
         buffer = self._reply
         while True:
-            needed = REPLY.size + CODE_BYTES
+            needed = LENGTH_BYTES + REPLY_BYTES_MIN + CODE_BYTES
             if len(buffer) >= needed:
-                kind, closing, length, code, node = REPLY.unpack_from(buffer)
-                if length > TEXT_MAX * 4:
+                length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
+                if not REPLY_BYTES_MIN <= length <= MESSAGE_BYTES_MAX:
                     raise BadMessage(f"a reply of {length} bytes")
-                needed += length
+                needed = LENGTH_BYTES + length + CODE_BYTES
                 if len(buffer) == needed:
-                    text = self.checked(buffer)[REPLY.size :].decode(errors="replace")
+                    message = self.checked(buffer[LENGTH_BYTES:])
                     buffer.clear()
-                    try:
-                        return Reply(ReplyKind(kind), code, node, text, closing)
-                    except ValueError:
-                        raise BadMessage(f"{kind} is no reply") from None
+                    return decode_reply(message)
             more = bytearray(needed - len(buffer))
             try:
                 with memoryview(more) as view:
@@ -265,9 +268,7 @@ class Channel:
                 return None
 
     def reply(self, reply: Reply) -> None:
-        text = reply.text[:TEXT_MAX].encode()
-        fixed = REPLY.pack(reply.kind, reply.closing, len(text), reply.code, reply.node)
-        self.send_messages(fixed + text)
+        self.say(reply)
         self._said = time.monotonic()
 
     def say_working(self) -> None:

@@ -85,7 +85,7 @@ class Onward:
 
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False
-        channel.send_messages(*self._header.messages)
+        channel.say(self._header)
         for start, length in self._header.ranges:
             end = start + length
             while start < end:

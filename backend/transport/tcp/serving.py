@@ -77,7 +77,7 @@ class TcpServing(Serving):
     def give_up(self, content: int) -> None:
         self._data.give_up(content)
 
-    def grant(self, guest: Guest, count: int) -> list[bytes]:
+    def grant(self, guest: Guest, count: int) -> list[Ticket]:
         now = trio.current_time()
         while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
             self._forget(next(iter(guest.tickets)))
@@ -91,7 +91,7 @@ class TcpServing(Serving):
             ticket = Ticket.make()
             self.pending[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
-            granted.append(ticket.pack())
+            granted.append(ticket)
         return granted
 
     def redeem(self, channel: Channel, preamble: bytes) -> Guest:
