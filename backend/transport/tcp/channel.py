@@ -7,13 +7,13 @@ import select
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import trio
 
+from ...files.digest import BUFFER_BYTES, of_thread
 from ...unwrap import if_it_fails
 from .. import Landed, nothing_landed
 from ..frames import LENGTH_BYTES, BadMessage
@@ -35,7 +35,6 @@ from .wire import (
 TICK_S = 0.25
 # How often a sender, at most, checks for a reply.
 _LOOK_EVERY_S = 0.02
-_BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
 # A header of one range has some 60 bytes.
 _SHORT_BYTES = 512
@@ -53,8 +52,6 @@ _LOST_ERRNOS = frozenset(
         errno.EBADF,
     }
 )
-
-_threads = threading.local()
 
 
 class Lost(Exception):
@@ -286,7 +283,7 @@ class Channel:
     def _drain(self) -> None:
         end = time.monotonic() + _DRAIN_S
         self._shut(socket.SHUT_WR)
-        with suppress(Lost, OSError), memoryview(bytearray(_BOUNCE_BYTES)) as view:
+        with suppress(Lost, OSError), memoryview(bytearray(BUFFER_BYTES)) as view:
             while time.monotonic() < end:
                 with suppress(BlockingIOError):
                     self.receive(view)
@@ -399,20 +396,12 @@ def make_channel(
 
 def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:
     """Send some bytes of a file from a buffer: a mapping would raise SIGBUS if the file were truncated."""
-    with memoryview(_buffer()) as view:
-        there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
-        sent = channel.send(view[:there]) if there else 0
-        with view[:sent] as data:
-            passed(offset, sent, data)
+    view = of_thread.buffer
+    there = os.preadv(fd, [view[: min(count, BUFFER_BYTES)]], offset)
+    sent = channel.send(view[:there]) if there else 0
+    with view[:sent] as data:
+        passed(offset, sent, data)
     return sent
-
-
-def _buffer() -> bytearray:
-    """Return the buffer of this thread."""
-    buffer: bytearray | None = getattr(_threads, "buffer", None)
-    if buffer is None:
-        buffer = _threads.buffer = bytearray(_BOUNCE_BYTES)
-    return buffer
 
 
 def choose_congestion_control(sock: trio.socket.SocketType) -> None:
