@@ -67,7 +67,7 @@ class Listener:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             host = self.host
-            control = opened.enter_context(await listen(host.address, self.control_port))
+            control = opened.enter_context(listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
             host.nursery = await opened.enter_async_context(background())
             host.door = Door(host.nursery, host.counters)
