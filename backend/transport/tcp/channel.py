@@ -19,17 +19,8 @@ from .. import Landed, nothing_landed
 from ..frames import LENGTH_BYTES, BadMessage
 from ..link import USER_TIMEOUTS
 from ..messages import RECEIVER_PATIENCE
+from . import wire
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
-from .wire import (
-    MESSAGE_BYTES_MAX,
-    REPLY_BYTES_MIN,
-    Header,
-    Reply,
-    ReplyKind,
-    decode_header,
-    decode_reply,
-    encode,
-)
 
 # A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
@@ -132,30 +123,30 @@ class Channel:
 
     # -- messages to the node --------------------------------------------------------------------
 
-    def header_if_there(self) -> Header | None:
+    def header_if_there(self) -> wire.Header | None:
         """Return the header of a request, if all of it was received already. Raises BadMessage."""
         try:
             data = self.sock.recv(_SHORT_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big") + CODE_BYTES
             if len(data) >= end:
                 self.sock.recv(end, socket.MSG_DONTWAIT)
-                return decode_header(self.checked(data[LENGTH_BYTES:end]))
+                return wire.decode_header(self.checked(data[LENGTH_BYTES:end]))
         except OSError as error:
             raise _socket_failure(error) from None
         if not data:
             raise Lost("the peer closed the connection")
         return None
 
-    def receive_header(self, limit_s: float) -> Header:
+    def receive_header(self, limit_s: float) -> wire.Header:
         """Receive the header of a request. Raises BadMessage."""
         length = int.from_bytes(self.receive_exactly(LENGTH_BYTES, limit_s), "big")
-        if length > MESSAGE_BYTES_MAX:
+        if length > wire.MESSAGE_BYTES_MAX:
             raise BadMessage(f"a header of {length} bytes")
-        return decode_header(self.checked(self.receive_exactly(length + CODE_BYTES, limit_s)))
+        return wire.decode_header(self.checked(self.receive_exactly(length + CODE_BYTES, limit_s)))
 
-    def say(self, message: Header | Reply) -> None:
+    def say(self, message: wire.Header | wire.Reply) -> None:
         """Send a message, with its length and its code."""
-        body = encode(message)
+        body = wire.encode(message)
         self.send_all(len(body).to_bytes(LENGTH_BYTES, "big") + self.signed(body))
 
     def signed(self, message: bytes) -> bytes:
@@ -234,7 +225,7 @@ class Channel:
 
     # -- replies ---------------------------------------------------------------------------------
 
-    def reply_meanwhile(self) -> Reply | None:
+    def reply_meanwhile(self) -> wire.Reply | None:
         """Return a reply that came while this end is sending. It is checked for periodically only, as each
         check costs a thread as much as sending a piece. Raises BadMessage."""
         now = time.monotonic()
@@ -243,20 +234,20 @@ class Channel:
         self._looked = now
         return self.next_reply(wait=False)
 
-    def next_reply(self, wait: bool) -> Reply | None:
+    def next_reply(self, wait: bool) -> wire.Reply | None:
         """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
         buffer = self._reply
         while True:
-            needed = LENGTH_BYTES + REPLY_BYTES_MIN + CODE_BYTES
+            needed = LENGTH_BYTES + wire.REPLY_BYTES_MIN + CODE_BYTES
             if len(buffer) >= needed:
                 length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
-                if not REPLY_BYTES_MIN <= length <= MESSAGE_BYTES_MAX:
+                if not wire.REPLY_BYTES_MIN <= length <= wire.MESSAGE_BYTES_MAX:
                     raise BadMessage(f"a reply of {length} bytes")
                 needed = LENGTH_BYTES + length + CODE_BYTES
                 if len(buffer) == needed:
                     message = self.checked(buffer[LENGTH_BYTES:])
                     buffer.clear()
-                    return decode_reply(message)
+                    return wire.decode_reply(message)
             more = bytearray(needed - len(buffer))
             try:
                 with memoryview(more) as view:
@@ -264,16 +255,16 @@ class Channel:
             except BlockingIOError:
                 return None
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: wire.Reply) -> None:
         self.say(reply)
         self._said = time.monotonic()
 
     def say_working(self) -> None:
         """Tell the caller that this node is alive, if the last time was long ago."""
         if time.monotonic() - self._said >= self.patience_s / _SIGNS_OF_LIFE:
-            self.reply(Reply(ReplyKind.WORKING))
+            self.reply(wire.Reply(wire.ReplyKind.WORKING))
 
-    def conclude(self, reply: Reply) -> None:
+    def conclude(self, reply: wire.Reply) -> None:
         """Send the last reply to a request. A peer that still sends is told that the connection will be
         closed, and receives the reply before."""
         self.reply(reply._replace(closing=not self.clean))
@@ -355,7 +346,7 @@ class EncryptedChannel(Channel):
     def has_input(self) -> bool:
         return self.sock.pending() > 0
 
-    def header_if_there(self) -> Header | None:
+    def header_if_there(self) -> wire.Header | None:
         return None
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
