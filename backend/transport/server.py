@@ -210,7 +210,6 @@ class Control:
         self._host = host
         self._peer = peer
         self._local = local
-        self._counters = host.counters
         self._patience_s = host.timeout_s * messages.RECEIVER_PATIENCE
         self._heard = 0
         self._connections: dict[type[messages.Message], Connection] = {}
@@ -275,7 +274,7 @@ class Control:
             self._connections[kind].take(message)
 
     async def _serve(self, request: messages.Request, connection: trio.CancelScope) -> None:
-        self._counters.requests[type(request).__name__.lower()] += 1
+        self._host.counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
                 number = request.number
@@ -310,9 +309,9 @@ class Control:
             return await done
         except OSError as error:
             code, node, text = messages.failure_of(error, self._host.service.node)
-            self._counters.errors[errno.errorcode.get(code, str(code))] += 1
+            self._host.counters.errors[errno.errorcode.get(code, str(code))] += 1
             if isinstance(error, PermissionError):
-                self._counters.denied_requests += 1
+                self._host.counters.denied_requests += 1
                 tell_of_denial(self._peer, error)
             elif not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)

@@ -62,10 +62,8 @@ class TcpServing(Serving):
     connections that are not encrypted; with credentials those that are, are always welcome."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
-        self._door = host.door
-        self._credentials = host.credentials
+        self._host = host
         self._encrypt = encrypt
-        self._timeout_s = host.timeout_s
         self.port = port
         self._data = Data(host)
         # Tickets that were not used yet, by number, the oldest first.
@@ -122,10 +120,10 @@ class TcpServing(Serving):
         """Serve one data connection. Raises as Door.open allows."""
         channel: Channel | None = None
         try:
-            with self._door.stranger():
+            with self._host.door.stranger():
                 channel = await self._open_channel(sock)
                 guest = self.redeem(channel, await _preamble(channel))
-            with self._door.member():
+            with self._host.door.member():
                 while await _has_request(channel, guest):
                     if not await self._data.serve(channel, guest.peer):
                         break
@@ -138,15 +136,14 @@ class TcpServing(Serving):
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        encrypted = begins_with_tls(start) and self._credentials is not None
-        if self._encrypt and not encrypted:
-            raise BadMessage("it opened a data connection that is not encrypted")
-        credentials, context = self._credentials, None
-        if encrypted and credentials is not None:
+        credentials, context = self._host.credentials, None
+        if credentials is not None and begins_with_tls(start):
             context = credentials.server_context()
+        if self._encrypt and context is None:
+            raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
         channel = make_channel(
-            plain, context, self._timeout_s, codes=credentials is not None, listens=True
+            plain, context, self._host.timeout_s, codes=credentials is not None, listens=True
         )
         if isinstance(channel, EncryptedChannel):
             with if_it_fails(channel.close):

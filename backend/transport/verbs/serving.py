@@ -115,8 +115,6 @@ class Responder(Connection):
         self.peer = peer
         self._serving = serving
         self._host = serving.host
-        self._service = serving.host.service
-        self._counters = serving.host.counters
         self._rdma = serving.rdma
         self._local = local
         self._nursery = nursery
@@ -203,14 +201,14 @@ class Responder(Connection):
     async def _expose(self, asked: messages.Expose) -> messages.Exposed:
         """Grant the right to read. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS, NO_QUEUE_PAIR."""
         pair = self._pair(asked.pair)
-        held = await self._service.hold_own(asked.extent)
+        held = await self._host.service.hold_own(asked.extent)
         with if_it_fails(held.close):
-            size = self._service.size(asked.extent) or 0
+            size = self._host.service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             right = await self._give(pair, held, size, asked.start, asked.length, False)
-        self._counters.requests["read"] += 1
-        self._counters.sent_bytes += asked.length
+        self._host.counters.requests["read"] += 1
+        self._host.counters.sent_bytes += asked.length
         return self._begun(_Operation(pair, held, right))
 
     async def _reserve(self, asked: messages.Reserve) -> messages.Exposed:
@@ -219,12 +217,12 @@ class Responder(Connection):
         pair, length = self._pair(asked.pair), asked.length
         incoming = await self._begin(pair, asked)
         if incoming is None:
-            arrival = Arrival(pair, self._service.hold(asked.extent), None, asked, None)
+            arrival = Arrival(pair, self._host.service.hold(asked.extent), None, asked, None)
         else:
             with if_it_fails(incoming.close):
                 right = await self._give(pair, incoming, length, 0, length, True)
             arrival = Arrival(pair, incoming, right, asked, incoming)
-        self._counters.requests["write"] += 1
+        self._host.counters.requests["write"] += 1
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
         return self._begun(arrival)
@@ -247,7 +245,7 @@ class Responder(Connection):
             # A sealed extent never changes: end the right to write first.
             arrival.take_back()
             if arrival.incoming is not None:
-                await self._service.seal(arrival.extent, arrival.incoming)
+                await self._host.service.seal(arrival.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
                 raise arrival.onward_error
@@ -260,20 +258,20 @@ class Responder(Connection):
 
     async def _begin(self, pair: QueuePair, asked: messages.Reserve) -> Incoming | None:
         try:
-            return await begin(self._service, asked.extent, asked.target, asked.length)
+            return await begin(self._host.service, asked.extent, asked.target, asked.length)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
         # A removed extent keeps its memory until it is unregistered: do that, and try again.
         pair.port.regions.drop_orphans()
-        return await begin(self._service, asked.extent, asked.target, asked.length)
+        return await begin(self._host.service, asked.extent, asked.target, asked.length)
 
     def _arrived(self, handle: int) -> None:
         arrival = self._operations.get(handle)
         if isinstance(arrival, Arrival):
             before = arrival.growth.done
             arrival.growth.advance(arrival.piece)
-            self._counters.received_bytes += arrival.growth.done - before
+            self._host.counters.received_bytes += arrival.growth.done - before
 
     def _drop(self, handle: int, why: str) -> None:
         operation = self._operations.pop(handle, None)
@@ -301,7 +299,7 @@ class Responder(Connection):
                 await self._host.device(node).write(
                     arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
                 )
-                self._counters.sent_bytes += length
+                self._host.counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
         finally:
