@@ -159,15 +159,12 @@ class Members(RecordKeeper):
     ) -> tuple[Candidate, ...]:
         """Return the nodes that groups should be on: not draining, and alive; or one of `holders` that died
         less than `patience_s` ago. A dead node is only kept, never brought in."""
-        oldest = time.monotonic() - patience_s
+        then = time.monotonic() - patience_s
         return tuple(
             Candidate(node, record.weight, record.labels)
             for node, record in sorted(self.records.items())
             if record.state == "up"
-            and (
-                node in self.nodes
-                or (node in holders and self.dead_since.get(node, oldest) > oldest)
-            )
+            and (node in self.nodes or (node in holders and self.dead_since.get(node, then) > then))
         )
 
     def placement(self) -> Placement:

@@ -166,10 +166,8 @@ class Replica:
         self._faults.forget()
         records = self._faults.well_formed(found)
         for consumer in self._consumers:
-            prefixes = consumer.prefixes
-            consumer.load(
-                [record for record in records if record.key.startswith(prefixes)], revision
-            )
+            mine = [record for record in records if record.key.startswith(consumer.prefixes)]
+            consumer.load(mine, revision)
         self.applied = revision
         self._wake()
 
