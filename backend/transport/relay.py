@@ -15,7 +15,7 @@ import trio
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.connection import Endpoint
-from ..etcd.rpc import Message, Method, Response, RpcError
+from ..etcd.rpc import Message, Method, R, RpcError
 from ..model.records import NodeAddress
 from ..trust.security import Credentials, Renewable
 from . import Distrusted, Unreachable
@@ -65,9 +65,7 @@ class Relay(Client):
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
-    async def attempt(
-        self, method: Method[Response], request: Message, timeout_s: float
-    ) -> Response:
+    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
         body = request.SerializeToString()
         if len(body) > ETCD_REQUEST_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"a reader's request of {len(body)} bytes is too long")
@@ -84,7 +82,7 @@ class Relay(Client):
             self._leave(control, reason)
         raise Uncertain(reason)
 
-    async def stream(self, method: Method[Response], request: Message) -> "_Changes":
+    async def stream(self, method: Method[R], request: Message) -> "_Changes":
         assert isinstance(request, pb.WatchRequest)
         with trio.move_on_after(TRY_S):
             return _Changes(self, await self._connected(), method.path, request)
