@@ -151,10 +151,9 @@ class Checks:
 
     def _all_live(self, check: Check) -> bool:
         """Return whether every node that may have a right copy could be asked."""
+        live = self.members.nodes.keys()
         configs = (self._groups.get(group) for group in check.groups)
-        return all(
-            found and self.members.nodes.keys() >= set(found[0].in_sync) for found in configs
-        )
+        return all(found and live >= set(found[0].in_sync) for found in configs)
 
 
 class WrongExtents(dict[Extent, bool]):

@@ -217,10 +217,9 @@ class Readers:
             raise OSError(errno.EDQUOT, f"a reader has {_WATCHES_MAX} watches at most")
         peer.watches += 1
         try:
+            after = create.start_revision - 1
             with trio.move_on_after(_WATCH_S):
-                body = await self._feed.after(
-                    create.key, create.range_end, create.start_revision - 1
-                )
+                body = await self._feed.after(create.key, create.range_end, after)
                 if not body:
                     with trio.move_on_after(_HISTORY_S):
                         body = await self._history(peer.owner, create)

@@ -41,9 +41,7 @@ class ResyncFigures:
     resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
     resync_bytes_per_s: int = gauge("Bytes copied in each of the last seconds")
     lost_extents: int = count("Extents that were found on no node")
-    damaged_groups: int = gauge(
-        "Groups that lack something and of which this node alone is in sync"
-    )
+    damaged_groups: int = gauge("Groups that lack something while this node alone is in sync")
 
 
 class Resync:
