@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import trio
+from msgspec.msgpack import Decoder, Encoder
 
 from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Welcome
 from .prompt import PromptStream
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
-_encode = msgspec.msgpack.Encoder().encode
+_encode = Encoder().encode
 
 
 class BadMessage(Exception):
@@ -120,10 +121,8 @@ class Codec:
         for kind, row in self.rights.items():
             if OWN in row and not issubclass(kind, (AboutExtent, Abort)):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
-        self._asked: msgspec.msgpack.Decoder[Message] = _decoder(self.rights)
-        self._answers: msgspec.msgpack.Decoder[Answer] = _decoder(
-            kind for each in every for kind in each.answers
-        )
+        self._asked: Decoder[Message] = _decoder(self.rights)
+        self._answers: Decoder[Answer] = _decoder(kind for each in every for kind in each.answers)
 
     def decode(self, body: bytes) -> Message:
         """Return a message to a node. Raises BadMessage."""
@@ -134,10 +133,8 @@ class Codec:
         return decoded(self._answers, body)
 
 
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
-_welcome_decoder: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.Decoder(
-    Welcome | Refused
-)
+_hello_decoder = Decoder(Hello)
+_welcome_decoder: Decoder[Welcome | Refused] = Decoder(Welcome | Refused)
 
 
 def decode_hello(body: bytes) -> Hello:
@@ -150,11 +147,11 @@ def decode_welcome(body: bytes) -> Welcome | Refused:
     return decoded(_welcome_decoder, body)
 
 
-def _decoder(kinds: Iterable[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reduce(or_, kinds))
+def _decoder(kinds: Iterable[Any]) -> Decoder[Any]:
+    return Decoder(reduce(or_, kinds))
 
 
-def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def decoded(decoder: Decoder[T], body: bytes) -> T:
     """Return a message. Raises BadMessage."""
     try:
         return decoder.decode(body)

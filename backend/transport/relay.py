@@ -15,7 +15,7 @@ import trio
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.connection import Endpoint
-from ..etcd.rpc import Message, Method, R, RpcError
+from ..etcd.rpc import WATCH, Message, Method, R, RpcError
 from ..model.records import NodeAddress
 from ..trust.security import Credentials, Renewable
 from . import Distrusted, Unreachable
@@ -85,7 +85,7 @@ class Relay(Client):
     async def stream(self, method: Method[R], request: Message) -> "_Changes":
         assert isinstance(request, pb.WatchRequest)
         with trio.move_on_after(TRY_S):
-            return _Changes(self, await self._connected(), method.path, request)
+            return _Changes(self, await self._connected(), request)
         raise Unsent(f"no connection within {TRY_S:.0f} s")
 
     def stream_failed(self, error: RpcError) -> bool:
@@ -193,12 +193,9 @@ class _Changes:
     """A watch: each question is for the changes that come next, and waits at the node until there are
     any."""
 
-    def __init__(
-        self, relay: Relay, control: ControlClient, path: str, request: pb.WatchRequest
-    ) -> None:
+    def __init__(self, relay: Relay, control: ControlClient, request: pb.WatchRequest) -> None:
         self._relay = relay
         self._control = control
-        self._path = path
         self._request = request
         self._scope = trio.CancelScope()
         self._closed = False
@@ -206,10 +203,9 @@ class _Changes:
     async def receive(self) -> bytes | None:
         with trio.CancelScope() as self._scope:
             while not self._closed:
+                question = self._request.SerializeToString()
                 try:
-                    body = await self._relay.ask(
-                        self._control, self._path, self._request.SerializeToString()
-                    )
+                    body = await self._relay.ask(self._control, WATCH.path, question)
                 except Uncertain as error:
                     raise Unsent(str(error)) from None
                 answer = pb.WatchResponse.FromString(body)

@@ -67,20 +67,15 @@ class Listener:
     @property
     def ports(self) -> dict[str, int]:
         """Return the movers by which this node can be reached, and the port of each (0: none)."""
-        return {
-            mover.name: serving.port
-            for mover, serving in self.host.servings.items()
-            if mover.is_usable
-        }
+        servings = self.host.servings.items()
+        return {mover.name: serving.port for mover, serving in servings if mover.is_usable}
 
     # -- control ---------------------------------------------------------------------------------
 
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
         local = sock.getsockname()[0]
-        with (
-            closing(PromptStream(socket.socket(fileno=sock.detach()))) as plain,
-            ExitStack() as after,
-        ):
+        plain = PromptStream(socket.socket(fileno=sock.detach()))
+        with closing(plain), ExitStack() as after:
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
             with self.host.door.stranger():
@@ -305,10 +300,11 @@ class Control:
         self, request: messages.Request, done: Awaitable[messages.Answer | Lasting]
     ) -> messages.Answer | Lasting:
         """Return the answer, or the error."""
+        here = self._host.service.node
         try:
             return await done
         except OSError as error:
-            code, node, text = messages.failure_of(error, self._host.service.node)
+            code, node, text = messages.failure_of(error, here)
             self._host.counters.errors[errno.errorcode.get(code, str(code))] += 1
             if isinstance(error, PermissionError):
                 self._host.counters.denied_requests += 1
@@ -318,9 +314,7 @@ class Control:
             return messages.Failed(code, node, text)
         except Exception:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return messages.Failed(
-                errno.EIO, self._host.service.node, "internal error; see its log"
-            )
+            return messages.Failed(errno.EIO, here, "internal error; see its log")
 
     async def _do(self, request: messages.Request) -> messages.Answer | Lasting:
         content: int | None = None

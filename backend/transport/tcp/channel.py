@@ -32,6 +32,7 @@ _SHORT_BYTES = 512
 # How many times, within its patience, a node tells a caller that it is alive.
 _SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
 # Errors of a socket, beside ConnectionError; other errors of sendfile and recv are those of the file.
 _LOST_ERRNOS = frozenset(
     {
@@ -421,9 +422,7 @@ def _socket_failure(error: OSError) -> Exception:
     done yet, Lost if the connection is broken, and an OSError for what is wrong with the file."""
     if error.errno == errno.ETIMEDOUT:
         return Lost(os.strerror(errno.ETIMEDOUT))
-    if isinstance(
-        error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
-    ):
+    if isinstance(error, _NOT_YET):
         return BlockingIOError(errno.EAGAIN, "nothing could be done yet")
     if isinstance(error, ssl.SSLError):
         return Lost(f"TLS: {error.reason or error}")

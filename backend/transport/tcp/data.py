@@ -285,16 +285,15 @@ class Data:
             (header,) = await in_threads([receive], channel.shutdown, self._places)
         self._host.counters.requests[header.op.name.lower()] += 1
         channel.clean = False
+        service, content = self._host.service, header.extent.content
         with logs.request(header.trace):
             try:
-                await check_right(
-                    self._host.service, RIGHTS, peer, header.op, header.extent.content
-                )
+                await check_right(service, RIGHTS, peer, header.op, content)
             except OSError as error:
                 if isinstance(error, PermissionError):
                     self._host.counters.denied_requests += 1
                     tell_of_denial(peer, error)
-                reply = Reply(ReplyKind.FAILED, *failure_of(error, self._host.service.node))
+                reply = Reply(ReplyKind.FAILED, *failure_of(error, service.node))
                 await self._conclude(channel, reply)
             else:
                 if header.op is Op.READ:

@@ -12,8 +12,8 @@ from functools import partial
 from operator import itemgetter
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
-import msgspec
 from msgspec import Meta
+from msgspec.msgpack import Decoder, Encoder
 
 from ...files.sparse import SEGMENTS_MAX
 from .. import Extent, Number, Target
@@ -97,9 +97,9 @@ class Header(NamedTuple):
         return sum(map(_LENGTH, self.ranges))
 
 
-encode: Final = msgspec.msgpack.Encoder().encode
-_headers = msgspec.msgpack.Decoder(Header)
-decode_reply: Final = partial(decoded, msgspec.msgpack.Decoder(Reply))
+encode: Final = Encoder().encode
+_headers = Decoder(Header)
+decode_reply: Final = partial(decoded, Decoder(Reply))
 # The longest is a header with SEGMENTS_MAX ranges, of 19 bytes each.
 MESSAGE_BYTES_MAX = 32 << 10
 # The shortest reply is that of most transfers.
