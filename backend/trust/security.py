@@ -211,15 +211,12 @@ class Credentials:
         if before is not None:
             check_user(self.cert, before.identity, identity)
         try:
-            contexts = [
-                self._context(ssl.PROTOCOL_TLS_CLIENT),
-                self._context(ssl.PROTOCOL_TLS_SERVER),
-            ]
+            client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+            server = self._context(ssl.PROTOCOL_TLS_SERVER)
         except ssl.SSLError as error:
-            raise CredentialsError(
-                f"{self.cert} and {self.key}: {error.reason or error}"
-            ) from error
-        return _Loaded(identity, *contexts)
+            text = f"{self.cert} and {self.key}: {error.reason or error}"
+            raise CredentialsError(text) from error
+        return _Loaded(identity, client, server)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)

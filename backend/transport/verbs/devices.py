@@ -320,9 +320,8 @@ def _obstacle(name: str, kind: str, ports: tuple[Port, ...]) -> Obstacle:
         return Obstacle(states, f"ip link set {netdev} up (and check the cable: ethtool {netdev})")
     if not any(port.gids for port in ports if port.state == "ACTIVE"):
         return Obstacle("its GID table is empty", f"ip address add ADDRESS/LENGTH dev {netdev}")
-    if kind.endswith("RoCE") and not any(
-        gid.kind == "RoCE v2" for port in ports for gid in port.gids
-    ):
+    has_v2 = any(gid.kind == "RoCE v2" for port in ports for gid in port.gids)
+    if kind.endswith("RoCE") and not has_v2:
         return Obstacle(
             "it has no GID of RoCE v2",
             f"cma_roce_mode -d {name} -p {ports[0].number} -m 2, or the card's firmware",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from ...unwrap import if_it_fails
-from .. import Extent, FileRange, Landed, Memory, nothing_landed
+from .. import Extent, FileRange, Landed, Memory
 from ..caller import A, ControlClient, Expected
 from ..device import Growth, NotThisWay, Sending
 from ..messages import Done, Request
@@ -63,9 +63,7 @@ class Path:
     number: int
     stages: bool
 
-    async def read(
-        self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
-    ) -> None:
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into) as regions:
@@ -92,12 +90,11 @@ class Path:
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
             with Expected(self.control, target.group) as sealed:
-                told = piece if target.chain else length
-                exposed = await self._ask(
-                    Reserve(extent, target, length, told, sealed.number, self.number)
-                )
+                each = bool(target.chain)
+                told = piece if each else length
+                asked = Reserve(extent, target, length, told, sealed.number, self.number)
+                exposed = await self._ask(asked)
                 try:
-                    each = bool(target.chain)
                     if exposed.wanted and region is not None:
                         await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
@@ -168,9 +165,8 @@ class Path:
         except OSError as error:
             if file.memory is Memory.LENT:
                 return []
-            raise NotThisWay(
-                f"{file.length} bytes cannot be registered: {error.strerror}"
-            ) from None
+            why = f"{file.length} bytes cannot be registered: {error.strerror}"
+            raise NotThisWay(why) from None
 
     async def _ask(self, request: Request) -> Exposed:
         try:

@@ -188,9 +188,8 @@ class QueuePair:
             sgid_index=self.gid.number,
             hop_limit=64,
         )
-        attributes = library.QPAttr(
-            port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
-        )
+        mtu = library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
+        attributes = library.QPAttr(port_num=port.port, path_mtu=mtu)
         with library.errors:
             attributes.ah_attr = library.AHAttr(
                 port_num=port.port, dlid=peer.lid, is_global=1, gr=route
