@@ -16,9 +16,11 @@ import trio
 from ...files.digest import BUFFER_BYTES, of_thread
 from ...unwrap import if_it_fails
 from .. import Landed, nothing_landed
+from ..caller import Caller
 from ..frames import LENGTH_BYTES, BadMessage
 from ..link import USER_TIMEOUTS
 from ..messages import RECEIVER_PATIENCE
+from ..mover import Host
 from . import wire
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
 
@@ -369,21 +371,19 @@ class EncryptedChannel(Channel):
 
 
 def make_channel(
-    plain: socket.socket,
-    context: ssl.SSLContext | None,
-    timeout_s: float,
-    *,
-    codes: bool,
-    listens: bool,
+    plain: socket.socket, owner: Caller | Host, *, encrypted: bool, listens: bool
 ) -> Channel:
-    """Return the channel of a connected socket, which is closed if there is an error: encrypted where there
-    is a context, after a handshake, else with codes after the bytes of requests where they are wanted."""
+    """Return the channel of a connected socket, which is closed if there is an error. Where there are
+    credentials, bytes are `encrypted`, after a handshake, or a code follows those of a request."""
+    credentials, timeout_s = owner.credentials, owner.timeout_s
     with if_it_fails(plain.close):
-        if context is not None:
-            secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
-            return EncryptedChannel(secure, timeout_s, listens=listens)
-        kind = AuthenticatedChannel if codes else Channel
-        return kind(plain, timeout_s, listens=listens)
+        if credentials is None:
+            return Channel(plain, timeout_s, listens=listens)
+        if not encrypted:
+            return AuthenticatedChannel(plain, timeout_s, listens=listens)
+        context = credentials.server_context() if listens else credentials.client_context()
+        secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
+        return EncryptedChannel(secure, timeout_s, listens=listens)
 
 
 def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:

@@ -136,15 +136,11 @@ class TcpServing(Serving):
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        credentials, context = self._host.credentials, None
-        if credentials is not None and begins_with_tls(start):
-            context = credentials.server_context()
-        if self._encrypt and context is None:
+        encrypted = begins_with_tls(start) and self._host.credentials is not None
+        if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
-        channel = make_channel(
-            plain, context, self._host.timeout_s, codes=credentials is not None, listens=True
-        )
+        channel = make_channel(plain, self._host, encrypted=encrypted, listens=True)
         if isinstance(channel, EncryptedChannel):
             with if_it_fails(channel.close):
                 await _shake_hands(channel.sock)

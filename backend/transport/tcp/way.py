@@ -234,16 +234,11 @@ class TcpWay(Way):
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
         """Connect to the address at which the node was reached."""
         caller, ends = self._link.caller, control.ends
-        credentials, context = caller.credentials, None
-        if credentials is not None and self._encrypt:
-            context = credentials.client_context()
         with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
             choose_congestion_control(sock)
             await sock.connect((ends.there[0], ends.record.data_port, *ends.there[2:]))
             plain = socket.socket(fileno=sock.detach())
-        channel = make_channel(
-            plain, context, caller.timeout_s, codes=credentials is not None, listens=False
-        )
+        channel = make_channel(plain, caller, encrypted=self._encrypt, listens=False)
         with if_it_fails(channel.close):
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
