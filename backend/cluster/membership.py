@@ -188,9 +188,8 @@ class Members(RecordKeeper):
 
     def keeps_alone(self, node: int, config: GroupConfig) -> bool:
         """Return whether no other node that may come back has everything of a group."""
-        return node in config.in_sync and all(
-            other == node or self.is_removed(other) for other in config.in_sync
-        )
+        others = set(config.in_sync) - {node}
+        return node in config.in_sync and all(map(self.is_removed, others))
 
     def may_join(self, node: int, group: int) -> bool:
         """Return whether a node belongs to a group, of which it may or may not be a member now. It does if

@@ -429,8 +429,7 @@ class Catalog:
         if size != expected:
             log.error(
                 "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
-                extent.content,
-                extent.stripe,
+                *extent,
                 size,
                 expected,
             )

@@ -202,14 +202,10 @@ class EtcdWatch:
         seen.append((now, room.used_bytes))
         while seen[0][0] < now - _GROWTH_S:
             seen.popleft()
-        self.figures = EtcdFigures(
-            room.file_bytes,
-            room.used_bytes,
-            room.quota_bytes,
-            room.used_bytes - seen[0][1],
-            now - seen[0][0],
-            {alarm: int(alarm in room.alarms) for alarm in _ALARMS},
-        )
+        since, before = seen[0]
+        file, used, quota = room.file_bytes, room.used_bytes, room.quota_bytes
+        alarms = {alarm: int(alarm in room.alarms) for alarm in _ALARMS}
+        self.figures = EtcdFigures(file, used, quota, used - before, now - since, alarms)
         fault = remedy(room)
         kind = (*room.alarms, bool(fault))
         if kind != self._told:

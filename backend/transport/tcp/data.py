@@ -283,9 +283,9 @@ class Data:
         if header is None:
             receive = partial(channel.receive_header, _HEADER_S)
             (header,) = await in_threads([receive], channel.shutdown, self._places)
-        self._host.counters.requests[header.op.name.lower()] += 1
+        service, op, content = self._host.service, header.op.name.lower(), header.extent.content
+        self._host.counters.requests[op] += 1
         channel.clean = False
-        service, content = self._host.service, header.extent.content
         with logs.request(header.trace):
             try:
                 await check_right(service, RIGHTS, peer, header.op, content)
@@ -302,13 +302,8 @@ class Data:
                     reply = await self._take(channel, header)
             if reply.kind is ReplyKind.FAILED:
                 self._host.counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
-                log.info(
-                    "%s: %s of extent %x.%x: %s",
-                    peer,
-                    header.op.name.lower(),
-                    *header.extent,
-                    reply.text or os.strerror(reply.code),
-                )
+                why = reply.text or os.strerror(reply.code)
+                log.info("%s: %s of extent %x.%x: %s", peer, op, *header.extent, why)
         return channel.clean
 
     async def _give(self, channel: Channel, header: Header) -> Reply:

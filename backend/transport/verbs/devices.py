@@ -280,14 +280,8 @@ def _device(where: Path) -> Device:
         driver = os.path.basename(os.path.realpath(where / "device" / "driver"))
         pci = os.path.basename(os.path.realpath(where / "device"))
     kind = _kind(node_type, driver, ports)
-    return Device(
-        name,
-        kind,
-        ports,
-        pci,
-        _number(where / "device" / "numa_node", -1),
-        _obstacle(name, kind, ports),
-    )
+    numa = _number(where / "device" / "numa_node", -1)
+    return Device(name, kind, ports, pci, numa, _obstacle(name, kind, ports))
 
 
 def _kind(node_type: str, driver: str, ports: tuple[Port, ...]) -> str:
@@ -373,15 +367,8 @@ def _port(device: Path, where: Path) -> Port:
     netdev = next((gid.netdev for gid in gids if gid.netdev), "")
     # Soft devices name the interface that they were made on even while it is down.
     netdev = netdev or _text(where / "gid_attrs" / "ndevs" / "0") or _text(device / "parent")
-    return Port(
-        int(where.name),
-        state,
-        link_layer,
-        _number(where / "lid", 0),
-        tuple(gids),
-        netdev,
-        _mbit_s(where),
-    )
+    number, lid = int(where.name), _number(where / "lid", 0)
+    return Port(number, state, link_layer, lid, tuple(gids), netdev, _mbit_s(where))
 
 
 def _mbit_s(port: Path) -> int:

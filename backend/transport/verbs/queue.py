@@ -169,15 +169,9 @@ class QueuePair:
             )
 
     def end(self) -> QueueEnd:
-        port = self.port
-        return QueueEnd(
-            self.gid.value,
-            port.lid,
-            int(self._pair.qp_num),
-            self._psn,
-            port.mtu,
-            min(_READS_MAX, port.reads_answered),
-        )
+        port, number = self.port, int(self._pair.qp_num)
+        reads = min(_READS_MAX, port.reads_answered)
+        return QueueEnd(self.gid.value, port.lid, number, self._psn, port.mtu, reads)
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
         """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
