@@ -114,13 +114,10 @@ def decode_header(data: bytes) -> Header:
         if start < at or (several and not length):
             raise BadMessage("the ranges of a stream do not follow each other")
         at = start + length
-    if header.op is Op.READ:
-        if several:
-            raise BadMessage(f"{len(header.ranges)} ranges in one stream")
-    elif not (header.length <= header.comes <= header.total and at <= header.total):
-        raise BadMessage(
-            f"the ranges of a stream are not in the {header.total} bytes of its extent"
-        )
+    if header.op is Op.READ and several:
+        raise BadMessage(f"{len(header.ranges)} ranges of an extent are read at once")
+    if header.op is Op.WRITE and not (header.length <= header.comes <= header.total >= at):
+        raise BadMessage("the ranges of a stream are not in its extent")
     return header
 
 
