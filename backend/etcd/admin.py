@@ -19,7 +19,7 @@ from ..kv import end_of
 from . import etcd_pb2 as pb
 from . import rpc
 from .calls import REPAIR, Calls
-from .client import Client
+from .client import Client, DirectClient
 from .rpc import Message, Method, R, RpcError, Status, method
 
 log = logging.getLogger(__name__)
@@ -236,6 +236,7 @@ class EtcdRoom:
     def _members(self) -> list[Client]:
         """Return a client for each address of etcd. The caller closes it."""
         client = self._calls.client
+        assert isinstance(client, DirectClient), "only admins ask for all members"
         return [client.only(endpoint) for endpoint in client.endpoints]
 
     async def _ask(

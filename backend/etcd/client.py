@@ -100,10 +100,6 @@ class Client(ABC):
         """Take note of a failed stream, and return whether another try can succeed."""
 
     @abstractmethod
-    def only(self, endpoint: Endpoint) -> "Client":
-        """Return a client of one endpoint, with the same credentials. The caller closes it."""
-
-    @abstractmethod
     def close(self) -> None: ...
 
     @property
@@ -207,6 +203,7 @@ class DirectClient(Client):
         return [self.tls] if self.tls is not None else []
 
     def only(self, endpoint: Endpoint) -> "DirectClient":
+        """Return a client of one endpoint, with the same credentials. The caller closes it."""
         other = copy.copy(self)
         other.endpoints, other._current = [endpoint], 0
         other._connection, other._connecting, other._failures = None, trio.Lock(), {}

@@ -51,9 +51,6 @@ class Relay(Client):
     def renewables(self) -> Sequence[Renewable[Any]]:
         return [self._credentials.renewable]
 
-    def only(self, endpoint: Endpoint) -> "Relay":
-        return Relay([(endpoint.host, endpoint.port)], self._credentials)
-
     def heed(
         self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
     ) -> None:
