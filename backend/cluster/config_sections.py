@@ -205,8 +205,7 @@ class ClusterSection:
         return f"/irdmafs/{self.name}/".encode()
 
     def _relay(self) -> "tuple[Client, int]":
-        """Return the way to etcd through store nodes, and the number of the certificate. Raises
-        ConfigError."""
+        """Return the way to etcd by store nodes, and the number of the certificate. Raises ConfigError."""
         from ..transport.relay import Relay
         from ..trust.security import is_for_nodes_only
 

@@ -41,8 +41,7 @@ class Range(NamedTuple):
 
 
 def shared_ranges(role: Role) -> list[Range]:
-    """Return the ranges of keys that every certificate of a role may write, unless it is kept to a
-    subvolume."""
+    """Return the keys that every certificate of a role may write, unless it is kept to a subvolume."""
     return [_shared(bytes([kind])) for kind in _SHARED[role]]
 
 

@@ -47,8 +47,7 @@ def followed_key(directory: int, lease: int) -> bytes:
 
 
 def seen_key(lease: int) -> bytes:
-    """Return the key whose value is the revision that the following mount has applied and told its
-    kernel."""
+    """Return the key with the revision that the following mount has applied and told its kernel."""
     return key_of(b"a", lease)
 
 
@@ -182,8 +181,7 @@ class Members(RecordKeeper):
         return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
 
     def is_removed(self, node: int) -> bool:
-        """Return whether a node is dead and was removed: it cannot come back unless it is admitted
-        again."""
+        """Return whether a node is dead and was removed: it cannot come back unless admitted again."""
         return node not in self.nodes and node not in self.records
 
     def keeps_alone(self, node: int, config: GroupConfig) -> bool:

@@ -59,8 +59,7 @@ class Removal:
         await self._replica.start(nursery)
 
     def lost(self, node: int) -> Lost:
-        """Return what is lost with this dead node, because all others that were in sync with it were
-        removed."""
+        """Return what is lost with this dead node: the others that were in sync with it were removed."""
         groups = self._lost_groups(node)
         inodes = self._inodes_of(groups)
         paths = sorted(

@@ -309,8 +309,7 @@ class EtcdAdmin:
         return False
 
     async def weaknesses(self) -> list[str]:
-        """Return why processes that are not members, or every member alike, can change the cluster's
-        keys."""
+        """Return why processes that are no members, or any member, can change the cluster's keys."""
         client = self._calls.client
         if client.is_relayed:
             return []  # this process cannot ask etcd; store nodes and admins can

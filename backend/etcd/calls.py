@@ -274,8 +274,7 @@ class Watch:
         self._began = True
 
     def _take(self, message: bytes | None) -> None:
-        """Split an answer into transactions; etcd never cuts one in two. Raises Unsent, RpcError, and
-        Compacted."""
+        """Split an answer into whole transactions. Raises Unsent, RpcError, and Compacted."""
         if message is None:
             self._stream = None
             raise Unsent("etcd ended the watch")

@@ -37,8 +37,7 @@ def demoted(config: GroupConfig, node: int) -> GroupConfig:
 
 
 def dropped(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """Remove members that are not wanted any more; they free their extents of the group when they see
-    it."""
+    """Remove members that are not wanted any more; they free their extents when they see it."""
     assert set(nodes) < set(config.in_sync), f"{nodes} are not surplus in {config}"
     return without(config, *nodes)
 

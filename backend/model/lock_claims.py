@@ -100,8 +100,7 @@ NOTHING = Entry()
 
 
 def guard_key(ino: int) -> bytes:
-    """Return the key that every growth of a claim on the inode puts. While it does not exist, there is no
-    claim."""
+    """Return the key that every growth of a claim on the inode puts; without it there is no claim."""
     return key_of(GUARD, ino)
 
 

@@ -117,8 +117,7 @@ def _water(total: float, weights: Floats, limits: Floats) -> Floats:
 
 
 def _quotas(shares: Floats, held: Ints) -> Ints:
-    """Return whole numbers with the same sum. Shares are rounded up where most is held, so as to move
-    least."""
+    """Return whole numbers with the same sum, rounded up where most is held, so as to move least."""
     quotas = np.floor(shares + 1e-9).astype(np.int64)
     left = round(float(shares.sum())) - int(quotas.sum())
     fraction = shares - quotas

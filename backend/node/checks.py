@@ -61,8 +61,7 @@ class Checks:
         self._forgotten = 0  # how often `forget` was called
 
     async def tell(self, extent: Extent) -> bytes:
-        """Return the digest of the extent here, maybe as it was up to a minute ago. Raises OSError:
-        ENOENT."""
+        """Return the digest of the extent here, which may be a minute old. Raises OSError: ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
             forgotten = self._forgotten

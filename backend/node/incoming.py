@@ -177,8 +177,7 @@ class IncomingFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
-        """Open another name of an extent's file, which is `is_own` if no application made it. Raises
-        OSError."""
+        """Open another name of an extent's file, `is_own` if no application made it. Raises OSError."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:

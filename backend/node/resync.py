@@ -250,8 +250,7 @@ class Resync:
         await self._cluster.change({group: (revision, promoted(config, self.node))})
 
     async def _leave(self, group: int, config: GroupConfig, revision: int) -> None:
-        """Leave a group: a full node that stays joining would make writes fail, while others are in
-        sync."""
+        """Leave a group: a full node that stays joining makes writes fail, while others are in sync."""
         log.error(
             "the store %s is full: group %#x cannot be kept here. Remove files, give the store more "
             "room, or add store nodes",

@@ -124,8 +124,7 @@ class NodeService(Service[Incoming]):
             await trio.to_thread.run_sync(self._files.settle)
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
-        """Return whether the extent is here already. Raises OSError EEXIST if that one differs in
-        length."""
+        """Return whether the extent is here. Raises OSError EEXIST if that one differs in length."""
         size = self._files.size(extent)
         if size is None:
             return False

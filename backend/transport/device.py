@@ -133,8 +133,7 @@ class Device:
         self._ways = ways
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Store a small extent on the node and down the chain; it is sealed everywhere when this
-        returns."""
+        """Store a small extent on the node and down the chain; all have sealed it when this returns."""
         _check_chain(target)
         if len(data) > messages.PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")

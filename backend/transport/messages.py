@@ -160,8 +160,7 @@ class Scrub(Request, tag=35):
 
 
 class AskEtcd(Request, tag=41):
-    """Has the node ask etcd for a reader, which does not reach it: `method` is etcd's, `body` its
-    request."""
+    """Has the node ask etcd for a reader, which cannot: `method` is etcd's, `body` its request."""
 
     method: Name
     body: Annotated[bytes, Meta(max_length=ETCD_REQUEST_BYTES_MAX)]

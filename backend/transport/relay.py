@@ -187,8 +187,7 @@ def _reason(error: Unreachable) -> str:
 
 
 class _Changes:
-    """A watch: each question is for the changes that come next, and waits at the node until there are
-    any."""
+    """A watch: each question is for the next changes, and waits at the node until there are any."""
 
     def __init__(self, relay: Relay, control: ControlClient, request: pb.WatchRequest) -> None:
         self._relay = relay

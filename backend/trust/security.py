@@ -202,8 +202,7 @@ class Credentials:
         return self.renewable.current.client
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the TLS context for accepting connections of peers with a certificate. Raises
-        CredentialsError."""
+        """Return the TLS context for accepting peers with a certificate. Raises CredentialsError."""
         return self.renewable.current.server
 
     def _load(self, before: _Loaded | None) -> _Loaded:
@@ -302,8 +301,7 @@ def identity_in(path: str) -> Identity | None:
 
 
 def is_for_nodes_only(path: str) -> bool:
-    """Return whether etcd refuses the certificate in a file, as it should a reader's. Raises
-    CredentialsError."""
+    """Return whether etcd refuses a certificate, as it should a reader's. Raises CredentialsError."""
     return any(
         extension.critical and extension.oid.dotted_string == READER_OID
         for extension in load_certificate(path).extensions

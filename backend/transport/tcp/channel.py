@@ -114,8 +114,7 @@ class Channel:
         self.sock.close()
 
     def is_closed_by_peer(self) -> bool:
-        """Return whether an idle connection cannot be used: it is closed, or the peer sent an unexpected
-        message."""
+        """Return whether an idle connection is of no use: it is closed, or the peer has sent something."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -223,8 +222,7 @@ class Channel:
         return self.receive
 
     def end_receiving(self) -> None:
-        """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
-        Forged."""
+        """Finish receiving: the bytes of a request may be used only if this does not raise Forged."""
 
     # -- replies ---------------------------------------------------------------------------------
 

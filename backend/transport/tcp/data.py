@@ -269,8 +269,7 @@ class Receiving:
 
 
 class Data:
-    """Serves requests of data connections, one at a time each, and has all extents that are being
-    received."""
+    """Serves requests of data connections, one at a time each, and has all extents that are coming in."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

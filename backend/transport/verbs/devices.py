@@ -33,8 +33,7 @@ _REMEDY_MEMLOCK = (
 
 
 class Obstacle(str):
-    """An obstacle to RDMA, and the command that removes it. As text it has both in one line, or "" for
-    none."""
+    """An obstacle to RDMA, and the command that removes it: as text, both in one line, or "" for none."""
 
     found: str
     remedy: str

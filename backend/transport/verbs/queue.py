@@ -147,8 +147,7 @@ class QueuePair:
         self._bind = library.enum("WR_BIND_MW")
 
     def _make(self) -> Any:
-        """Return a queue pair in RESET: `connect` sets the peer's rights on the way to INIT. Raises
-        OSError."""
+        """Return a queue pair in RESET: `connect` sets the peer's rights on the way. Raises OSError."""
         library = self._library
         with library.errors:
             capacity = library.QPCap(
@@ -174,8 +173,7 @@ class QueuePair:
         return QueueEnd(self.gid.value, port.lid, number, self._psn, port.mtu, reads)
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
-        """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
-        OSError."""
+        """Connect to the peer, which fails if it is silent for half of `patience_s`. Raises OSError."""
         library, port = self._library, self.port
         route = library.GlobalRoute(
             dgid=library.GID(IPv6Address(peer.gid).exploded),

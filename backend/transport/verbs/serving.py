@@ -336,8 +336,7 @@ class Responder(Connection):
         return region, window
 
     def _pair(self, number: int) -> QueuePair:
-        """Return queue pair `number`. Raises OSError if it is gone, or too many operations are under
-        way."""
+        """Return queue pair `number`. Raises OSError if it is gone, or has too many operations."""
         pair = self._pairs.get(number)
         if pair is None:
             raise OSError(messages.NO_QUEUE_PAIR, "there is no queue pair")
