@@ -56,8 +56,7 @@ def has_capability(capability: int, among: str = "CapEff") -> bool:
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal: then SIGHUP means that the terminal is
-    gone."""
+    """Return whether this process has a controlling terminal: then SIGHUP means that it is gone."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

@@ -164,11 +164,9 @@ def _check_keys(data: Mapping[str, Any], source: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"{source}: {section} is a section: write [{section}]")
         known = [key.name for key in fields(SECTIONS[section])]
-        for key in values:
-            if key not in known:
-                raise ConfigError(
-                    f"{source}: unknown key {key!r} in [{section}]{_hint(key, known)}"
-                )
+        if odd := [key for key in values if key not in known]:
+            what = f"unknown key {odd[0]!r} in [{section}]"
+            raise ConfigError(f"{source}: {what}{_hint(odd[0], known)}")
 
 
 def _hint(word: str, known: Any) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,10 +27,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _SERVE = ("serve",)
 _MOUNT = ("mount",)
 _RDMA = ("mount", "serve", "doctor")
-
-
-def _hostname() -> str:
-    return os.uname().nodename
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +205,7 @@ class ClusterSection:
         return f"/irdmafs/{self.name}/".encode()
 
     def _relay(self) -> "tuple[Client, int]":
-        """Return the way to etcd through store nodes, and the number of the certificate. Raises
-        ConfigError."""
+        """Return the way to etcd by store nodes, and the number of the certificate. Raises ConfigError."""
         from ..transport.relay import Relay
         from ..trust.security import is_for_nodes_only
 
@@ -287,7 +283,7 @@ class NodeSection:
             default="the host name",
             commands=_SERVE,
         ),
-    ] = field(default_factory=_hostname)
+    ] = field(default_factory=socket.gethostname)
     weight: Annotated[
         float, Option("Share of the data, relative to other nodes'", commands=_SERVE)
     ] = 1.0
@@ -361,7 +357,7 @@ class MountSection:
             "the host name",
             _MOUNT,
         ),
-    ] = field(default_factory=_hostname)
+    ] = field(default_factory=socket.gethostname)
     follow: Annotated[
         tuple[str, ...],
         Option(

@@ -41,8 +41,7 @@ class Range(NamedTuple):
 
 
 def shared_ranges(role: Role) -> list[Range]:
-    """Return the ranges of keys that every certificate of a role may write, unless it is kept to a
-    subvolume."""
+    """Return the keys that every certificate of a role may write, unless it is kept to a subvolume."""
     return [_shared(bytes([kind])) for kind in _SHARED[role]]
 
 
@@ -71,11 +70,10 @@ def subvolume_ranges(subvolume: int) -> list[Range]:
 
 def own_ranges(role: Role, owner: int) -> list[Range]:
     """Return the ranges of keys that only the certificate of this number may write."""
-    first, last = (((owner + more) << LEASE_BITS).to_bytes(8, "big") for more in (0, 1))
+    owners = owner, owner + 1
+    first, last = ((one << LEASE_BITS).to_bytes(8, "big") for one in owners)
     found = [Range(bytes([kind]) + first, bytes([kind]) + last) for kind in _LEASED[role]]
-    first, last = (
-        (owner + more).to_bytes(OWNER_BYTES + 1, "big")[-OWNER_BYTES:] for more in (0, 1)
-    )
+    first, last = (one.to_bytes(OWNER_BYTES + 1, "big")[-OWNER_BYTES:] for one in owners)
     # The last owner's range ends where the next kind begins.
     end = _FENCE + last if owner + 1 < 1 << 8 * OWNER_BYTES else bytes([_FENCE[0] + 1])
     return [*found, Range(_FENCE + first, end)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compare, Conflict, Put
+from ..kv import Compares, Conflict, Put
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
 from .record_keeper import RecordKeeper
@@ -110,7 +110,7 @@ class Groups(RecordKeeper):
         self,
         engine: EtcdEngine,
         changes: Mapping[int, tuple[int, GroupConfig]],
-        guards: Sequence[Compare] = (),
+        guards: Compares = (),
     ) -> tuple[int, set[int]]:
         """Put new configurations of groups, each if its current one still has the given revision.
 

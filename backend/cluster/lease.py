@@ -242,14 +242,13 @@ class Session:
 
     async def _put_key(self, lease: int) -> int:
         """Put the key, and return its revision. Raises Removed, OSError."""
+        put = Put(self.key, encode(self.record), lease)
         while True:
             compares: list[Compare] = [(self.key, await self._revision_to_replace())]
             if self._kind == NODE:
                 compares.append(Exists(key_of(b"N", self._node)))
             try:
-                return await self._engine.transact(
-                    compares, [Put(self.key, encode(self.record), lease)]
-                )
+                return await self._engine.transact(compares, [put])
             except Conflict as conflict:
                 if conflict.key != self.key:
                     raise Removed(self._node) from None
@@ -281,12 +280,11 @@ class Session:
         """Renew the lease about three times in its life, and return when etcd says that it has ended."""
         pauses = Pauses(*_RENEWAL_PAUSES_S)
         third_s = self.ttl_s / 3
+        try_s = max(third_s, _RENEWAL_TRY_S_MIN)
         while True:
             sent_s = now_s()
             try:
-                ttl_s = await self._engine.leases.renew(
-                    self.lease, max(third_s, _RENEWAL_TRY_S_MIN)
-                )
+                ttl_s = await self._engine.leases.renew(self.lease, try_s)
             except (WentBack, NoAnswer):
                 pass  # others log it
             except OSError as error:

@@ -47,8 +47,7 @@ def followed_key(directory: int, lease: int) -> bytes:
 
 
 def seen_key(lease: int) -> bytes:
-    """Return the key whose value is the revision that the following mount has applied and told its
-    kernel."""
+    """Return the key with the revision that the following mount has applied and told its kernel."""
     return key_of(b"a", lease)
 
 
@@ -159,15 +158,12 @@ class Members(RecordKeeper):
     ) -> tuple[Candidate, ...]:
         """Return the nodes that groups should be on: not draining, and alive; or one of `holders` that died
         less than `patience_s` ago. A dead node is only kept, never brought in."""
-        oldest = time.monotonic() - patience_s
+        then = time.monotonic() - patience_s
         return tuple(
             Candidate(node, record.weight, record.labels)
             for node, record in sorted(self.records.items())
             if record.state == "up"
-            and (
-                node in self.nodes
-                or (node in holders and self.dead_since.get(node, oldest) > oldest)
-            )
+            and (node in self.nodes or (node in holders and self.dead_since.get(node, then) > then))
         )
 
     def placement(self) -> Placement:
@@ -185,15 +181,13 @@ class Members(RecordKeeper):
         return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
 
     def is_removed(self, node: int) -> bool:
-        """Return whether a node is dead and was removed: it cannot come back unless it is admitted
-        again."""
+        """Return whether a node is dead and was removed: it cannot come back unless admitted again."""
         return node not in self.nodes and node not in self.records
 
     def keeps_alone(self, node: int, config: GroupConfig) -> bool:
         """Return whether no other node that may come back has everything of a group."""
-        return node in config.in_sync and all(
-            other == node or self.is_removed(other) for other in config.in_sync
-        )
+        others = set(config.in_sync) - {node}
+        return node in config.in_sync and all(map(self.is_removed, others))
 
     def may_join(self, node: int, group: int) -> bool:
         """Return whether a node belongs to a group, of which it may or may not be a member now. It does if

@@ -12,16 +12,8 @@ from ..etcd.admin import Room
 from ..etcd.engine import EtcdEngine
 from ..kv import KeyValue, end_of
 from ..kv.faults import Fault, FaultReport, Faults
+from ..model import placement
 from ..model.groups import degraded, leader
-from ..model.placement import (
-    Placement,
-    Targets,
-    bytes_of_groups,
-    plan,
-    policy_of,
-    replicas_of,
-    retargeted,
-)
 from ..model.policy import LEVELS, Candidate
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Layout, Report
 from ..model.values import ConfigError
@@ -108,9 +100,8 @@ class Cluster:
 
     def only_copies(self, node: int) -> set[int]:
         """Return the groups that only this node, of those that may come back, has in full."""
-        return {
-            group for group, config in self.groups.items() if self.members.keeps_alone(node, config)
-        }
+        is_alone = self.members.keeps_alone
+        return {group for group, config in self.groups.items() if is_alone(node, config)}
 
     def state_of(self, node: int) -> str:
         if node not in self.members.nodes:
@@ -131,10 +122,9 @@ class Cluster:
             left = report.get("resync_bytes_left")
             left = float(left) if isinstance(left, int) else count * share
             rate = report.get("resync_bytes_per_s")
+            rate = rate if isinstance(rate, int) and rate else self._rate
             size_bytes += left
-            longest_s = max(
-                longest_s, left / (rate if isinstance(rate, int) and rate else self._rate)
-            )
+            longest_s = max(longest_s, left / rate)
         return {
             "replicas": self.joining.total(),
             "bytes_about": int(size_bytes),
@@ -148,7 +138,7 @@ class Cluster:
             missing
             for group, config in self.groups.items()
             if group >> GROUP_BUCKET_BITS in in_use
-            and (missing := degraded(config, live, replicas_of(group)))
+            and (missing := degraded(config, live, placement.replicas_of(group)))
         )
 
     def pools_in_use(self) -> set[int]:
@@ -185,7 +175,7 @@ class Cluster:
     def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
         """Return what the groups' leaders would copy if these were the nodes; `held` are the groups'
         bytes."""
-        moves = plan(self.groups, self._target_with(candidates), held)
+        moves = placement.plan(self.groups, self._target_with(candidates), held)
         arriving: Counter[int] = Counter()
         for move in moves:
             arriving[move.to] += move.bytes
@@ -212,14 +202,14 @@ class Cluster:
         assert settings is not None
         buckets, rules = settings.buckets, self.members.policies
         # The pool has no targets in etcd yet.
-        fresh = Placement(candidates, buckets, rules)
-        targets: dict[int, Targets] = {}
+        fresh = placement.Placement(candidates, buckets, rules)
+        targets: dict[int, placement.Targets] = {}
         for pool, (known, _) in self.members.targets.items():
-            policy = policy_of(pool << GROUP_BUCKET_BITS)
+            policy = placement.policy_of(pool << GROUP_BUCKET_BITS)
             rule = rules.get(policy) if policy else ""
             made = None
             if rule is not None:
-                made = retargeted(known, pool, candidates, buckets, rule, known.target)
+                made = placement.retargeted(known, pool, candidates, buckets, rule, known.target)
             targets[pool] = made or known
 
         def target(group: int) -> tuple[int, ...]:
@@ -324,7 +314,7 @@ async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
     """Return the bytes of one replica of each group, by reading every inode."""
     held: Counter[int] = Counter()
     async for page in _pages(engine, b"i", b"j"):
-        held.update(bytes_of_groups(_layouts(page), buckets))
+        held.update(placement.bytes_of_groups(_layouts(page), buckets))
     return dict(held)
 
 

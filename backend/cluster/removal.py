@@ -59,8 +59,7 @@ class Removal:
         await self._replica.start(nursery)
 
     def lost(self, node: int) -> Lost:
-        """Return what is lost with this dead node, because all others that were in sync with it were
-        removed."""
+        """Return what is lost with this dead node: the others that were in sync with it were removed."""
         groups = self._lost_groups(node)
         inodes = self._inodes_of(groups)
         paths = sorted(
@@ -109,6 +108,7 @@ class Removal:
         for group in groups:
             by_members.setdefault(self._groups.all()[group][0].in_sync, set()).add(group)
         for gone, left in by_members.items():
+            guards = removed_for_good(gone)
             for _ in range(_ROUNDS_MAX):
                 changes = {
                     group: (revision, refenced(config))
@@ -116,9 +116,7 @@ class Removal:
                     if group in left and config.in_sync == gone
                 }
                 try:
-                    newest, left = await self._groups.change(
-                        self._engine, changes, removed_for_good(gone)
-                    )
+                    newest, left = await self._groups.change(self._engine, changes, guards)
                 except Conflict:
                     names = ", ".join(f"{node:016x}" for node in gone)
                     raise ConfigError(f"of nodes {names} one was admitted again") from None

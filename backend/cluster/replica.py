@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compacted, Compare, Delete, Event, KeyValue, Put, WentBack
+from ..kv import Compacted, Compares, Event, KeyValue, Operations, WentBack
 from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
@@ -113,9 +113,7 @@ class Replica:
                 f" all is known up to {self.applied}",
             )
 
-    async def transact(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
+    async def transact(self, compares: Compares, operations: Operations) -> int:
         """Apply a transaction (see EtcdEngine.transact), and return its revision when all consumers know
         it. Raises Conflict, OSError."""
         revision = await self._engine.transact(compares, operations)
@@ -166,10 +164,8 @@ class Replica:
         self._faults.forget()
         records = self._faults.well_formed(found)
         for consumer in self._consumers:
-            prefixes = consumer.prefixes
-            consumer.load(
-                [record for record in records if record.key.startswith(prefixes)], revision
-            )
+            mine = [record for record in records if record.key.startswith(consumer.prefixes)]
+            consumer.load(mine, revision)
         self.applied = revision
         self._wake()
 

@@ -45,10 +45,8 @@ def health(found: Cluster) -> tuple[Health, list[str]]:
                 f"{counted(lost, 'group')} without a live replica in sync: files there must wait",
             )
         )
-    for missing, count in sorted(found.missing().items()):
-        problems.append(
-            ("degraded", f"{counted(count, 'group')} without {missing} of the replicas")
-        )
+    for lack, n in sorted(found.missing().items()):
+        problems.append(("degraded", f"{counted(n, 'group')} without {lack} of the replicas"))
     problems += _damaged_files(found)
     problems += _damaged_records(found)
     worst: Health = max((how for how, _ in problems), key=HEALTHS.index, default="ok")

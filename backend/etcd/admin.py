@@ -19,8 +19,8 @@ from ..kv import end_of
 from . import etcd_pb2 as pb
 from . import rpc
 from .calls import REPAIR, Calls
-from .client import Client
-from .rpc import Message, Method, Response, RpcError, Status, method
+from .client import Client, DirectClient
+from .rpc import Message, Method, R, RpcError, Status, method
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _DEFRAGMENT_S = 120.0
 _SPENT_KEY = b"\xff"
 _SPENDING_AT_ONCE = 32
 
-KeyRange = tuple[bytes, bytes]
+KeyRanges = Collection[tuple[bytes, bytes]]
 
 
 class Auth:
@@ -83,9 +83,7 @@ class Auth:
     async def delete_user(self, name: str) -> None:
         await self._change("UserDelete", pb.AuthUserDeleteRequest(name=name))
 
-    async def set_role(
-        self, role: str, read: Collection[KeyRange], write: Collection[KeyRange]
-    ) -> None:
+    async def set_role(self, role: str, read: KeyRanges, write: KeyRanges) -> None:
         """Make a role that may read and write these ranges of keys (start, end), and no others."""
         await self._change("RoleAdd", pb.AuthRoleAddRequest(name=role))
         answer = await self._call(_ROLE_GET, pb.AuthRoleGetRequest(role=role))
@@ -93,18 +91,17 @@ class Auth:
         wanted = {(pb.Permission.READ, *one) for one in read}
         wanted |= {(pb.Permission.READWRITE, *one) for one in write}
         for _, start, end in present - wanted:
-            request = pb.AuthRoleRevokePermissionRequest(role=role, key=start, range_end=end)
-            await self._tell("RoleRevokePermission", request)
+            revoke = pb.AuthRoleRevokePermissionRequest(role=role, key=start, range_end=end)
+            await self._tell("RoleRevokePermission", revoke)
         for kind, start, end in sorted(wanted - present):
             permission = pb.Permission(permType=kind, key=start, range_end=end)
-            await self._tell(
-                "RoleGrantPermission", pb.AuthRoleGrantPermissionRequest(name=role, perm=permission)
-            )
+            grant = pb.AuthRoleGrantPermissionRequest(name=role, perm=permission)
+            await self._tell("RoleGrantPermission", grant)
 
     async def delete_role(self, role: str) -> None:
         await self._change("RoleDelete", pb.AuthRoleDeleteRequest(role=role))
 
-    async def _call(self, asked: Method[Response], request: Message) -> Response:
+    async def _call(self, asked: Method[R], request: Message) -> R:
         return await self._calls.client.call(asked, request, timeout_s=self._calls.timeout_s)
 
     async def _tell(self, name: str, request: Message) -> None:
@@ -239,11 +236,12 @@ class EtcdRoom:
     def _members(self) -> list[Client]:
         """Return a client for each address of etcd. The caller closes it."""
         client = self._calls.client
+        assert isinstance(client, DirectClient), "only admins ask for all members"
         return [client.only(endpoint) for endpoint in client.endpoints]
 
     async def _ask(
-        self, client: Client, method: Method[Response], request: Message, timeout_s: float = _ASK_S
-    ) -> Response:
+        self, client: Client, method: Method[R], request: Message, timeout_s: float = _ASK_S
+    ) -> R:
         try:
             return await client.call(method, request, timeout_s=timeout_s, try_s=timeout_s)
         except RpcError as error:
@@ -268,9 +266,7 @@ def remedy(room: Room) -> str:
             "etcd says that its members have different data (alarm CORRUPT) and refuses all writes; "
             f"compare them, and take the alarm back if they agree, with: {REPAIR}"
         )
-    file, used, quota = (
-        size >> 20 for size in (room.file_bytes, room.used_bytes, room.quota_bytes)
-    )
+    file, used, quota = (n >> 20 for n in (room.file_bytes, room.used_bytes, room.quota_bytes))
     size = f"its file has {file} MiB, {used} MiB of it in use"
     if "NOSPACE" in room.alarms:
         return f"etcd refuses all writes (alarm NOSPACE; {size}); free its room with: {REPAIR}"
@@ -313,8 +309,7 @@ class EtcdAdmin:
         return False
 
     async def weaknesses(self) -> list[str]:
-        """Return why processes that are not members, or every member alike, can change the cluster's
-        keys."""
+        """Return why processes that are no members, or any member, can change the cluster's keys."""
         client = self._calls.client
         if client.is_relayed:
             return []  # this process cannot ask etcd; store nodes and admins can

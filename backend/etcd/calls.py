@@ -25,13 +25,14 @@ from .rpc import RANGE, TXN, WATCH, Message, Method, RpcError, Status
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bound="Answered")
+A = TypeVar("A", bound="Answered")
 
 # A key that every transaction puts: its revision is the newest transaction's, its value its id.
 LAST_KEY = b"s"
 
 # Frees etcd's room, and takes its alarms back.
 REPAIR = "irdmafs cluster repair-etcd"
+_DENIED = (Status.PERMISSION_DENIED, Status.UNAUTHENTICATED)
 # An alarm that lasts is logged again after this time.
 _ALARM_TOLD_S = 60.0
 
@@ -65,9 +66,7 @@ class Calls:
         self.closed = False
         self._alarm_told = -_ALARM_TOLD_S
 
-    async def ask(
-        self, method: Method[Answer], request: Message, timeout_s: float | None = None
-    ) -> Answer:
+    async def ask(self, method: Method[A], request: Message, timeout_s: float | None = None) -> A:
         """Repeat a call until it has an answer. Raises RpcError and OSError."""
         self.check_open()
         before = self.revision
@@ -82,9 +81,7 @@ class Calls:
         self.heard(answer.header.revision, before if linearizable else 0)
         return answer
 
-    async def call(
-        self, method: Method[Answer], request: Message, timeout_s: float | None = None
-    ) -> Answer:
+    async def call(self, method: Method[A], request: Message, timeout_s: float | None = None) -> A:
         """Repeat a call until it has an answer. Raises OSError."""
         try:
             return await self.ask(method, request, timeout_s)
@@ -171,18 +168,14 @@ class Calls:
         """Return a refusal of etcd as an error that says what to do."""
         where = f"etcd at {self.client.address}"
         if error.code == Status.RESOURCE_EXHAUSTED and "space exceeded" in error.text:
-            self._tell_alarm(
-                f"{where} refuses all writes: alarm NOSPACE. Free its room with: {REPAIR}"
-            )
+            text = f"{where} refuses all writes: alarm NOSPACE. Free its room with: {REPAIR}"
+            self._tell_alarm(text)
             return NoSpace(f"{where} (alarm NOSPACE: {REPAIR})")
         if "corrupt cluster" in error.text:
             text = f"{where} refuses all writes: alarm CORRUPT. Have its members compared with: {REPAIR}"
             self._tell_alarm(text)
             return OSError(errno.EIO, text)
-        if (
-            error.code in (Status.PERMISSION_DENIED, Status.UNAUTHENTICATED)
-            or "user name is" in error.text
-        ):
+        if error.code in _DENIED or "user name is" in error.text:
             return OSError(
                 errno.EACCES,
                 f"{where} does not let this process do this ({error.text}); `etcdctl user` and"
@@ -281,8 +274,7 @@ class Watch:
         self._began = True
 
     def _take(self, message: bytes | None) -> None:
-        """Split an answer into transactions; etcd never cuts one in two. Raises Unsent, RpcError, and
-        Compacted."""
+        """Split an answer into whole transactions. Raises Unsent, RpcError, and Compacted."""
         if message is None:
             self._stream = None
             raise Unsent("etcd ended the watch")

@@ -24,7 +24,7 @@ from ..pauses import Pauses
 from ..trust.security import Renewable
 from .connection import DEFAULT_PORT, Connection, Endpoint, connect, tls_context
 from .http2 import Stream
-from .rpc import ConnectionLost, Message, Method, NoAnswer, NotAccepted, Response, RpcError, Status
+from .rpc import ConnectionLost, Message, Method, NoAnswer, NotAccepted, R, RpcError, Status
 
 log = logging.getLogger(__name__)
 
@@ -87,23 +87,17 @@ class Client(ABC):
         self.try_s = TRY_S
 
     @abstractmethod
-    async def attempt(
-        self, method: Method[Response], request: Message, timeout_s: float
-    ) -> Response:
+    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
         """Try a call once. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
 
     @abstractmethod
-    async def stream(self, method: Method[Response], request: Message) -> Answers:
+    async def stream(self, method: Method[R], request: Message) -> Answers:
         """Begin a call with a stream of answers. Raises Unsent, and RpcError and OSError from
         the stream; pass them to `stream_failed` and begin again."""
 
     @abstractmethod
     def stream_failed(self, error: RpcError) -> bool:
         """Take note of a failed stream, and return whether another try can succeed."""
-
-    @abstractmethod
-    def only(self, endpoint: Endpoint) -> "Client":
-        """Return a client of one endpoint, with the same credentials. The caller closes it."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -132,20 +126,12 @@ class Client(ABC):
 
     def failures(self) -> str:
         """Return the last error of each endpoint, for people."""
-        said = [
-            f"{endpoint}: {self._failures.get(str(endpoint), 'not tried')}"
-            for endpoint in self.endpoints
-        ]
+        said = (f"{one}: {self._failures.get(str(one), 'not tried')}" for one in self.endpoints)
         return "; ".join(said)
 
     async def call(
-        self,
-        method: Method[Response],
-        request: Message,
-        *,
-        timeout_s: float,
-        try_s: float | None = None,
-    ) -> Response:
+        self, method: Method[R], request: Message, *, timeout_s: float, try_s: float | None = None
+    ) -> R:
         """Repeat a call that may be repeated until etcd answers. The first try takes `try_s` at most (None:
         the client's).
 
@@ -217,6 +203,7 @@ class DirectClient(Client):
         return [self.tls] if self.tls is not None else []
 
     def only(self, endpoint: Endpoint) -> "DirectClient":
+        """Return a client of one endpoint, with the same credentials. The caller closes it."""
         other = copy.copy(self)
         other.endpoints, other._current = [endpoint], 0
         other._connection, other._connecting, other._failures = None, trio.Lock(), {}
@@ -227,9 +214,7 @@ class DirectClient(Client):
         if self._connection is not None:
             self._connection.close("the client was closed")
 
-    async def attempt(
-        self, method: Method[Response], request: Message, timeout_s: float
-    ) -> Response:
+    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
         message = request.SerializeToString()
         timeout_s = max(timeout_s, 0.0)
         sent_on: Connection | None = None
@@ -264,7 +249,7 @@ class DirectClient(Client):
             sent_on.close(reason)
         raise Uncertain(reason)
 
-    async def stream(self, method: Method[Response], request: Message) -> Stream:
+    async def stream(self, method: Method[R], request: Message) -> Stream:
         with trio.move_on_after(TRY_S):
             connection = await self._connected()
             try:

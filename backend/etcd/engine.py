@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from operator import attrgetter
 from typing import Any, Final, Self
 
-from ..kv import Compare, Delete, KeyValue, Put
+from ..kv import Compares, KeyValue, Operations
 from ..unwrap import if_it_fails
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
@@ -122,9 +122,7 @@ class EtcdEngine:
             revision = last.mod_revision
         return revision
 
-    def transact(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> Coroutine[Any, Any, int]:
+    def transact(self, compares: Compares, operations: Operations) -> Coroutine[Any, Any, int]:
         """Apply all operations if every compare holds, and return the revision of that, which is a new one.
         It is durable then.
 

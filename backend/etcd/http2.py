@@ -323,10 +323,8 @@ class Stream:
         error. Raises ProtocolError."""
         if not self._answered:
             self._answered = True
-            status = headers.get(":status")
-            if status != "200" or not headers.get("content-type", "").startswith(
-                "application/grpc"
-            ):
+            status, kind = headers.get(":status"), headers.get("content-type", "")
+            if status != "200" or not kind.startswith("application/grpc"):
                 raise ProtocolError(f"it answered with HTTP status {status} and not with gRPC")
         if not last:
             return None

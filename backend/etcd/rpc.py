@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from . import etcd_pb2 as pb
 
-Response = TypeVar("Response")
+R = TypeVar("R")
 
 
 class Status(IntEnum):
@@ -66,12 +66,12 @@ class Message(Protocol):
     def SerializeToString(self) -> bytes: ...
 
 
-class Method(NamedTuple, Generic[Response]):
+class Method(NamedTuple, Generic[R]):
     path: str
-    parse: Callable[[bytes], Response]
+    parse: Callable[[bytes], R]
 
 
-def method(path: str, response: type[Response]) -> Method[Response]:
+def method(path: str, response: type[R]) -> Method[R]:
     """Return the method at this path of the form SERVICE/METHOD."""
     return Method("/etcdserverpb." + path, response.FromString)  # type: ignore[attr-defined]
 

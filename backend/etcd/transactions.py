@@ -14,13 +14,12 @@ for changes of its own keys, its session for example. Its transactions put a key
 
 import errno
 import secrets
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import trio
 
-from ..kv import Compacted, Compare, Conflict, Delete, Empty, Exists, NoSpace, Put
+from ..kv import Compacted, Compares, Conflict, Delete, Empty, Exists, NoSpace, Operations, Put
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls, Watch
@@ -68,14 +67,12 @@ class EtcdTransactions:
         self._fencing = trio.Lock()
         calls.trust_listeners.append(self._forget)
 
-    async def carry_out(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
+    async def carry_out(self, compares: Compares, operations: Operations) -> int:
         """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded and NoSpace, after
         which nothing has changed, and OSError."""
         # Random: no other process can claim this transaction before it is applied.
         identity = self.process + secrets.token_bytes(8)
-        request = self._request_of(compares, (*operations, Put(self.mark, identity)))
+        request = self._request_of(compares, [*operations, Put(self.mark, identity)])
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
@@ -91,11 +88,9 @@ class EtcdTransactions:
             request.compare[-1].mod_revision = fence.revision
             if self.mark != LAST_KEY:
                 request.success[-1].request_put.lease = self._lease
-            before = calls.revision
+            before, left_s = calls.revision, deadline - trio.current_time()
             try:
-                answer = await calls.client.attempt(
-                    TXN, request, min(try_s, deadline - trio.current_time())
-                )
+                answer = await calls.client.attempt(TXN, request, min(try_s, left_s))
             except Unsent as error:
                 pauses = pauses or Pauses(*PAUSES_S)
                 if error.final or trio.current_time() + pauses.next_s >= deadline:
@@ -134,9 +129,7 @@ class EtcdTransactions:
             self._drop_fence(fence)
             was_cut_off = True
 
-    def _request_of(
-        self, compares: Sequence[Compare], operations: Iterable[Put | Delete]
-    ) -> pb.TxnRequest:
+    def _request_of(self, compares: Compares, operations: Operations) -> pb.TxnRequest:
         """Return a transaction, and for each compare the question that tells, if it fails, whether the
         compare held. The compare of the fence is the last one."""
         prefix, request = self._calls.prefix, pb.TxnRequest()
@@ -272,7 +265,7 @@ def _last_in(answer: pb.RangeResponse) -> _Last:
     return _Last(0, b"")
 
 
-def _differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | None:
+def _differing(compares: Compares, answer: pb.TxnResponse) -> bytes | None:
     """Return the key of the first compare that did not hold in a transaction that failed."""
     for compare, response in zip(compares, answer.responses, strict=True):
         found = response.response_range.kvs

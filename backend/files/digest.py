@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Final
 
 import trio
 from xxhash import xxh3_64
@@ -31,7 +32,7 @@ BLOCK_BYTES = 2 << 20
 DIGEST_BYTES = 8
 PARTS_MAX = 64
 # Half of a core's own cache, so that bytes are still in it when they are hashed.
-_BUFFER_BYTES = 256 << 10
+BUFFER_BYTES = 256 << 10
 # digest_at_rest hashes pieces of this many blocks.
 _PIECE_BLOCKS = 2
 # The alignment that O_DIRECT needs on any disk.
@@ -40,7 +41,15 @@ _DIRECT_BYTES = 4096
 _INLINE_BYTES = 256 << 10
 _THREADS_MAX = 4
 
-_threads = threading.local()
+
+class _OfThread(threading.local):
+    """A buffer that each thread has of its own, in pages of its own, as O_DIRECT needs it."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+
+
+of_thread: Final = _OfThread()
 
 
 class Digests:
@@ -191,11 +200,7 @@ def _digest_of_zeros(length: int) -> bytes:
 
 
 def _hash(fd: int, offset: int, length: int) -> list[bytes]:
-    buffer = getattr(_threads, "buffer", None)
-    if buffer is None:
-        # O_DIRECT needs page-aligned memory.
-        buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
-    blocks = []
+    buffer, blocks = of_thread.buffer, []
     status = os.fstat(fd)
     # To look for holes waits for the file's lock, and a short part is hashed in the event loop.
     has_holes = length > _INLINE_BYTES and is_sparse(status.st_size, status.st_blocks)
@@ -213,7 +218,7 @@ def _hash(fd: int, offset: int, length: int) -> list[bytes]:
                 continue
         state = xxh3_64()
         while start < end:
-            wanted = min(_BUFFER_BYTES, end - start)
+            wanted = min(BUFFER_BYTES, end - start)
             aligned = -(-wanted // _DIRECT_BYTES) * _DIRECT_BYTES
             count = min(wanted, os.preadv(fd, [buffer[:aligned]], start))
             if not count:

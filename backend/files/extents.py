@@ -97,13 +97,8 @@ class ExtentStore:
 
         Raises OSError (ENOSPC, EMFILE).
         """
-        extent = self._next
-        fd = os.open(
-            f"{extent:x}",
-            os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS,
-            0o600,
-            dir_fd=self._dir_fd,
-        )
+        extent, flags = self._next, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
+        fd = os.open(f"{extent:x}", flags, 0o600, dir_fd=self._dir_fd)
         self._next = ContentId(extent + 1)
         return extent, fd
 

@@ -6,10 +6,10 @@ zeros that a program wrote are data.
 """
 
 import errno
-import heapq
-import itertools
 import mmap
 import os
+
+from ..model.ranges import Range, fewer
 
 # A file with fewer bytes of holes is not treated as sparse.
 _HOLES_BYTES_MIN = 64 << 10
@@ -52,27 +52,12 @@ def segments(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
     """Return where the data of a part of a file is, as starts, counted from the beginning of the part, and
     lengths. If there would be more than SEGMENTS_MAX, the smallest holes count as data. Raises OSError."""
     end = offset + length
-    found: list[tuple[int, int]] = []
+    found: list[Range] = []
     at = offset
     while (start := next_data(fd, at, end)) < end:
         at = min(os.lseek(fd, start, os.SEEK_HOLE), end)
-        found.append((start - offset, at - start))
-    return _fewer(found)
-
-
-def _fewer(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    if len(found) <= SEGMENTS_MAX:
-        return found
-    holes = (
-        (after[0] - before[0] - before[1], number)
-        for number, (before, after) in enumerate(itertools.pairwise(found), 1)
-    )
-    begins = [0, *sorted(number for _, number in heapq.nlargest(SEGMENTS_MAX - 1, holes))]
-    joined = []
-    for first, behind in zip(begins, [*begins[1:], len(found)], strict=True):
-        start, (last, count) = found[first][0], found[behind - 1]
-        joined.append((start, last + count - start))
-    return joined
+        found.append((start - offset, at - offset))
+    return [(start, stop - start) for start, stop in fewer(found, SEGMENTS_MAX)]
 
 
 def empty(fd: int, offset: int, length: int) -> None:

@@ -8,6 +8,7 @@ a key exists, or that a range is empty.
 
 import errno
 import os
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 
@@ -59,6 +60,9 @@ class Empty(NamedTuple):
 
 # Each begins with its key. (key, mod_revision): the key was last put by that revision; 0: there is none.
 Compare: TypeAlias = tuple[bytes, int] | Exists | Empty
+# The two parts of a transaction.
+Compares: TypeAlias = Sequence[Compare]
+Operations: TypeAlias = Sequence[Put | Delete]
 
 
 def end_of(prefix: bytes) -> bytes:

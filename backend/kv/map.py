@@ -275,8 +275,7 @@ class Map:
             _sync_directory(path)
 
     def _check(self, size: int) -> None:
-        """Refuse a file that could end this process with a signal. On a disk, that is one with any damaged
-        page."""
+        """Refuse a file that could end this process with a signal; on a disk, one with any damaged page."""
         if not size:
             raise self.damaged("it is empty")
         try:

@@ -14,11 +14,7 @@ def without(config: GroupConfig, *nodes: int) -> GroupConfig:
     """Remove members that are dead or out of reach. One member in sync must remain: the last one that has
     the data is waited for."""
     assert set(nodes) <= set(config.members), f"{nodes} are not all members of {config}"
-    return _next(
-        config,
-        tuple(node for node in config.in_sync if node not in nodes),
-        tuple(node for node in config.joining if node not in nodes),
-    )
+    return _next(config, _less(config.in_sync, *nodes), _less(config.joining, *nodes))
 
 
 def with_joining(config: GroupConfig, *nodes: int) -> GroupConfig:
@@ -30,23 +26,18 @@ def promoted(config: GroupConfig, node: int) -> GroupConfig:
     """Make a joining node a member in sync. Only the node itself puts this, when it holds everything that
     is named at a revision not older than `config`: everything named later was written to it, too."""
     assert node in config.joining, f"{node:x} is not joining {config}"
-    return _next(
-        config, (*config.in_sync, node), tuple(other for other in config.joining if other != node)
-    )
+    return _next(config, (*config.in_sync, node), _less(config.joining, node))
 
 
 def demoted(config: GroupConfig, node: int) -> GroupConfig:
     """Make a member in sync that lacks extents a joining one. Not for the only one in sync: no other could
     fill it."""
     assert node in config.in_sync, f"{node:x} is not in sync in {config}"
-    return _next(
-        config, tuple(other for other in config.in_sync if other != node), (*config.joining, node)
-    )
+    return _next(config, _less(config.in_sync, node), (*config.joining, node))
 
 
 def dropped(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """Remove members that are not wanted any more; they free their extents of the group when they see
-    it."""
+    """Remove members that are not wanted any more; they free their extents when they see it."""
     assert set(nodes) < set(config.in_sync), f"{nodes} are not surplus in {config}"
     return without(config, *nodes)
 
@@ -54,8 +45,7 @@ def dropped(config: GroupConfig, *nodes: int) -> GroupConfig:
 def led_by(config: GroupConfig, node: int) -> GroupConfig:
     """Make another member in sync the primary; the order of the others stays."""
     assert node in config.in_sync, f"{node:x} is not in sync in {config}"
-    rest = tuple(other for other in config.in_sync if other != node)
-    return _next(config, (node, *rest), config.joining)
+    return _next(config, (node, *_less(config.in_sync, node)), config.joining)
 
 
 def refenced(config: GroupConfig) -> GroupConfig:
@@ -145,6 +135,10 @@ def next_step(
     if config.in_sync[0] != target[0]:
         return led_by(config, target[0])
     return None
+
+
+def _less(nodes: Sequence[int], *gone: int) -> tuple[int, ...]:
+    return tuple(node for node in nodes if node not in gone)
 
 
 def _next(config: GroupConfig, in_sync: tuple[int, ...], joining: tuple[int, ...]) -> GroupConfig:

@@ -38,6 +38,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from .ranges import Range, fewer
 from .records import Count, key_of
 
 GUARD, ENTRY = b"l", b"L"
@@ -99,8 +100,7 @@ NOTHING = Entry()
 
 
 def guard_key(ino: int) -> bytes:
-    """Return the key that every growth of a claim on the inode puts. While it does not exist, there is no
-    claim."""
+    """Return the key that every growth of a claim on the inode puts; without it there is no claim."""
     return key_of(GUARD, ino)
 
 
@@ -127,31 +127,15 @@ def is_blocked(others: Collection[Entry], claim: Claim) -> bool:
 def merged(claims: Iterable[Claim]) -> tuple[Claim, ...]:
     """Return the fewest claims that include all these, no more than CLAIMS_MAX for each table and type:
     then bytes between them are claimed, too, the smallest gaps first."""
-    found: dict[tuple[int, int], list[Claim]] = {}
-    for claim in sorted(claims):
-        row = found.setdefault(claim[:2], [])
-        if row and claim.start <= row[-1].end + 1:
-            row[-1] = row[-1]._replace(end=max(row[-1].end, claim.end))
+    found: dict[tuple[int, int], list[Range]] = {}
+    for table, kind, start, end in sorted(claims):
+        row = found.setdefault((table, kind), [])
+        if row and start <= row[-1][1] + 1:
+            row[-1] = row[-1][0], max(row[-1][1], end)
         else:
-            row.append(claim)
-    result: list[Claim] = []
-    for key in sorted(found):
-        result += _coarser(found[key])
-    return tuple(result)
-
-
-def _coarser(row: list[Claim]) -> list[Claim]:
-    if len(row) <= CLAIMS_MAX:
-        return row
-    gaps = sorted(range(1, len(row)), key=lambda at: row[at].start - row[at - 1].end)
-    closed = set(gaps[: len(row) - CLAIMS_MAX])
-    result = row[:1]
-    for at in range(1, len(row)):
-        if at in closed:
-            result[-1] = result[-1]._replace(end=row[at].end)
-        else:
-            result.append(row[at])
-    return result
+            row.append((start, end))
+    rows = ((key, fewer(row, CLAIMS_MAX)) for key, row in found.items())
+    return tuple(Claim(*key, *each) for key, row in rows for each in row)
 
 
 class LockHolder(ABC):

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -92,14 +93,8 @@ def place_all(
     nodes if they are fewer; none if the policy admits none. `before` are the current nodes of a group: it
     stays there as far as shares and failure domains allow."""
     policy = policy or Policy()
-    nodes = sorted(
-        (
-            candidate
-            for candidate in candidates
-            if candidate.weight > 0 and policy.admits(candidate)
-        ),
-        key=lambda candidate: candidate.node,
-    )
+    fitting = (one for one in candidates if one.weight > 0 and policy.admits(one))
+    nodes = sorted(fitting, key=attrgetter("node"))
     replicas = min(pool & (1 << _REPLICA_BITS) - 1, REPLICAS_MAX, len(nodes))
     if not replicas:
         return [()] * buckets
@@ -170,20 +165,18 @@ class Targets(msgspec.Struct, array_like=True, frozen=True):
         """Raise msgspec.ValidationError for rows that lead to no node."""
         if len(self.rows) % max(2, 2 * self.replicas):
             raise msgspec.ValidationError("its rows are incomplete")
-        rows = memoryview(self.rows)
-        if any(
-            low | high << 8 >= len(self.nodes)
-            for low, high in zip(rows[::2], rows[1::2], strict=True)
-        ):
+        if max(_places(self.rows), default=-1) >= len(self.nodes):
             raise msgspec.ValidationError("a row leads to no node")
 
     def target(self, group: int) -> tuple[int, ...]:
         """Return the nodes for a group, the primary first; () if there is none."""
         width = 2 * self.replicas
         start = (group & (1 << GROUP_BUCKET_BITS) - 1) * width
-        row = self.rows[start : start + width]
-        places = struct.unpack(f"<{len(row) // 2}H", row)
-        return tuple(map(self.nodes.__getitem__, places))
+        return tuple(map(self.nodes.__getitem__, _places(self.rows[start : start + width])))
+
+
+def _places(rows: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(rows) // 2}H", rows)
 
 
 def retargeted(
@@ -196,11 +189,10 @@ def retargeted(
 ) -> Targets | None:
     """Return the record to replace `known`; None if that one still fits, or if no node is admitted (then
     everything stays where it is). `members` returns the nodes of a group without a known target."""
-    nodes = sorted(candidates, key=lambda candidate: candidate.node)
+    nodes = sorted(candidates, key=attrgetter("node"))
     described = [[node.node, float(node.weight), sorted(node.labels.items())] for node in nodes]
-    made_for = hashlib.blake2b(
-        msgspec.json.encode([buckets, rule, described]), digest_size=16
-    ).hexdigest()
+    made_of = msgspec.json.encode([buckets, rule, described])
+    made_for = hashlib.blake2b(made_of, digest_size=16).hexdigest()
     if known is not None and known.made_for == made_for:
         return None
     before = members if known is None else known.target

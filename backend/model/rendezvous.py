@@ -91,9 +91,8 @@ def _shares(weights: Floats, domains: Sequence[Ints], replicas: int) -> Floats:
         sizes = np.array([len(child) for child in children])
         even = next(n for n in range(1, most + 1) if np.minimum(sizes, n).sum() >= most)
         limits = np.minimum(sizes, even)
-        totals = _water(
-            total, np.array([weights[child].sum() for child in children]), limits.astype(np.float64)
-        )
+        shares = np.array([weights[child].sum() for child in children])
+        totals = _water(total, shares, limits.astype(np.float64))
         for child, part, limit in zip(children, totals, limits, strict=True):
             fill(child, depth + 1, float(part), int(limit))
 
@@ -118,8 +117,7 @@ def _water(total: float, weights: Floats, limits: Floats) -> Floats:
 
 
 def _quotas(shares: Floats, held: Ints) -> Ints:
-    """Return whole numbers with the same sum. Shares are rounded up where most is held, so as to move
-    least."""
+    """Return whole numbers with the same sum, rounded up where most is held, so as to move least."""
     quotas = np.floor(shares + 1e-9).astype(np.int64)
     left = round(float(shares.sum())) - int(quotas.sum())
     fraction = shares - quotas

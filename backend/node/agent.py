@@ -137,11 +137,8 @@ class Agent:
             for group, (config, revision) in self._cluster.groups.all().items():
                 if self.node not in config.members:
                     continue
-                if any(
-                    node in self._cluster.members.nodes
-                    for node in config.in_sync
-                    if node != self.node
-                ):
+                others = set(config.in_sync) - {self.node}
+                if others & self._cluster.members.nodes.keys():
                     changes[group] = revision, without(config, self.node)
                 elif self.node in config.in_sync:
                     alone += 1
@@ -152,16 +149,14 @@ class Agent:
 
     async def _lead(self) -> bool:
         """Take the next step in each group that this node leads. Return whether there was any."""
-        live = set(self._cluster.members.nodes)
-        filling = Counter(
-            node for config, _ in self._cluster.groups.all().values() for node in config.joining
-        )
+        live, known = set(self._cluster.members.nodes), self._cluster.groups.all()
+        filling = Counter(node for config, _ in known.values() for node in config.joining)
         joinable = {
             node for node in live if filling[node] < _JOINING_AT_ONCE and self._is_welcome(node)
         }
         changes: dict[int, tuple[int, GroupConfig]] = {}
         new: dict[int, list[int]] = {}  # node -> groups it would join
-        for group, (config, revision) in self._cluster.groups.all().items():
+        for group, (config, revision) in known.items():
             if leader(config, live) != self.node:
                 continue
             step = next_step(config, live, self._target(group), joinable)
@@ -191,10 +186,9 @@ class Agent:
         if not self.housekeeping.acts():
             return False
         lost: dict[tuple[int, ...], list[int]] = {}
+        is_removed = self._cluster.members.is_removed
         for group, (config, _) in self._cluster.groups.all().items():
-            if all(map(self._cluster.members.is_removed, config.in_sync)) and self._live_target(
-                group
-            ):
+            if all(map(is_removed, config.in_sync)) and self._live_target(group):
                 if self._catalog.has_names(group):
                     self._waits_for_names = True
                 else:
@@ -296,9 +290,8 @@ class Agent:
     def _quiet_s(self) -> float:
         """Return for how many seconds nothing becomes due by time alone."""
         now = time.monotonic()
-        due = [
-            since + self.rereplicate_after_s for since in self._cluster.members.dead_since.values()
-        ]
+        dead_since = self._cluster.members.dead_since.values()
+        due = [since + self.rereplicate_after_s for since in dead_since]
         due += self._shunned.ends()
         longest = RETRY_S if self._waits_for_names else LOOK_ANYWAY_S
         return min([longest, *(moment - now for moment in due if moment > now)])

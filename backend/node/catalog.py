@@ -141,20 +141,15 @@ class Catalog:
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """Return the named extents of a group that are not here, with their sizes in bytes."""
-        return [
-            (extent, length)
-            for extent, length in self.extents_of(group)
-            if extent not in self.files
-        ]
+        return [found for found in self.extents_of(group) if found[0] not in self.files]
 
     def is_missing(self, extent: Extent) -> bool:
         """Return whether an extent is named, in a group of this node, and not here."""
         named = self._named.get(extent.content)
         if named is None or extent in self.files:
             return False
-        return extent.stripe < named.stripes and self.is_member(
-            named.group(extent.stripe, self._buckets)
-        )
+        group = named.group(extent.stripe, self._buckets)
+        return extent.stripe < named.stripes and self.is_member(group)
 
     def check_of(self, extent: Extent) -> Check | None:
         """Return the digests to check an extent by, None if none are known."""
@@ -167,9 +162,8 @@ class Catalog:
             return None
         part = digests.part_of(extent.stripe)
         run = digests.stripes_of(part)
-        return Check(
-            digests, part, run, tuple(named.group(stripe, self._buckets) for stripe in run)
-        )
+        groups = tuple(named.group(stripe, self._buckets) for stripe in run)
+        return Check(digests, part, run, groups)
 
     def allocated(self, extent: Extent, length: int) -> int:
         """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
@@ -288,12 +282,11 @@ class Catalog:
         """Note that an inode names a content no more. Return False if another inode names it."""
         if not self._named.unname(named):
             return False
-        self._remember_gone(named.content)
-        here = {
-            stripe for stripe in range(named.stripes) if Extent(named.content, stripe) in self.files
-        }
+        content = named.content
+        self._remember_gone(content)
+        here = {stripe for stripe in range(named.stripes) if Extent(content, stripe) in self.files}
         if here:
-            self._unnamed[named.content] = here
+            self._unnamed[content] = here
         return True
 
     def _take_pin(self, content: int, lease: int, held: bool) -> Sequence[int]:
@@ -436,8 +429,7 @@ class Catalog:
         if size != expected:
             log.error(
                 "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
-                extent.content,
-                extent.stripe,
+                *extent,
                 size,
                 expected,
             )

@@ -61,8 +61,7 @@ class Checks:
         self._forgotten = 0  # how often `forget` was called
 
     async def tell(self, extent: Extent) -> bytes:
-        """Return the digest of the extent here, maybe as it was up to a minute ago. Raises OSError:
-        ENOENT."""
+        """Return the digest of the extent here, which may be a minute old. Raises OSError: ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
             forgotten = self._forgotten
@@ -151,10 +150,9 @@ class Checks:
 
     def _all_live(self, check: Check) -> bool:
         """Return whether every node that may have a right copy could be asked."""
+        live = self.members.nodes.keys()
         configs = (self._groups.get(group) for group in check.groups)
-        return all(
-            found and self.members.nodes.keys() >= set(found[0].in_sync) for found in configs
-        )
+        return all(found and live >= set(found[0].in_sync) for found in configs)
 
 
 class WrongExtents(dict[Extent, bool]):

@@ -34,8 +34,7 @@ RATE_WINDOW_S = 10.0
 
 
 class Throttle:
-    """A token bucket without a burst, of bytes per second (0: unlimited). The rate may be changed any
-    time."""
+    """A token bucket without a burst, of bytes per second (0: unlimited), which may be changed any time."""
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s

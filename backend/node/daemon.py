@@ -332,11 +332,10 @@ class _Node:
         """Return whether a peer's session is over. One newer than the replica counts as going on."""
         if not 0 < peer.session <= self._cluster.replica.applied:
             return False
+        members = self._cluster.members
         if peer.role == "node":
-            return peer.node not in self._cluster.members.nodes
-        return (
-            peer.role in ("mount", "reader") and peer.session not in self._cluster.members.sessions
-        )
+            return peer.node not in members.nodes
+        return peer.role in ("mount", "reader") and peer.session not in members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
 

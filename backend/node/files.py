@@ -91,10 +91,9 @@ class Files:
         place = self.place = StoreDirectory(directory)
         with if_it_fails(place.close):
             self.power_safe = place.power_safe
-            usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
-            self.quarantine = Quarantine(
-                place.quarantine, usual_s if quarantine_s is None else quarantine_s
-            )
+            if quarantine_s is None:
+                quarantine_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
+            self.quarantine = Quarantine(place.quarantine, quarantine_s)
             self.identity = Identity(place)
             self.node = self.identity.node
             if self.identity.is_new:
@@ -339,22 +338,18 @@ class Files:
         """Remove an extent at once. Its file is kept as a spare, or its memory goes with the next `reap`
         (at once if it is small), or when the last descriptor is closed. One that is not here is no
         error."""
-        file = self._count_out(extent)
+        file, place = self._count_out(extent), self.place
         if file is None:
             return
+        old = extent_name(extent)
         try:
             if file.length <= _AT_ONCE_BYTES and not file.is_reusable:
-                os.unlink(extent_name(extent), dir_fd=self.place.extents)
+                os.unlink(old, dir_fd=place.extents)
                 return
             name = self.incoming.new_name()
-            os.rename(
-                extent_name(extent),
-                name,
-                src_dir_fd=self.place.extents,
-                dst_dir_fd=self.place.incoming,
-            )
+            os.rename(old, name, src_dir_fd=place.extents, dst_dir_fd=place.incoming)
         except FileNotFoundError:
-            log.warning("extent %s vanished from the store", extent_name(extent))
+            log.warning("extent %s vanished from the store", old)
             return
         space = self.space()
         self.incoming.let_go(file, name, space.total, space.free - self.incoming.spare_bytes)

@@ -34,8 +34,7 @@ class _Copy(NamedTuple):
 
 
 class Handover:
-    """The handover in the groups that this node leads. `doubt` makes this node check a copy of its
-    own."""
+    """The handover in the groups that this node leads. `doubt` makes it check a copy of its own."""
 
     def __init__(self, catalog: Catalog, checks: Checks, doubt: Callable[[Extent], None]) -> None:
         self._node = catalog.files.node

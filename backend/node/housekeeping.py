@@ -49,9 +49,8 @@ class Housekeeping:
 
     def acts(self) -> bool:
         """Return whether this node is the one to act now."""
-        return (
-            self._cluster.session.valid() and self._cluster.members.elected() == self._cluster.node
-        )
+        cluster = self._cluster
+        return cluster.session.valid() and cluster.members.elected() == cluster.node
 
     # --- targets
 
@@ -101,16 +100,14 @@ class Housekeeping:
         if targets is None:
             self._fitting[pool] = candidates, rule, revision
             return False
-        key = targets_key(pool)
+        put = Put(targets_key(pool), encode(targets))
         try:
-            put = await self._cluster.engine.transact(
-                [(key, revision)], [Put(key, encode(targets))]
-            )
+            newest = await self._cluster.engine.transact([(put.key, revision)], [put])
         except Conflict:
             await self._cluster.replica.barrier()
             return True
         log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
-        await self._cluster.replica.wait_applied(put)
+        await self._cluster.replica.wait_applied(newest)
         return True
 
     # --- groups
@@ -205,14 +202,10 @@ class EtcdWatch:
         seen.append((now, room.used_bytes))
         while seen[0][0] < now - _GROWTH_S:
             seen.popleft()
-        self.figures = EtcdFigures(
-            room.file_bytes,
-            room.used_bytes,
-            room.quota_bytes,
-            room.used_bytes - seen[0][1],
-            now - seen[0][0],
-            {alarm: int(alarm in room.alarms) for alarm in _ALARMS},
-        )
+        since, before = seen[0]
+        file, used, quota = room.file_bytes, room.used_bytes, room.quota_bytes
+        alarms = {alarm: int(alarm in room.alarms) for alarm in _ALARMS}
+        self.figures = EtcdFigures(file, used, quota, used - before, now - since, alarms)
         fault = remedy(room)
         kind = (*room.alarms, bool(fault))
         if kind != self._told:

@@ -77,8 +77,7 @@ class Identity:
             raise ValueError("the node id is out of range")
 
     def bind(self, cluster: str) -> None:
-        """Make this a store of the cluster with this id. Raises OSError EINVAL if it is another
-        cluster's."""
+        """Make this a store of the cluster with this id. Raises OSError EINVAL for another cluster's."""
         if self.cluster == cluster:
             return
         if self.cluster:
@@ -131,8 +130,7 @@ class Identity:
 
 
 class NodeHistory(History):
-    """The history that a node knows: its mark, and the newest session that wrote an extent of its
-    store."""
+    """The history that a node knows: its mark, and the newest session that wrote an extent here."""
 
     def __init__(self, engine: EtcdEngine, identity: Identity, newest_session: int) -> None:
         super().__init__(engine)
@@ -161,8 +159,7 @@ class NodeHistory(History):
             await trio.sleep(_LOOK_AGAIN_S)
 
     async def check(self) -> None:
-        """Check that etcd has everything that this store knows of. Raises WentBack, and reports it, if
-        not."""
+        """Check that etcd has all that this store knows of; if not, report it, and raise WentBack."""
         epoch = await read_epoch(self._engine)
         reports = await read_reports(self._engine)
         what = await self._missed(epoch)
@@ -197,8 +194,7 @@ class NodeHistory(History):
         await self._engine.transact([], [Put(key_of(REPORT, self._identity.node), encode(report))])
 
     async def take_over(self) -> None:
-        """Take over the accepted state after this store's contents were compared with it. Raises
-        OSError."""
+        """Take over the accepted state, with which this store was compared. Raises OSError."""
         if self.epoch.number <= self._identity.epoch.number:
             return
         self._identity.admitted = False  # maybe this node was admitted after the backup was made

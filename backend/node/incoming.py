@@ -153,13 +153,8 @@ class IncomingFiles:
 
         Raises OSError: ENOSPC; no file is left then.
         """
-        name = self.new_name()
-        fd = os.open(
-            name,
-            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-            0o600 | OWN_FILE,
-            dir_fd=self._fd,
-        )
+        name, flags = self.new_name(), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600 | OWN_FILE, dir_fd=self._fd)
         self._reserved[name] = allocated
         try:
             if allocated < length:
@@ -182,8 +177,7 @@ class IncomingFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
-        """Open another name of an extent's file, which is `is_own` if no application made it. Raises
-        OSError."""
+        """Open another name of an extent's file, `is_own` if no application made it. Raises OSError."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:
@@ -198,9 +192,8 @@ class IncomingFiles:
         """
         if working_copy(name) != content:
             raise PermissionError(errno.EPERM, f"{name!r} does not name content {content:x}")
-        fd = os.open(
-            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd
-        )
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=self._fd)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
             os.close(fd)

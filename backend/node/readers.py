@@ -24,7 +24,7 @@ from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..etcd.rpc import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method, RpcError
 from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
-from ..transport.rights import Peer
+from ..transport.rights import Peer, denied
 from .feed import Feed
 
 # Limits of one certificate. On 100 hosts that share one, it is 160 KiB each, or some 800 keys.
@@ -149,7 +149,7 @@ class Readers:
 
     async def ask(self, peer: Peer, request: AskEtcd) -> EtcdSaid:
         if not peer.is_certified or not peer.owner:
-            raise _denied("only a certificate makes a reader")
+            raise denied("only a certificate makes a reader")
         asked = checked(request.method, request.body, self._prefix, peer.owner)
         if request.method == WATCH.path:
             return await self._watch(peer, asked.message.create_request)
@@ -217,10 +217,9 @@ class Readers:
             raise OSError(errno.EDQUOT, f"a reader has {_WATCHES_MAX} watches at most")
         peer.watches += 1
         try:
+            after = create.start_revision - 1
             with trio.move_on_after(_WATCH_S):
-                body = await self._feed.after(
-                    create.key, create.range_end, create.start_revision - 1
-                )
+                body = await self._feed.after(create.key, create.range_end, after)
                 if not body:
                     with trio.move_on_after(_HISTORY_S):
                         body = await self._history(peer.owner, create)
@@ -285,20 +284,16 @@ def checked(path: str, body: bytes, prefix: bytes, owner: int) -> Checked:
     """Return a request of a reader, whose certificate has the number `owner`, about the keys with this
     prefix. Raises PermissionError."""
     if path not in _CHECKS:
-        raise _denied(f"a reader may not ask etcd for {path[:60]!r}")
+        raise denied(f"a reader may not ask etcd for {path[:60]!r}")
     kind, check = _CHECKS[path]
     message = kind()
     try:
         message.ParseFromString(body)
     except DecodeError:
-        raise _denied("its request to etcd is damaged") from None
+        raise denied("its request to etcd is damaged") from None
     # Requests that are newer than this software, or are hidden in others, are in unknown fields.
     message.DiscardUnknownFields()
     return check(message, prefix, owner)
-
-
-def _denied(text: str) -> PermissionError:
-    return PermissionError(errno.EACCES, text)
 
 
 def _check_range(request: pb.RangeRequest, prefix: bytes, owner: int) -> Checked:
@@ -312,13 +307,13 @@ def _check_watch(request: pb.WatchRequest, prefix: bytes, owner: int) -> Checked
     create = request.create_request
     _check_keys(create.key, create.range_end, prefix)
     if create.start_revision < 1:
-        raise _denied("a reader watches from a revision on")
+        raise denied("a reader watches from a revision on")
     return Checked(request)
 
 
 def _check_transaction(request: pb.TxnRequest, prefix: bytes, owner: int) -> Checked:
     if max(map(len, (request.compare, request.success, request.failure))) > _OPERATIONS_MAX:
-        raise _denied("its transaction has too many parts")
+        raise denied("its transaction has too many parts")
     for compare in request.compare:
         _check_keys(compare.key, compare.range_end, prefix)
     for operation in (*request.success, *request.failure):
@@ -332,29 +327,29 @@ def _check_transaction(request: pb.TxnRequest, prefix: bytes, owner: int) -> Che
             _check_own(put.key, prefix, owner)
             _check_lease(put.lease, owner)
             if len(put.value) > _VALUE_BYTES_MAX or put.ignore_value or put.ignore_lease:
-                raise _denied("a reader may not put such a value")
+                raise denied("a reader may not put such a value")
             cost += len(put.key) + len(put.value) + KEY_COST_BYTES
             grows = True
         elif operation.HasField("request_delete_range"):
             cost += _check_delete(operation.request_delete_range, prefix, owner).cost
         elif not operation.HasField("request_range"):
-            raise _denied("its transaction has a part that is not known here")
+            raise denied("its transaction has a part that is not known here")
     if not all(operation.HasField("request_range") for operation in request.failure):
-        raise _denied("a reader may only read where a compare fails")
+        raise denied("a reader may only read where a compare fails")
     return Checked(request, cost, grows)
 
 
 def _check_delete(request: pb.DeleteRangeRequest, prefix: bytes, owner: int) -> Checked:
     _check_own(request.key, prefix, owner)
     if request.range_end or request.prev_kv:
-        raise _denied("a reader deletes one key at a time")
+        raise denied("a reader deletes one key at a time")
     return Checked(request, KEY_COST_BYTES)
 
 
 def _check_grant(request: pb.LeaseGrantRequest, prefix: bytes, owner: int) -> Checked:
     _check_lease(request.ID, owner)
     if not 0 < request.TTL <= _TTL_MAX_S:
-        raise _denied(f"a reader may not have a lease of {request.TTL} s")
+        raise denied(f"a reader may not have a lease of {request.TTL} s")
     return Checked(request, KEY_COST_BYTES, True)
 
 
@@ -378,9 +373,9 @@ _CHECKS: dict[str, tuple[type[Message], Callable[[Any, bytes, int], Checked]]] =
 
 def _check_keys(key: bytes, range_end: bytes, prefix: bytes) -> None:
     if max(len(key), len(range_end)) > _READ_KEY_BYTES_MAX:
-        raise _denied("a reader may not read such a key")
+        raise denied("a reader may not read such a key")
     if not key.startswith(prefix) or (range_end and not prefix <= range_end <= end_of(prefix)):
-        raise _denied("a reader may not read keys outside the cluster's")
+        raise denied("a reader may not read keys outside the cluster's")
 
 
 def _check_own(key: bytes, prefix: bytes, owner: int) -> None:
@@ -390,9 +385,9 @@ def _check_own(key: bytes, prefix: bytes, owner: int) -> None:
         or len(own) > _KEY_BYTES_MAX
         or not any(start <= own < end for start, end in own_ranges("reader", owner))
     ):
-        raise _denied("a reader may not change keys that are not its own")
+        raise denied("a reader may not change keys that are not its own")
 
 
 def _check_lease(lease: int, owner: int) -> None:
     if lease < 0 or lease >> LEASE_BITS != owner:
-        raise _denied("a reader may not use leases that are not its own")
+        raise denied("a reader may not use leases that are not its own")

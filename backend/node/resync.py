@@ -41,9 +41,7 @@ class ResyncFigures:
     resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
     resync_bytes_per_s: int = gauge("Bytes copied in each of the last seconds")
     lost_extents: int = count("Extents that were found on no node")
-    damaged_groups: int = gauge(
-        "Groups that lack something and of which this node alone is in sync"
-    )
+    damaged_groups: int = gauge("Groups that lack something while this node alone is in sync")
 
 
 class Resync:
@@ -252,8 +250,7 @@ class Resync:
         await self._cluster.change({group: (revision, promoted(config, self.node))})
 
     async def _leave(self, group: int, config: GroupConfig, revision: int) -> None:
-        """Leave a group: a full node that stays joining would make writes fail, while others are in
-        sync."""
+        """Leave a group: a full node that stays joining makes writes fail, while others are in sync."""
         log.error(
             "the store %s is full: group %#x cannot be kept here. Remove files, give the store more "
             "room, or add store nodes",

@@ -52,7 +52,7 @@ class _State(msgspec.Struct):
     finished: float = 0.0
     began: float = 0.0
     at: tuple[int, int] = (0, -1)
-    wrong: list[tuple[int, int]] = []
+    wrong: list[Extent] = []
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class Scrub:
         self._doubted = trio.Event()
         self._news = trio.Event()
         self._told = trio.Event()
-        for content, stripe in self._state.wrong:
-            self.doubt(Extent(content, stripe))
+        for extent in self._state.wrong:
+            self.doubt(extent)
         cluster.members.node_changed.append(self._node_changed)
 
     # -- what others say -------------------------------------------------------------------------
@@ -302,9 +302,7 @@ class Scrub:
 
     def _save(self) -> None:
         self._saved_at = time.monotonic()
-        self._state.wrong = [(extent.content, extent.stripe) for extent in self._wrong][
-            :_DOUBTS_MAX
-        ]
+        self._state.wrong = list(self._wrong)[:_DOUBTS_MAX]
         try:
             self._files.place.write(_NAME, msgspec.json.encode(self._state), hardened=False)
         except OSError as error:

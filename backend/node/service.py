@@ -18,7 +18,7 @@ import trio
 from ..files.sparse import segments
 from ..model.records import session_of
 from ..transport import Extent, Fenced, Target, Unreachable
-from ..transport.rights import Peer, session_digest
+from ..transport.rights import Peer, denied, session_digest
 from ..transport.service import Service
 from .agent import Agent
 from .catalog import Catalog
@@ -78,9 +78,9 @@ class NodeService(Service[Incoming]):
         if record is None:
             raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
-            raise _denied(f"it does not have the key of session {number}")
+            raise denied(f"it does not have the key of session {number}")
         if peer.is_certified and (record.name, record.role) != (peer.name, peer.role):
-            raise _denied(f"session {number} is of {record.role} {record.name!r}")
+            raise denied(f"session {number} is of {record.role} {record.name!r}")
         peer.owned = number
 
     async def admit(self, extent: Extent, target: Target) -> None:
@@ -124,8 +124,7 @@ class NodeService(Service[Incoming]):
             await trio.to_thread.run_sync(self._files.settle)
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
-        """Return whether the extent is here already. Raises OSError EEXIST if that one differs in
-        length."""
+        """Return whether the extent is here. Raises OSError EEXIST if that one differs in length."""
         size = self._files.size(extent)
         if size is None:
             return False
@@ -253,7 +252,3 @@ class NodeService(Service[Incoming]):
         self._receiving -= 1
         if not self._receiving:
             self._quiet.set()
-
-
-def _denied(text: str) -> PermissionError:
-    return PermissionError(errno.EACCES, text)

@@ -1,6 +1,5 @@
 """The cluster as a store node knows it, and the node's own session in it: what most of its parts need."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cluster.group_configs import Groups
@@ -8,7 +7,7 @@ from ..cluster.lease import Session
 from ..cluster.membership import Members
 from ..cluster.replica import Replica
 from ..etcd.engine import EtcdEngine
-from ..kv import Compare
+from ..kv import Compares
 from ..model.records import GroupConfig
 
 
@@ -24,7 +23,7 @@ class ClusterState:
     session: Session
 
     async def change(
-        self, changes: dict[int, tuple[int, GroupConfig]], guards: Sequence[Compare] = ()
+        self, changes: dict[int, tuple[int, GroupConfig]], guards: Compares = ()
     ) -> bool:
         """Put configurations of groups, each if the group's is still that of the revision. Return whether
         all were put, once the outcome is known here. Raises OSError, and Conflict if a guard fails."""

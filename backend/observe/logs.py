@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import logging
-import logging.handlers
 import os
 import re
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
 from typing import Any, Final, Literal
 
 from ..model.values import ConfigError
@@ -151,9 +151,7 @@ def set_up_logging(
         handler = logging.StreamHandler()
     else:
         try:
-            handler = logging.handlers.RotatingFileHandler(
-                file, maxBytes=limit_bytes, backupCount=1
-            )
+            handler = RotatingFileHandler(file, maxBytes=limit_bytes, backupCount=1)
         except OSError as error:
             raise ConfigError(f"cannot log to {file}: {error.strerror}") from error
     handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())

@@ -126,9 +126,8 @@ class _Collector:
 
         names, values = list(self._labels), list(self._labels.values())
         for field in dataclasses.fields(figures):
-            family = (
-                CounterMetricFamily if field.metadata["kind"] == "counter" else GaugeMetricFamily
-            )
+            is_counter = field.metadata["kind"] == "counter"
+            family = CounterMetricFamily if is_counter else GaugeMetricFamily
             metric_name = f"irdmafs_{self._name}_{field.name}"
             value = getattr(figures, field.name)
             label = field.metadata.get("label")

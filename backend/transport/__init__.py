@@ -95,8 +95,7 @@ class Unreachable(OSError):
 
 
 class Distrusted(Unreachable):
-    """The node and this process do not accept each other, until the credentials of one of them are
-    changed."""
+    """The node and this process do not accept each other, until the credentials of one change."""
 
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(node, reason)

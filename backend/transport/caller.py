@@ -15,26 +15,13 @@ import trio
 from ..model.records import NodeAddress
 from ..observe.logs import current_request
 from ..trust.security import Credentials, describe_tls_error
-from . import Unreachable
+from . import Unreachable, messages
 from .frames import BadMessage, Codec, Frames
-from .messages import (
-    REQUESTS_AT_ONCE,
-    VERSION,
-    Answer,
-    Done,
-    Failed,
-    Hello,
-    Message,
-    Ping,
-    Renewed,
-    Request,
-    error_of,
-)
 from .prompt import acquire
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=messages.Answer)
 
 KEEP_ALIVE_S = 15.0
 # In the time that a node may be silent.
@@ -82,8 +69,10 @@ class Caller:
     timeout_s: float = 5.0
     counters: Counters = field(default_factory=Counters)
 
-    def hello(self, node: int) -> Hello:
-        return Hello(VERSION, self.role, self.name, self.session(), node, self.session_key)
+    def hello(self, node: int) -> messages.Hello:
+        return messages.Hello(
+            messages.VERSION, self.role, self.name, self.session(), node, self.session_key
+        )
 
 
 class Ends(NamedTuple):
@@ -104,7 +93,7 @@ class Expected:
         self._control = control
         self._group = group
         self._event = trio.Event()
-        self._answer: Answer | None = None
+        self._answer: messages.Answer | None = None
         self._why = ""
         self.number = control.expect(self)
         # When it was first seen to be late, if it was.
@@ -116,7 +105,7 @@ class Expected:
     def __exit__(self, *_: object) -> None:
         self._control.waiting.pop(self.number, None)
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: messages.Answer) -> None:
         self._answer = answer
         self._event.set()
 
@@ -130,9 +119,9 @@ class Expected:
             await self._event.wait()
         if self._answer is None:
             raise Unreachable(self._control.node, self._why or self._control.why)
-        if isinstance(self._answer, Failed):
+        if isinstance(self._answer, messages.Failed):
             failed = self._answer
-            raise error_of(failed.code, failed.node, failed.text, self._group)
+            raise messages.error_of(failed.code, failed.node, failed.text, self._group)
         if not isinstance(self._answer, kind):
             raise Unreachable(self._control.node, "its answer makes no sense")
         return self._answer
@@ -153,7 +142,7 @@ class ControlClient:
         self._session = caller.session()
         self._numbers = itertools.count(1)
         self.waiting: dict[int, Expected] = {}
-        self._slots = trio.Semaphore(REQUESTS_AT_ONCE - 2)
+        self._slots = trio.Semaphore(messages.REQUESTS_AT_ONCE - 2)
         self._scope = trio.CancelScope()
         self.why = ""
         self._put_off = trio.Event()
@@ -194,7 +183,7 @@ class ControlClient:
             self._began += 1
             self._wake.set()
 
-    async def ask(self, request: Request, kind: type[A]) -> A:
+    async def ask(self, request: messages.Request, kind: type[A]) -> A:
         """Send a request and return its answer of this kind. Raises as `Expected.answer`."""
         await acquire(self._slots)
         try:
@@ -205,7 +194,7 @@ class ControlClient:
         finally:
             self._slots.release()
 
-    async def say(self, message: Message) -> None:
+    async def say(self, message: messages.Message) -> None:
         """Send a message that has no answer. A connection that breaks is closed."""
         if self.is_open:
             self._frames.put(message)
@@ -222,7 +211,7 @@ class ControlClient:
         except trio.ClosedResourceError:
             self.close("the connection was closed")
 
-    def say_later(self, message: Message) -> None:
+    def say_later(self, message: messages.Message) -> None:
         """Send a message without an answer with the next request, or soon."""
         if self.is_open:
             self._frames.put(message)
@@ -235,12 +224,12 @@ class ControlClient:
         self.waiting[number] = expected
         return number
 
-    async def _send(self, request: Request, expected: Expected) -> None:
+    async def _send(self, request: messages.Request, expected: Expected) -> None:
         request.number, request.trace = expected.number, current_request()
         session = self.caller.session()
         if session != self._session:
             self._session = session
-            await self.say(Renewed(session))
+            await self.say(messages.Renewed(session))
         await self.say(request)
 
     async def _run(self) -> None:
@@ -309,10 +298,10 @@ class ControlClient:
                 expected.give_up(f"it did not answer for {ANSWER_LIMIT_S:g} s")
 
     async def _ping(self) -> None:
-        if len(self.waiting) <= REQUESTS_AT_ONCE:
+        if len(self.waiting) <= messages.REQUESTS_AT_ONCE:
             with suppress(OSError), Expected(self, 0) as expected:
-                await self._send(Ping(), expected)
-                await expected.answer(Done)
+                await self._send(messages.Ping(), expected)
+                await expected.answer(messages.Done)
 
     async def _say_what_was_put_off(self) -> None:
         while True:

@@ -22,26 +22,10 @@ from . import (
     Target,
     Unreachable,
     landed_from,
+    messages,
     nothing_landed,
 )
 from .link import Link
-from .messages import (
-    EXTENT_BYTES_MAX,
-    GET_EXTENTS_MAX,
-    PUT_BYTES_MAX,
-    Abort,
-    Adopt,
-    Contents,
-    Digest,
-    Digested,
-    Done,
-    Doubt,
-    Get,
-    Map,
-    Mapped,
-    Put,
-    Share,
-)
 from .prompt import acquire
 
 log = logging.getLogger(__name__)
@@ -149,22 +133,21 @@ class Device:
         self._ways = ways
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Store a small extent on the node and down the chain; it is sealed everywhere when this
-        returns."""
+        """Store a small extent on the node and down the chain; all have sealed it when this returns."""
         _check_chain(target)
-        if len(data) > PUT_BYTES_MAX:
+        if len(data) > messages.PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        await self.link.ask(Put(extent, target, data), Done)
+        await self.link.ask(messages.Put(extent, target, data), messages.Done)
         self._counters.message_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         """Return small extents whole, in one round trip; None for those that the node does not have or
         that are longer than `limit` bytes."""
         found: list[bytes | None] = []
-        limit = min(limit, PUT_BYTES_MAX)
+        limit = min(limit, messages.PUT_BYTES_MAX)
         while len(found) < len(extents):
-            wanted = list(extents[len(found) : len(found) + GET_EXTENTS_MAX])
-            answer = await self.link.ask(Get(wanted, limit), Contents)
+            wanted = list(extents[len(found) : len(found) + messages.GET_EXTENTS_MAX])
+            answer = await self.link.ask(messages.Get(wanted, limit), messages.Contents)
             if not 0 < len(answer.data) <= len(wanted):
                 raise OSError(errno.EPROTO, "a node's answer makes no sense")
             found += answer.data
@@ -175,18 +158,18 @@ class Device:
         """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
         send it down the chain. On the node's host only."""
         _check_chain(target)
-        await self.link.ask(Adopt(extent, target, name), Done)
+        await self.link.ask(messages.Adopt(extent, target, name), messages.Done)
 
     async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
         """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
         is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
-        await self.link.ask(Share(extent, target, source, length), Done)
+        await self.link.ask(messages.Share(extent, target, source, length), messages.Done)
 
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Receive a whole extent that has holes; they become holes of the file."""
-        answer = await self.link.ask(Map(extent), Mapped)
+        answer = await self.link.ask(messages.Map(extent), messages.Mapped)
         fd, offset, length, _ = into
         _lengthen(into)
         await trio.to_thread.run_sync(empty, fd, offset, length)
@@ -198,15 +181,15 @@ class Device:
 
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest (backend/files/digest.py) of the node's bytes."""
-        return (await self.link.ask(Digest(extent), Digested)).digest
+        return (await self.link.ask(messages.Digest(extent), messages.Digested)).digest
 
     async def doubt(self, extent: Extent) -> None:
         """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        await self.link.ask(Doubt(extent), Done)
+        await self.link.ask(messages.Doubt(extent), messages.Done)
 
     async def abort(self, content: int) -> None:
         """Remove the extents of a content that will not be published."""
-        await self.link.ask(Abort(content), Done)
+        await self.link.ask(messages.Abort(content), messages.Done)
 
     def write(
         self,
@@ -252,7 +235,7 @@ class Device:
 
     def shows_bytes(self) -> bool:
         """Return whether bytes that are written are, most likely, in memory of this process."""
-        much = Transfer("write", EXTENT_BYTES_MAX)
+        much = Transfer("write", messages.EXTENT_BYTES_MAX)
         for way in self._ways:
             if way.suits(much):
                 return way.shows_bytes

@@ -6,6 +6,7 @@ connection, with one line in the log.
 """
 
 import logging
+import os
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,7 +18,6 @@ import trio
 
 from ..observe.figures import count, counts, gauge
 from ..trust.security import Identity, peer_identity
-from ..unwrap import if_it_fails
 from .frames import BadMessage
 from .rights import ROLES
 
@@ -118,22 +118,16 @@ class Door:
             self._counters.connections -= 1
 
 
-async def listen(address: str, port: int = 0) -> trio.socket.SocketType:
-    """Return a socket that listens; port 0 takes a free one. Raises OSError."""
-    found = await trio.socket.getaddrinfo(
-        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    family, kind, protocol, _, where = found[0]
-    sock = trio.socket.socket(family, kind, protocol)
-    with if_it_fails(sock.close):
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            await sock.bind(where)
-            sock.listen(_BACKLOG)
-        except OSError as error:
-            text = f"cannot listen on {address} port {port}: {error.strerror}"
-            raise OSError(error.errno, text) from error
-    return sock
+def listen(address: str, port: int = 0) -> trio.socket.SocketType:
+    """Return a socket that listens at an IP address; port 0 takes a free one. Raises OSError."""
+    family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    is_six = family == socket.AF_INET6
+    try:
+        sock = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=is_six)
+    except OSError as error:
+        text = f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}"
+        raise OSError(error.errno, text) from error
+    return trio.socket.from_stdlib_socket(sock)
 
 
 def begins_with_tls(first: bytes) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import trio
+from msgspec.msgpack import Decoder, Encoder
 
 from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Welcome
 from .prompt import PromptStream
@@ -19,9 +20,9 @@ FRAME_BYTES_MAX = 16 << 20
 
 T = TypeVar("T")
 
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
-_encode = msgspec.msgpack.Encoder().encode
+_encode = Encoder().encode
 
 
 class BadMessage(Exception):
@@ -43,7 +44,7 @@ class Frames:
         body = _encode(message)
         if len(body) > FRAME_BYTES_MAX:
             raise ValueError(f"a message of {len(body)} bytes")
-        self._outbox += len(body).to_bytes(_LENGTH_BYTES, "big")
+        self._outbox += len(body).to_bytes(LENGTH_BYTES, "big")
         self._outbox += body
 
     @property
@@ -79,13 +80,13 @@ class Frames:
         """Return the body of the next frame. Raises BadMessage for one that is longer than the limit, and
         trio.EndOfChannel when the peer closed."""
         buffer = self._buffer
-        await self._fill(_LENGTH_BYTES)
-        length = int.from_bytes(buffer[:_LENGTH_BYTES], "big")
+        await self._fill(LENGTH_BYTES)
+        length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
         if length > self.limit:
             raise BadMessage(f"a frame of {length} bytes, {self.limit} are allowed")
-        end = _LENGTH_BYTES + length
+        end = LENGTH_BYTES + length
         await self._fill(end)
-        body = bytes(memoryview(buffer)[_LENGTH_BYTES:end])
+        body = bytes(memoryview(buffer)[LENGTH_BYTES:end])
         del buffer[:end]
         return body
 
@@ -120,41 +121,38 @@ class Codec:
         for kind, row in self.rights.items():
             if OWN in row and not issubclass(kind, (AboutExtent, Abort)):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
-        self._asked: msgspec.msgpack.Decoder[Message] = _decoder(self.rights)
-        self._answers: msgspec.msgpack.Decoder[Answer] = _decoder(
-            kind for each in every for kind in each.answers
-        )
+        self._asked: Decoder[Message] = _decoder(self.rights)
+        self._answers: Decoder[Answer] = _decoder(kind for each in every for kind in each.answers)
 
     def decode(self, body: bytes) -> Message:
         """Return a message to a node. Raises BadMessage."""
-        return _decoded(self._asked, body)
+        return decoded(self._asked, body)
 
     def decode_answer(self, body: bytes) -> Answer:
         """Return a node's answer. Raises BadMessage."""
-        return _decoded(self._answers, body)
+        return decoded(self._answers, body)
 
 
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
-_welcome_decoder: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.Decoder(
-    Welcome | Refused
-)
+_hello_decoder = Decoder(Hello)
+_welcome_decoder: Decoder[Welcome | Refused] = Decoder(Welcome | Refused)
 
 
 def decode_hello(body: bytes) -> Hello:
     """Return the first message of a caller. Raises BadMessage."""
-    return _decoded(_hello_decoder, body)
+    return decoded(_hello_decoder, body)
 
 
 def decode_welcome(body: bytes) -> Welcome | Refused:
     """Return the first message of a node. Raises BadMessage."""
-    return _decoded(_welcome_decoder, body)
+    return decoded(_welcome_decoder, body)
 
 
-def _decoder(kinds: Iterable[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reduce(or_, kinds))
+def _decoder(kinds: Iterable[Any]) -> Decoder[Any]:
+    return Decoder(reduce(or_, kinds))
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def decoded(decoder: Decoder[T], body: bytes) -> T:
+    """Return a message. Raises BadMessage."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -55,8 +55,7 @@ class Link:
 
     @property
     def refusal(self) -> str:
-        """Return why the node and this process do not accept each other; "": they do, or it is not
-        known."""
+        """Return why the node and this process do not accept each other; "" if they do, or if unknown."""
         return self._why if self._distrusts else ""
 
     async def ask(self, request: Request, kind: type[A]) -> A:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from . import Extent, Fenced, Number, Target, Unreachable
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 8
+VERSION = 9
 
 PUT_BYTES_MAX = 1 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.
@@ -160,8 +160,7 @@ class Scrub(Request, tag=35):
 
 
 class AskEtcd(Request, tag=41):
-    """Has the node ask etcd for a reader, which does not reach it: `method` is etcd's, `body` its
-    request."""
+    """Has the node ask etcd for a reader, which cannot: `method` is etcd's, `body` its request."""
 
     method: Name
     body: Annotated[bytes, Meta(max_length=ETCD_REQUEST_BYTES_MAX)]

@@ -12,35 +12,8 @@ from typing import Any, NamedTuple
 import trio
 
 from ..files.sparse import write_at
-from . import Extent, FileRange
+from . import Extent, FileRange, messages
 from .frames import Codec, MessageSet
-from .messages import (
-    GET_BYTES_MAX,
-    Abort,
-    Adopt,
-    Answer,
-    AskEtcd,
-    Contents,
-    Digest,
-    Digested,
-    Done,
-    Doubt,
-    EtcdSaid,
-    Failed,
-    Get,
-    Map,
-    Mapped,
-    Ping,
-    Put,
-    Renewed,
-    Report,
-    Request,
-    Scrub,
-    Share,
-    Status,
-    Suspect,
-    Verdict,
-)
 from .mover import Host, Mover
 from .rights import ANY, NONE, OWN, Peer, Row
 from .service import Service, begin
@@ -55,55 +28,55 @@ class Operation(NamedTuple):
     more than the answer."""
 
     rights: Row
-    answer: type[Answer]
-    do: Callable[[Host, Peer, Any], Awaitable[Answer]]
+    answer: type[messages.Answer]
+    do: Callable[[Host, Peer, Any], Awaitable[messages.Answer]]
     is_short: Callable[[Any], bool] = lambda request: False
 
 
-async def _ping(host: Host, peer: Peer, request: Ping) -> Done:
-    return Done()
+async def _ping(host: Host, peer: Peer, request: messages.Ping) -> messages.Done:
+    return messages.Done()
 
 
-async def _abort(host: Host, peer: Peer, request: Abort) -> Done:
+async def _abort(host: Host, peer: Peer, request: messages.Abort) -> messages.Done:
     for serving in host.servings.values():
         serving.give_up(request.content)
     host.service.abort(request.content)
-    return Done()
+    return messages.Done()
 
 
-async def _suspect(host: Host, peer: Peer, request: Suspect) -> Verdict:
-    return Verdict(await host.service.suspect(request.group, request.node))
+async def _suspect(host: Host, peer: Peer, request: messages.Suspect) -> messages.Verdict:
+    return messages.Verdict(await host.service.suspect(request.group, request.node))
 
 
-async def _doubt(host: Host, peer: Peer, request: Doubt) -> Done:
+async def _doubt(host: Host, peer: Peer, request: messages.Doubt) -> messages.Done:
     host.service.doubt(request.extent)
-    return Done()
+    return messages.Done()
 
 
-async def _digest(host: Host, peer: Peer, request: Digest) -> Digested:
-    return Digested(await host.service.digest(request.extent))
+async def _digest(host: Host, peer: Peer, request: messages.Digest) -> messages.Digested:
+    return messages.Digested(await host.service.digest(request.extent))
 
 
-async def _map(host: Host, peer: Peer, request: Map) -> Mapped:
-    return Mapped(await host.service.segments(request.extent))
+async def _map(host: Host, peer: Peer, request: messages.Map) -> messages.Mapped:
+    return messages.Mapped(await host.service.segments(request.extent))
 
 
-async def _scrub(host: Host, peer: Peer, request: Scrub) -> Done:
+async def _scrub(host: Host, peer: Peer, request: messages.Scrub) -> messages.Done:
     host.service.scrub()
-    return Done()
+    return messages.Done()
 
 
-async def _status(host: Host, peer: Peer, request: Status) -> Report:
-    return Report(host.service.status())
+async def _status(host: Host, peer: Peer, request: messages.Status) -> messages.Report:
+    return messages.Report(host.service.status())
 
 
-async def _ask_etcd(host: Host, peer: Peer, request: AskEtcd) -> EtcdSaid:
+async def _ask_etcd(host: Host, peer: Peer, request: messages.AskEtcd) -> messages.EtcdSaid:
     if host.etcd is None:
         raise OSError(errno.EOPNOTSUPP, "this node does not answer for etcd")
     return await host.etcd(peer, request)
 
 
-async def _put(host: Host, peer: Peer, request: Put) -> Done:
+async def _put(host: Host, peer: Peer, request: messages.Put) -> messages.Done:
     extent, target, data = request.extent, request.target, request.data
     incoming = await begin(host.service, extent, target, len(data))
 
@@ -123,10 +96,10 @@ async def _put(host: Host, peer: Peer, request: Put) -> Done:
             await _both(store, forward)
         else:
             await store()
-    return Done()
+    return messages.Done()
 
 
-async def _adopt(host: Host, peer: Peer, request: Adopt) -> Done:
+async def _adopt(host: Host, peer: Peer, request: messages.Adopt) -> messages.Done:
     extent, target, service = request.extent, request.target, host.service
     await service.admit(extent, target)
     # It is here at a second try, after a node further down failed.
@@ -142,29 +115,29 @@ async def _adopt(host: Host, peer: Peer, request: Adopt) -> Done:
             host.counters.sent_bytes += size
         finally:
             os.close(fd)
-    return Done()
+    return messages.Done()
 
 
-async def _share(host: Host, peer: Peer, request: Share) -> Done:
+async def _share(host: Host, peer: Peer, request: messages.Share) -> messages.Done:
     extent, service = request.extent, host.service
     await service.admit(extent, request.target)
     if service.size(extent) is None:
         with closing(await service.share(request.source, request.length)) as incoming:
             await service.seal(extent, incoming)
-    return Done()
+    return messages.Done()
 
 
-async def _get(host: Host, peer: Peer, request: Get) -> Contents:
+async def _get(host: Host, peer: Peer, request: messages.Get) -> messages.Contents:
     extents, limit = request.extents, request.limit
     if _are_few(request):
         data = _read(host.service, extents, limit)
     else:
         data = await trio.to_thread.run_sync(_read, host.service, extents, limit)
     host.counters.sent_bytes += sum(len(one) for one in data if one is not None)
-    return Contents(data)
+    return messages.Contents(data)
 
 
-def _are_few(request: Get) -> bool:
+def _are_few(request: messages.Get) -> bool:
     return len(request.extents) <= _READ_AT_ONCE
 
 
@@ -192,7 +165,7 @@ async def _both(
 def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[bytes | None]:
     """Return the contents of as many extents as an answer holds, at least one."""
     found: list[bytes | None] = []
-    room = GET_BYTES_MAX
+    room = messages.GET_BYTES_MAX
     for extent in extents:
         data = _read_one(service, extent, limit)
         found.append(data)
@@ -216,32 +189,32 @@ def _read_one(service: Service[Any], extent: Extent, limit: int) -> bytes | None
         os.close(fd)
 
 
-def _always(request: Request) -> bool:
+def _always(request: messages.Request) -> bool:
     return True
 
 
 # A mount writes contents of its own session only. A node hands on contents of any session.
-OPERATIONS: dict[type[Request], Operation] = {
-    Ping: Operation((ANY, ANY, ANY, ANY), Done, _ping, _always),
-    Status: Operation((ANY, NONE, NONE, ANY), Report, _status),
-    Scrub: Operation((NONE, NONE, NONE, ANY), Done, _scrub),
+OPERATIONS: dict[type[messages.Request], Operation] = {
+    messages.Ping: Operation((ANY, ANY, ANY, ANY), messages.Done, _ping, _always),
+    messages.Status: Operation((ANY, NONE, NONE, ANY), messages.Report, _status),
+    messages.Scrub: Operation((NONE, NONE, NONE, ANY), messages.Done, _scrub),
     # Reading.
-    Get: Operation((ANY, ANY, ANY, NONE), Contents, _get, _are_few),
-    Map: Operation((ANY, ANY, ANY, NONE), Mapped, _map),
+    messages.Get: Operation((ANY, ANY, ANY, NONE), messages.Contents, _get, _are_few),
+    messages.Map: Operation((ANY, ANY, ANY, NONE), messages.Mapped, _map),
     # The node checks its own bytes, and believes nobody.
-    Doubt: Operation((ANY, ANY, ANY, NONE), Done, _doubt, _always),
+    messages.Doubt: Operation((ANY, ANY, ANY, NONE), messages.Done, _doubt, _always),
     # Only nodes: the node reads much for a short answer.
-    Digest: Operation((ANY, NONE, NONE, NONE), Digested, _digest),
+    messages.Digest: Operation((ANY, NONE, NONE, NONE), messages.Digested, _digest),
     # Writing.
-    Put: Operation((ANY, OWN, NONE, NONE), Done, _put),
-    Adopt: Operation((NONE, OWN, NONE, NONE), Done, _adopt),
+    messages.Put: Operation((ANY, OWN, NONE, NONE), messages.Done, _put),
+    messages.Adopt: Operation((NONE, OWN, NONE, NONE), messages.Done, _adopt),
     # Every mount may read every extent, so it may have one of its own with the same bytes.
-    Share: Operation((NONE, OWN, NONE, NONE), Done, _share),
-    Abort: Operation((NONE, OWN, NONE, NONE), Done, _abort),
+    messages.Share: Operation((NONE, OWN, NONE, NONE), messages.Done, _share),
+    messages.Abort: Operation((NONE, OWN, NONE, NONE), messages.Done, _abort),
     # The node checks by itself whether the other one can be reached.
-    Suspect: Operation((NONE, ANY, NONE, NONE), Verdict, _suspect),
+    messages.Suspect: Operation((NONE, ANY, NONE, NONE), messages.Verdict, _suspect),
     # Only readers: the others reach etcd, which checks what they may do.
-    AskEtcd: Operation((NONE, NONE, ANY, NONE), EtcdSaid, _ask_etcd),
+    messages.AskEtcd: Operation((NONE, NONE, ANY, NONE), messages.EtcdSaid, _ask_etcd),
 }
 
 
@@ -249,9 +222,9 @@ def codec_for(movers: Iterable[Mover]) -> Codec:
     """Return the codec of the messages of all operations and of these movers."""
     core = MessageSet(
         {
-            Renewed: (ANY, ANY, ANY, ANY),
+            messages.Renewed: (ANY, ANY, ANY, ANY),
             **{kind: operation.rights for kind, operation in OPERATIONS.items()},
         },
-        (Failed, *{operation.answer for operation in OPERATIONS.values()}),
+        (messages.Failed, *{operation.answer for operation in OPERATIONS.values()}),
     )
     return Codec((core, *(mover.messages for mover in movers)))

@@ -116,8 +116,7 @@ class Peers:
                 nursery.start_soon(check_one, node)
 
     def refusals(self) -> list[str]:
-        """Return a line for each node that is known not to accept this process, or not to be accepted by
-        it."""
+        """Return a line for each node known not to accept this process, or not to be accepted by it."""
         return [
             f"store node {node:x} is of no use: {device.link.refusal}"
             for node, device in sorted(self._devices.items())

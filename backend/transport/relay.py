@@ -15,7 +15,7 @@ import trio
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.connection import Endpoint
-from ..etcd.rpc import Message, Method, Response, RpcError
+from ..etcd.rpc import WATCH, Message, Method, R, RpcError
 from ..model.records import NodeAddress
 from ..trust.security import Credentials, Renewable
 from . import Distrusted, Unreachable
@@ -51,9 +51,6 @@ class Relay(Client):
     def renewables(self) -> Sequence[Renewable[Any]]:
         return [self._credentials.renewable]
 
-    def only(self, endpoint: Endpoint) -> "Relay":
-        return Relay([(endpoint.host, endpoint.port)], self._credentials)
-
     def heed(
         self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
     ) -> None:
@@ -65,9 +62,7 @@ class Relay(Client):
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
-    async def attempt(
-        self, method: Method[Response], request: Message, timeout_s: float
-    ) -> Response:
+    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
         body = request.SerializeToString()
         if len(body) > ETCD_REQUEST_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"a reader's request of {len(body)} bytes is too long")
@@ -84,10 +79,10 @@ class Relay(Client):
             self._leave(control, reason)
         raise Uncertain(reason)
 
-    async def stream(self, method: Method[Response], request: Message) -> "_Changes":
+    async def stream(self, method: Method[R], request: Message) -> "_Changes":
         assert isinstance(request, pb.WatchRequest)
         with trio.move_on_after(TRY_S):
-            return _Changes(self, await self._connected(), method.path, request)
+            return _Changes(self, await self._connected(), request)
         raise Unsent(f"no connection within {TRY_S:.0f} s")
 
     def stream_failed(self, error: RpcError) -> bool:
@@ -192,15 +187,11 @@ def _reason(error: Unreachable) -> str:
 
 
 class _Changes:
-    """A watch: each question is for the changes that come next, and waits at the node until there are
-    any."""
+    """A watch: each question is for the next changes, and waits at the node until there are any."""
 
-    def __init__(
-        self, relay: Relay, control: ControlClient, path: str, request: pb.WatchRequest
-    ) -> None:
+    def __init__(self, relay: Relay, control: ControlClient, request: pb.WatchRequest) -> None:
         self._relay = relay
         self._control = control
-        self._path = path
         self._request = request
         self._scope = trio.CancelScope()
         self._closed = False
@@ -208,10 +199,9 @@ class _Changes:
     async def receive(self) -> bytes | None:
         with trio.CancelScope() as self._scope:
             while not self._closed:
+                question = self._request.SerializeToString()
                 try:
-                    body = await self._relay.ask(
-                        self._control, self._path, self._request.SerializeToString()
-                    )
+                    body = await self._relay.ask(self._control, WATCH.path, question)
                 except Uncertain as error:
                     raise Unsent(str(error)) from None
                 answer = pb.WatchResponse.FromString(body)

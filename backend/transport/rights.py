@@ -81,9 +81,13 @@ def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     scope = may(rights, role, asked)
     if scope is Scope.NONE:
         name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
-        text = f"a {role} may not send {name.lower()} to a store node"
-        raise PermissionError(errno.EACCES, text)
+        raise denied(f"a {role} may not send {name.lower()} to a store node")
     return scope
+
+
+def denied(text: str) -> PermissionError:
+    """Return the error EACCES of a peer that has no right to what it asks for."""
+    return PermissionError(errno.EACCES, text)
 
 
 def tell_of_denial(peer: Peer, error: PermissionError) -> None:

@@ -15,27 +15,10 @@ import trio
 from ..observe import logs
 from ..trust.security import Identity
 from ..unwrap import background
-from . import Fenced
+from . import Fenced, messages
 from .caller import broken_text
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
-from .messages import (
-    LASTING_MAX,
-    RECEIVER_PATIENCE,
-    REQUESTS_AT_ONCE,
-    VERSION,
-    Abort,
-    AboutExtent,
-    Answer,
-    Failed,
-    Message,
-    Refused,
-    Renewed,
-    Request,
-    Welcome,
-    describe_version,
-    failure_of,
-)
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
 from .prompt import PromptStream, acquire, let_go
@@ -67,7 +50,7 @@ class Listener:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             host = self.host
-            control = opened.enter_context(await listen(host.address, self.control_port))
+            control = opened.enter_context(listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
             host.nursery = await opened.enter_async_context(background())
             host.door = Door(host.nursery, host.counters)
@@ -84,20 +67,15 @@ class Listener:
     @property
     def ports(self) -> dict[str, int]:
         """Return the movers by which this node can be reached, and the port of each (0: none)."""
-        return {
-            mover.name: serving.port
-            for mover, serving in self.host.servings.items()
-            if mover.is_usable
-        }
+        servings = self.host.servings.items()
+        return {mover.name: serving.port for mover, serving in servings if mover.is_usable}
 
     # -- control ---------------------------------------------------------------------------------
 
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
         local = sock.getsockname()[0]
-        with (
-            closing(PromptStream(socket.socket(fileno=sock.detach()))) as plain,
-            ExitStack() as after,
-        ):
+        plain = PromptStream(socket.socket(fileno=sock.detach()))
+        with closing(plain), ExitStack() as after:
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
             with self.host.door.stranger():
@@ -161,7 +139,7 @@ class Listener:
         else:
             decode_hello(await frames.receive())
             why = "it speaks no TLS, and this node has credentials (ca, cert, key in [cluster])"
-        await frames.send(Refused(why, for_good=True))
+        await frames.send(messages.Refused(why, for_good=True))
         raise BadMessage(why)
 
     async def _tls(
@@ -183,8 +161,8 @@ class Listener:
         except trio.BrokenResourceError as error:
             raise BadMessage(broken_text(error)) from None
         why = ""
-        if hello.version != VERSION:
-            why = describe_version(hello.version)
+        if hello.version != messages.VERSION:
+            why = messages.describe_version(hello.version)
         elif self.host.credentials is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
         elif identity is not None and self.host.is_revoked(identity.serial):
@@ -192,10 +170,10 @@ class Listener:
         elif hello.wanted not in (0, self.host.service.node):
             why = f"this is store node {self.host.service.node:x}, not {hello.wanted:x}"
         if why:
-            for_good = hello.version != VERSION or why == _REVOKED
-            await frames.send(Refused(why, for_good=for_good))
+            for_good = hello.version != messages.VERSION or why == _REVOKED
+            await frames.send(messages.Refused(why, for_good=for_good))
             raise BadMessage(why)
-        await frames.send(Welcome(VERSION, self.host.service.node))
+        await frames.send(messages.Welcome(messages.VERSION, self.host.service.node))
         role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
         if identity is not None:
             role, name, owner, serial, expires_s, _ = identity
@@ -227,12 +205,11 @@ class Control:
         self._host = host
         self._peer = peer
         self._local = local
-        self._counters = host.counters
-        self._patience_s = host.timeout_s * RECEIVER_PATIENCE
+        self._patience_s = host.timeout_s * messages.RECEIVER_PATIENCE
         self._heard = 0
-        self._connections: dict[type[Message], Connection] = {}
+        self._connections: dict[type[messages.Message], Connection] = {}
         # Requests that write take long to answer: they have LASTING_MAX places of their own.
-        self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
+        self._slots = trio.Semaphore(messages.REQUESTS_AT_ONCE + messages.LASTING_MAX)
 
     async def run(self) -> None:
         """Serve until the peer closes the connection, or sends nothing for IDLE_S or a little longer.
@@ -270,7 +247,7 @@ class Control:
             await trio.lowlevel.checkpoint()
         message = self._codec.decode(await self._frames.receive())
         self._heard += 1
-        if not isinstance(message, Request):
+        if not isinstance(message, messages.Request):
             self._take(message)
             return
         message.check()
@@ -281,18 +258,18 @@ class Control:
         else:
             nursery.start_soon(self._serve, message, nursery.cancel_scope)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         """Take a message that has no answer. Raises BadMessage if the peer has no right to it."""
         kind = type(message)
         if may(self._codec.rights, self._peer.role, kind) is Scope.NONE:
             raise BadMessage(f"a {self._peer.role} may not send {kind.__name__}")
-        if isinstance(message, Renewed):
+        if isinstance(message, messages.Renewed):
             self._peer.session = message.session
         else:
             self._connections[kind].take(message)
 
-    async def _serve(self, request: Request, connection: trio.CancelScope) -> None:
-        self._counters.requests[type(request).__name__.lower()] += 1
+    async def _serve(self, request: messages.Request, connection: trio.CancelScope) -> None:
+        self._host.counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
                 number = request.number
@@ -307,7 +284,9 @@ class Control:
         finally:
             self._slots.release()
 
-    async def _send(self, number: int, answer: Answer, connection: trio.CancelScope) -> None:
+    async def _send(
+        self, number: int, answer: messages.Answer, connection: trio.CancelScope
+    ) -> None:
         answer.number = number
         self._frames.put(answer)
         if not self._frames.flush_now():
@@ -318,29 +297,30 @@ class Control:
                 connection.cancel()
 
     async def _answer(
-        self, request: Request, done: Awaitable[Answer | Lasting]
-    ) -> Answer | Lasting:
+        self, request: messages.Request, done: Awaitable[messages.Answer | Lasting]
+    ) -> messages.Answer | Lasting:
         """Return the answer, or the error."""
+        here = self._host.service.node
         try:
             return await done
         except OSError as error:
-            code, node, text = failure_of(error, self._host.service.node)
-            self._counters.errors[errno.errorcode.get(code, str(code))] += 1
+            code, node, text = messages.failure_of(error, here)
+            self._host.counters.errors[errno.errorcode.get(code, str(code))] += 1
             if isinstance(error, PermissionError):
-                self._counters.denied_requests += 1
+                self._host.counters.denied_requests += 1
                 tell_of_denial(self._peer, error)
             elif not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
-            return Failed(code, node, text)
+            return messages.Failed(code, node, text)
         except Exception:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return Failed(errno.EIO, self._host.service.node, "internal error; see its log")
+            return messages.Failed(errno.EIO, here, "internal error; see its log")
 
-    async def _do(self, request: Request) -> Answer | Lasting:
+    async def _do(self, request: messages.Request) -> messages.Answer | Lasting:
         content: int | None = None
-        if isinstance(request, AboutExtent):
+        if isinstance(request, messages.AboutExtent):
             content = request.extent.content
-        elif isinstance(request, Abort):
+        elif isinstance(request, messages.Abort):
             content = request.content
         peer, service = self._peer, self._host.service
         await check_right(service, self._codec.rights, peer, type(request), content)

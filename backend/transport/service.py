@@ -54,8 +54,7 @@ class Service(Protocol[I]):
         another member."""
 
     def size(self, extent: Extent) -> int | None:
-        """Return the bytes of a sealed extent, None if it is not here. A sealed extent need not be stored
-        again."""
+        """Return the bytes of a sealed extent, which need not be stored again; None if it is not here."""
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> I:
         """Return a file of `length` bytes that is allocated, open for reading and writing; or one hole,
@@ -88,8 +87,7 @@ class Service(Protocol[I]):
         """Note that this content will not be published."""
 
     async def suspect(self, group: int, node: int) -> bool:
-        """Check a member of the group that the caller cannot reach, and return whether it is not a member
-        any more."""
+        """Check a member that the caller cannot reach, and return whether the group has it no more."""
 
     def doubt(self, extent: Extent) -> None:
         """Check an extent: the caller says that it got wrong bytes."""

@@ -176,9 +176,8 @@ def _authority(directory: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivat
     check_time(ca_path, ca)
     check_private(ca_key_path)
     try:
-        ca_key = cast(
-            ec.EllipticCurvePrivateKey, load_pem_private_key(read_file(ca_key_path), None)
-        )
+        loaded = load_pem_private_key(read_file(ca_key_path), None)
+        ca_key = cast(ec.EllipticCurvePrivateKey, loaded)
     except (ValueError, TypeError) as error:
         raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
     if ca_key.public_key() != ca.public_key():

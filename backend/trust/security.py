@@ -202,8 +202,7 @@ class Credentials:
         return self.renewable.current.client
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the TLS context for accepting connections of peers with a certificate. Raises
-        CredentialsError."""
+        """Return the TLS context for accepting peers with a certificate. Raises CredentialsError."""
         return self.renewable.current.server
 
     def _load(self, before: _Loaded | None) -> _Loaded:
@@ -211,15 +210,12 @@ class Credentials:
         if before is not None:
             check_user(self.cert, before.identity, identity)
         try:
-            contexts = [
-                self._context(ssl.PROTOCOL_TLS_CLIENT),
-                self._context(ssl.PROTOCOL_TLS_SERVER),
-            ]
+            client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+            server = self._context(ssl.PROTOCOL_TLS_SERVER)
         except ssl.SSLError as error:
-            raise CredentialsError(
-                f"{self.cert} and {self.key}: {error.reason or error}"
-            ) from error
-        return _Loaded(identity, *contexts)
+            text = f"{self.cert} and {self.key}: {error.reason or error}"
+            raise CredentialsError(text) from error
+        return _Loaded(identity, client, server)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
@@ -305,8 +301,7 @@ def identity_in(path: str) -> Identity | None:
 
 
 def is_for_nodes_only(path: str) -> bool:
-    """Return whether etcd refuses the certificate in a file, as it should a reader's. Raises
-    CredentialsError."""
+    """Return whether etcd refuses a certificate, as it should a reader's. Raises CredentialsError."""
     return any(
         extension.critical and extension.oid.dotted_string == READER_OID
         for extension in load_certificate(path).extensions

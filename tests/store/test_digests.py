@@ -25,7 +25,7 @@ def small_blocks() -> Iterator[None]:
     """So that little data has many blocks, read in many pieces, by several threads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest, "BLOCK_BYTES", 64)
-        patch.setattr(digest, "_BUFFER_BYTES", 24)
+        patch.setattr(digest, "BUFFER_BYTES", 24)
         patch.setattr(digest, "_INLINE_BYTES", 100)
         yield
 

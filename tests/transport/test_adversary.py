@@ -37,6 +37,7 @@ from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, serving, wire
+from irdmafs.backend.transport.tcp.authentication import CODE_BYTES
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
@@ -147,7 +148,12 @@ def attacked(memory: Path, certificates: dict[str, Credentials]) -> Attacked:
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
-    return wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), "").messages[0]
+    return frame(wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), ""))
+
+
+def end_of_header(passed: bytearray, start: int = 0) -> int:
+    """Where the header that begins there, and its code, end in what passed."""
+    return start + 4 + int.from_bytes(passed[start : start + 4], "big") + CODE_BYTES
 
 
 # -- into a data connection ----------------------------------------------------------------------
@@ -182,10 +188,10 @@ async def test_a_request_that_passed_is_not_served_again(
         seen = len(relay.passages[0].passed[TO_NODE])
         await cluster.read(1, Extent(1, 0), 0, 300)
         [passage] = relay.passages[:passages]
-        request = bytes(passage.passed[TO_NODE][seen:])
-        assert len(request) == wire.HEADER_BYTES
+        request = passage.passed[TO_NODE][seen:]
+        assert len(request) == end_of_header(request)
         answered = len(passage.passed[TO_MOUNT])
-        await passage.speak(TO_NODE, request)
+        await passage.speak(TO_NODE, bytes(request))
         await until(lambda: len(warnings(caplog)) == 1)
         assert len(passage.passed[TO_MOUNT]) == answered
 
@@ -209,7 +215,7 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
     async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"content")
         connections = cluster.nodes[1].listener.host.counters.connections
-        await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
+        await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:20])
         await until(lambda: cluster.nodes[1].listener.host.counters.connections < connections)
         assert await cluster.read(1, Extent(1, 0), 0, 7) == b"content"
 
@@ -220,10 +226,10 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
 ) -> None:
     content = random_bytes(3 * MiB)
     async with attacked(2) as (cluster, relay):
-        began = wire.PREAMBLE_BYTES + wire.HEADER_BYTES
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
-            end = len(passage.passed[TO_NODE]) - began
+            passed = passage.passed[TO_NODE]
+            end = len(passed) - end_of_header(passed, wire.PREAMBLE_BYTES)
             at = place - (end - len(data))
             if direction == TO_MOUNT or not 0 <= at < len(data):
                 return data
@@ -259,7 +265,7 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
 async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
     """The bytes never arrive, and somebody says that they did."""
     async with attacked() as (cluster, relay):
-        answer = wire.REPLY.pack(wire.ReplyKind.OK, False, 0, 0, 0) + bytes(16)
+        answer = frame(wire.Reply(wire.ReplyKind.OK)) + bytes(16)
         answered: set[Passage] = set()
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
@@ -390,7 +396,7 @@ async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         service.owners = {5: b"the key of the victim's session"}
         before = list(service.sealed)
         connection = await data_connection(cluster)
-        await connection.send(connection.signed(header(op, EXTENT, 9)) + b"malicious")
+        await connection.send(connection.framed(header(op, EXTENT, 9)[4:]) + b"malicious")
         reply = await connection.reply()
         if op is not wire.Op.READ:
             assert (reply.kind, reply.code) == (wire.ReplyKind.FAILED, errno.EACCES)

@@ -14,7 +14,9 @@ bytes of a request. Its key is derived from the ticket's, its nonce is the count
 import hashlib
 import hmac
 import secrets
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
+
+from msgspec import Meta
 
 from ..frames import BadMessage
 
@@ -39,22 +41,12 @@ class Forged(BadMessage):
 class Ticket(NamedTuple):
     """The right to open one data connection."""
 
-    number: bytes
-    key: bytes
+    number: Annotated[bytes, Meta(min_length=TICKET_NUMBER_BYTES, max_length=TICKET_NUMBER_BYTES)]
+    key: Annotated[bytes, Meta(min_length=_TICKET_KEY_BYTES, max_length=_TICKET_KEY_BYTES)]
 
     @classmethod
     def make(cls) -> Self:
         return cls(secrets.token_bytes(TICKET_NUMBER_BYTES), secrets.token_bytes(_TICKET_KEY_BYTES))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Return a ticket from bytes. Raises BadMessage."""
-        if len(data) != TICKET_NUMBER_BYTES + _TICKET_KEY_BYTES:
-            raise BadMessage("its ticket makes no sense")
-        return cls(data[:TICKET_NUMBER_BYTES], data[TICKET_NUMBER_BYTES:])
-
-    def pack(self) -> bytes:
-        return self.number + self.key
 
 
 class ByteCode:

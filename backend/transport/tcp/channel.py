@@ -7,30 +7,34 @@ import select
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import trio
 
+from ...files.digest import BUFFER_BYTES, of_thread
 from ...unwrap import if_it_fails
 from .. import Landed, nothing_landed
-from ..frames import BadMessage
+from ..caller import Caller
+from ..frames import LENGTH_BYTES, BadMessage
 from ..link import USER_TIMEOUTS
-from ..messages import RECEIVER_PATIENCE, TEXT_MAX
+from ..messages import RECEIVER_PATIENCE
+from ..mover import Host
+from . import wire
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
-from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind
 
 # A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
 # How often a sender, at most, checks for a reply.
 _LOOK_EVERY_S = 0.02
-_BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
+# A header of one range has some 60 bytes.
+_SHORT_BYTES = 512
 # How many times, within its patience, a node tells a caller that it is alive.
 _SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
 # Errors of a socket, beside ConnectionError; other errors of sendfile and recv are those of the file.
 _LOST_ERRNOS = frozenset(
     {
@@ -42,8 +46,6 @@ _LOST_ERRNOS = frozenset(
         errno.EBADF,
     }
 )
-
-_threads = threading.local()
 
 
 class Lost(Exception):
@@ -76,9 +78,6 @@ class Channel:
         self.patience_s = timeout_s * RECEIVER_PATIENCE if listens else timeout_s
         self._listens = listens
         self.authentication: Authentication
-        # The header that is being received, and how many bytes of its table are missing.
-        self._header: Header
-        self._table_bytes = 0
         self.clean = True
         self.was_idle = False
         self.idle_since = time.monotonic()
@@ -115,8 +114,7 @@ class Channel:
         self.sock.close()
 
     def is_closed_by_peer(self) -> bool:
-        """Return whether an idle connection cannot be used: it is closed, or the peer sent an unexpected
-        message."""
+        """Return whether an idle connection is of no use: it is closed, or the peer has sent something."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -127,37 +125,35 @@ class Channel:
 
     # -- messages to the node --------------------------------------------------------------------
 
-    def header_if_there(self) -> Header | None:
+    def header_if_there(self) -> wire.Header | None:
         """Return the header of a request, if all of it was received already. Raises BadMessage."""
         try:
-            data = self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            if len(data) == HEADER_BYTES:
-                self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+            data = self.sock.recv(_SHORT_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big") + CODE_BYTES
+            if len(data) >= end:
+                self.sock.recv(end, socket.MSG_DONTWAIT)
+                return wire.decode_header(self.checked(data[LENGTH_BYTES:end]))
         except OSError as error:
             raise _socket_failure(error) from None
         if not data:
             raise Lost("the peer closed the connection")
-        if len(data) < HEADER_BYTES:
-            return None
-        self._header, self._table_bytes = Header.unpack(self.checked(data))
-        return None if self._table_bytes else self._header
+        return None
 
-    def receive_header(self, limit_s: float) -> Header:
-        """Receive the header of a request, or the rest of it. Raises BadMessage."""
-        if not self._table_bytes:
-            data = self.receive_exactly(HEADER_BYTES, limit_s)
-            self._header, self._table_bytes = Header.unpack(self.checked(data))
-        if self._table_bytes:
-            table = self.receive_exactly(self._table_bytes + CODE_BYTES, limit_s)
-            self._header, self._table_bytes = self._header.with_table(self.checked(table)), 0
-        return self._header
+    def receive_header(self, limit_s: float) -> wire.Header:
+        """Receive the header of a request. Raises BadMessage."""
+        length = int.from_bytes(self.receive_exactly(LENGTH_BYTES, limit_s), "big")
+        if length > wire.MESSAGE_BYTES_MAX:
+            raise BadMessage(f"a header of {length} bytes")
+        return wire.decode_header(self.checked(self.receive_exactly(length + CODE_BYTES, limit_s)))
 
-    def send_messages(self, *messages: bytes) -> None:
-        sign = self.authentication.sign
-        signed = b""
-        for message in messages:
-            signed += message + sign(message)
-        self.send_all(signed)
+    def say(self, message: wire.Header | wire.Reply) -> None:
+        """Send a message, with its length and its code."""
+        body = wire.encode(message)
+        self.send_all(len(body).to_bytes(LENGTH_BYTES, "big") + self.signed(body))
+
+    def signed(self, message: bytes) -> bytes:
+        """Return the next message that is sent, with its code."""
+        return message + self.authentication.sign(message)
 
     def checked(self, data: bytes | bytearray) -> bytes:
         """Check a received message, and return it without its code. Raises Forged."""
@@ -226,12 +222,11 @@ class Channel:
         return self.receive
 
     def end_receiving(self) -> None:
-        """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
-        Forged."""
+        """Finish receiving: the bytes of a request may be used only if this does not raise Forged."""
 
     # -- replies ---------------------------------------------------------------------------------
 
-    def reply_meanwhile(self) -> Reply | None:
+    def reply_meanwhile(self) -> wire.Reply | None:
         """Return a reply that came while this end is sending. It is checked for periodically only, as each
         check costs a thread as much as sending a piece. Raises BadMessage."""
         now = time.monotonic()
@@ -240,23 +235,20 @@ class Channel:
         self._looked = now
         return self.next_reply(wait=False)
 
-    def next_reply(self, wait: bool) -> Reply | None:
+    def next_reply(self, wait: bool) -> wire.Reply | None:
         """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
         buffer = self._reply
         while True:
-            needed = REPLY.size + CODE_BYTES
+            needed = LENGTH_BYTES + wire.REPLY_BYTES_MIN + CODE_BYTES
             if len(buffer) >= needed:
-                kind, closing, length, code, node = REPLY.unpack_from(buffer)
-                if length > TEXT_MAX * 4:
+                length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
+                if not wire.REPLY_BYTES_MIN <= length <= wire.MESSAGE_BYTES_MAX:
                     raise BadMessage(f"a reply of {length} bytes")
-                needed += length
+                needed = LENGTH_BYTES + length + CODE_BYTES
                 if len(buffer) == needed:
-                    text = self.checked(buffer)[REPLY.size :].decode(errors="replace")
+                    message = self.checked(buffer[LENGTH_BYTES:])
                     buffer.clear()
-                    try:
-                        return Reply(ReplyKind(kind), code, node, text, closing)
-                    except ValueError:
-                        raise BadMessage(f"{kind} is no reply") from None
+                    return wire.decode_reply(message)
             more = bytearray(needed - len(buffer))
             try:
                 with memoryview(more) as view:
@@ -264,18 +256,16 @@ class Channel:
             except BlockingIOError:
                 return None
 
-    def reply(self, reply: Reply) -> None:
-        text = reply.text[:TEXT_MAX].encode()
-        fixed = REPLY.pack(reply.kind, reply.closing, len(text), reply.code, reply.node)
-        self.send_messages(fixed + text)
+    def reply(self, reply: wire.Reply) -> None:
+        self.say(reply)
         self._said = time.monotonic()
 
     def say_working(self) -> None:
         """Tell the caller that this node is alive, if the last time was long ago."""
         if time.monotonic() - self._said >= self.patience_s / _SIGNS_OF_LIFE:
-            self.reply(Reply(ReplyKind.WORKING))
+            self.reply(wire.Reply(wire.ReplyKind.WORKING))
 
-    def conclude(self, reply: Reply) -> None:
+    def conclude(self, reply: wire.Reply) -> None:
         """Send the last reply to a request. A peer that still sends is told that the connection will be
         closed, and receives the reply before."""
         self.reply(reply._replace(closing=not self.clean))
@@ -285,7 +275,7 @@ class Channel:
     def _drain(self) -> None:
         end = time.monotonic() + _DRAIN_S
         self._shut(socket.SHUT_WR)
-        with suppress(Lost, OSError), memoryview(bytearray(_BOUNCE_BYTES)) as view:
+        with suppress(Lost, OSError), memoryview(bytearray(BUFFER_BYTES)) as view:
             while time.monotonic() < end:
                 with suppress(BlockingIOError):
                     self.receive(view)
@@ -357,7 +347,7 @@ class EncryptedChannel(Channel):
     def has_input(self) -> bool:
         return self.sock.pending() > 0
 
-    def header_if_there(self) -> Header | None:
+    def header_if_there(self) -> wire.Header | None:
         return None
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
@@ -379,39 +369,29 @@ class EncryptedChannel(Channel):
 
 
 def make_channel(
-    plain: socket.socket,
-    context: ssl.SSLContext | None,
-    timeout_s: float,
-    *,
-    codes: bool,
-    listens: bool,
+    plain: socket.socket, owner: Caller | Host, *, encrypted: bool, listens: bool
 ) -> Channel:
-    """Return the channel of a connected socket, which is closed if there is an error: encrypted where there
-    is a context, after a handshake, else with codes after the bytes of requests where they are wanted."""
+    """Return the channel of a connected socket, which is closed if there is an error. Where there are
+    credentials, bytes are `encrypted`, after a handshake, or a code follows those of a request."""
+    credentials, timeout_s = owner.credentials, owner.timeout_s
     with if_it_fails(plain.close):
-        if context is not None:
-            secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
-            return EncryptedChannel(secure, timeout_s, listens=listens)
-        kind = AuthenticatedChannel if codes else Channel
-        return kind(plain, timeout_s, listens=listens)
+        if credentials is None:
+            return Channel(plain, timeout_s, listens=listens)
+        if not encrypted:
+            return AuthenticatedChannel(plain, timeout_s, listens=listens)
+        context = credentials.server_context() if listens else credentials.client_context()
+        secure = context.wrap_socket(plain, listens, do_handshake_on_connect=False)
+        return EncryptedChannel(secure, timeout_s, listens=listens)
 
 
 def _send_copy(channel: Channel, fd: int, offset: int, count: int, passed: Landed) -> int:
     """Send some bytes of a file from a buffer: a mapping would raise SIGBUS if the file were truncated."""
-    with memoryview(_buffer()) as view:
-        there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
-        sent = channel.send(view[:there]) if there else 0
-        with view[:sent] as data:
-            passed(offset, sent, data)
+    view = of_thread.buffer
+    there = os.preadv(fd, [view[: min(count, BUFFER_BYTES)]], offset)
+    sent = channel.send(view[:there]) if there else 0
+    with view[:sent] as data:
+        passed(offset, sent, data)
     return sent
-
-
-def _buffer() -> bytearray:
-    """Return the buffer of this thread."""
-    buffer: bytearray | None = getattr(_threads, "buffer", None)
-    if buffer is None:
-        buffer = _threads.buffer = bytearray(_BOUNCE_BYTES)
-    return buffer
 
 
 def choose_congestion_control(sock: trio.socket.SocketType) -> None:
@@ -440,9 +420,7 @@ def _socket_failure(error: OSError) -> Exception:
     done yet, Lost if the connection is broken, and an OSError for what is wrong with the file."""
     if error.errno == errno.ETIMEDOUT:
         return Lost(os.strerror(errno.ETIMEDOUT))
-    if isinstance(
-        error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
-    ):
+    if isinstance(error, _NOT_YET):
         return BlockingIOError(errno.EAGAIN, "nothing could be done yet")
     if isinstance(error, ssl.SSLError):
         return Lost(f"TLS: {error.reason or error}")

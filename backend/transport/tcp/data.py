@@ -85,7 +85,7 @@ class Onward:
 
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False
-        channel.send_messages(*self._header.messages)
+        channel.say(self._header)
         for start, length in self._header.ranges:
             end = start + length
             while start < end:
@@ -269,14 +269,10 @@ class Receiving:
 
 
 class Data:
-    """Serves requests of data connections, one at a time each, and has all extents that are being
-    received."""
+    """Serves requests of data connections, one at a time each, and has all extents that are coming in."""
 
     def __init__(self, host: Host) -> None:
-        self._service = host.service
-        self._device = host.device
-        self._nursery = host.nursery
-        self._counters = host.counters
+        self._host = host
         self._current: dict[Extent, Receiving] = {}
         self._places = trio.Semaphore(THREADS_MAX)
 
@@ -286,16 +282,17 @@ class Data:
         if header is None:
             receive = partial(channel.receive_header, _HEADER_S)
             (header,) = await in_threads([receive], channel.shutdown, self._places)
-        self._counters.requests[header.op.name.lower()] += 1
+        service, op, content = self._host.service, header.op.name.lower(), header.extent.content
+        self._host.counters.requests[op] += 1
         channel.clean = False
         with logs.request(header.trace):
             try:
-                await check_right(self._service, RIGHTS, peer, header.op, header.extent.content)
+                await check_right(service, RIGHTS, peer, header.op, content)
             except OSError as error:
                 if isinstance(error, PermissionError):
-                    self._counters.denied_requests += 1
+                    self._host.counters.denied_requests += 1
                     tell_of_denial(peer, error)
-                reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
+                reply = Reply(ReplyKind.FAILED, *failure_of(error, service.node))
                 await self._conclude(channel, reply)
             else:
                 if header.op is Op.READ:
@@ -303,20 +300,15 @@ class Data:
                 else:
                     reply = await self._take(channel, header)
             if reply.kind is ReplyKind.FAILED:
-                self._counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
-                log.info(
-                    "%s: %s of extent %x.%x: %s",
-                    peer,
-                    header.op.name.lower(),
-                    *header.extent,
-                    reply.text or os.strerror(reply.code),
-                )
+                self._host.counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
+                why = reply.text or os.strerror(reply.code)
+                log.info("%s: %s of extent %x.%x: %s", peer, op, *header.extent, why)
         return channel.clean
 
     async def _give(self, channel: Channel, header: Header) -> Reply:
         work = partial(self._send_extent, channel, header)
         ((reply, sent),) = await in_threads([work], channel.shutdown, self._places)
-        self._counters.sent_bytes += sent
+        self._host.counters.sent_bytes += sent
         return reply
 
     def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
@@ -324,7 +316,7 @@ class Data:
         fd = -1
         sent = 0
         try:
-            fd = self._service.open(header.extent)
+            fd = self._host.service.open(header.extent)
             if start + length > os.fstat(fd).st_size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             reply = Reply(ReplyKind.OK)
@@ -336,7 +328,7 @@ class Data:
         except OSError as error:
             if sent:
                 raise
-            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
+            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._host.service.node))
             channel.reply(reply)
         finally:
             if fd >= 0:
@@ -355,7 +347,7 @@ class Data:
                 reply, received = await self._take_and_hand_on(channel, work, onward)
         finally:
             await self._leave(receiving, channel)
-        self._counters.received_bytes += received
+        self._host.counters.received_bytes += received
         if reply.kind is ReplyKind.FAILED:
             await self._conclude(channel, reply)
         return reply
@@ -374,7 +366,7 @@ class Data:
         except BaseExceptionGroup as group:
             raise only_error(group) from None
         finally:
-            self._counters.sent_bytes += onward.sent_bytes
+            self._host.counters.sent_bytes += onward.sent_bytes
         return outcome
 
     async def _conclude(self, channel: Channel, reply: Reply) -> None:
@@ -382,7 +374,7 @@ class Data:
         await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, onward: Onward) -> None:
-        way = self._device(onward.node).way(TcpWay)
+        way = self._host.device(onward.node).way(TcpWay)
         borrowed = await way.borrow(1)
         try:
             (next_node,) = borrowed
@@ -404,9 +396,9 @@ class Data:
         if current is not None:
             # Its sender has given the transfer up, or soon will.
             current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
-        receiving = self._current[header.extent] = Receiving(header, self._service)
+        receiving = self._current[header.extent] = Receiving(header, self._host.service)
         receiving.add(channel, header.ranges)
-        self._nursery.start_soon(receiving.store)
+        self._host.nursery.start_soon(receiving.store)
         return receiving
 
     def give_up(self, content: int) -> None:

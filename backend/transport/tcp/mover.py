@@ -33,7 +33,7 @@ class Tcp(Mover):
         return way
 
     async def serving(self, host: Host) -> Serving:
-        listening = await listen(host.address)
+        listening = listen(host.address)
         choose_congestion_control(listening)
         served = TcpServing(host, self._encrypt, listening.getsockname()[1])
         host.door.open(listening, served.serve)

@@ -62,10 +62,8 @@ class TcpServing(Serving):
     connections that are not encrypted; with credentials those that are, are always welcome."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
-        self._door = host.door
-        self._credentials = host.credentials
+        self._host = host
         self._encrypt = encrypt
-        self._timeout_s = host.timeout_s
         self.port = port
         self._data = Data(host)
         # Tickets that were not used yet, by number, the oldest first.
@@ -77,7 +75,7 @@ class TcpServing(Serving):
     def give_up(self, content: int) -> None:
         self._data.give_up(content)
 
-    def grant(self, guest: Guest, count: int) -> list[bytes]:
+    def grant(self, guest: Guest, count: int) -> list[Ticket]:
         now = trio.current_time()
         while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
             self._forget(next(iter(guest.tickets)))
@@ -91,7 +89,7 @@ class TcpServing(Serving):
             ticket = Ticket.make()
             self.pending[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
-            granted.append(ticket.pack())
+            granted.append(ticket)
         return granted
 
     def redeem(self, channel: Channel, preamble: bytes) -> Guest:
@@ -122,10 +120,10 @@ class TcpServing(Serving):
         """Serve one data connection. Raises as Door.open allows."""
         channel: Channel | None = None
         try:
-            with self._door.stranger():
+            with self._host.door.stranger():
                 channel = await self._open_channel(sock)
                 guest = self.redeem(channel, await _preamble(channel))
-            with self._door.member():
+            with self._host.door.member():
                 while await _has_request(channel, guest):
                     if not await self._data.serve(channel, guest.peer):
                         break
@@ -138,16 +136,11 @@ class TcpServing(Serving):
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        encrypted = begins_with_tls(start) and self._credentials is not None
+        encrypted = begins_with_tls(start) and self._host.credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
-        credentials, context = self._credentials, None
-        if encrypted and credentials is not None:
-            context = credentials.server_context()
         plain = socket.socket(fileno=sock.detach())
-        channel = make_channel(
-            plain, context, self._timeout_s, codes=credentials is not None, listens=True
-        )
+        channel = make_channel(plain, self._host, encrypted=encrypted, listens=True)
         if isinstance(channel, EncryptedChannel):
             with if_it_fails(channel.close):
                 await _shake_hands(channel.sock)

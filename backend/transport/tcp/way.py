@@ -211,11 +211,11 @@ class TcpWay(Way):
         opened: list[Channel] = []
         errors: list[Unreachable] = []
 
-        async def open_one(ticket: bytes) -> None:
+        async def open_one(ticket: Ticket) -> None:
             try:
                 with trio.fail_after(self._link.caller.timeout_s) as scope:
                     self._opening.add(scope)
-                    channel = await self._open_channel(control, Ticket.unpack(ticket))
+                    channel = await self._open_channel(control, ticket)
                     opened.append(channel)
             except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"
@@ -234,16 +234,11 @@ class TcpWay(Way):
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
         """Connect to the address at which the node was reached."""
         caller, ends = self._link.caller, control.ends
-        credentials, context = caller.credentials, None
-        if credentials is not None and self._encrypt:
-            context = credentials.client_context()
         with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
             choose_congestion_control(sock)
             await sock.connect((ends.there[0], ends.record.data_port, *ends.there[2:]))
             plain = socket.socket(fileno=sock.detach())
-        channel = make_channel(
-            plain, context, caller.timeout_s, codes=credentials is not None, listens=False
-        )
+        channel = make_channel(plain, caller, encrypted=self._encrypt, listens=False)
         with if_it_fails(channel.close):
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(caller.timeout_s)
@@ -251,7 +246,7 @@ class TcpWay(Way):
                 check_node(channel.sock, caller.is_revoked)
             channel.authenticate(ticket.key)
             # Fits into the empty buffer of the new connection.
-            channel.send_messages(pack_preamble(ticket.number))
+            channel.send_all(channel.signed(pack_preamble(ticket.number)))
         return channel
 
 
@@ -283,7 +278,7 @@ def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> lis
 def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) -> None:
     """Send one stream of an extent that begins at `base` of a file. Raises the node's error."""
     channel.clean = False
-    channel.send_messages(*header.messages)
+    channel.say(header)
     reply: Reply | None = None
     for start, length in header.ranges:
         reply = send_range(channel, fd, base + start, length, passed)
@@ -295,7 +290,7 @@ def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) 
 def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Landed) -> None:
     """Receive one stream of an extent. Raises the node's error."""
     channel.clean = False
-    channel.send_messages(*header.messages)
+    channel.say(header)
     reply = wait_for_reply(channel)
     if reply.kind is ReplyKind.OK:
         ranges = header.ranges

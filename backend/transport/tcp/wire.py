@@ -1,42 +1,37 @@
 """The format of data connections: a preamble, then Headers and Replies (streams.py says in what order); and
 the messages on control connections by which they are asked for.
 
-A header with several ranges is followed by a table of them. Each of these messages is followed by its code
-(authentication.py).
+Headers and Replies are in MessagePack, as all messages are. Each follows its length, and is followed by its
+code (authentication.py).
 """
 
 import enum
 import struct
 from collections.abc import Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from msgspec import Meta
+from msgspec.msgpack import Decoder, Encoder
 
 from ...files.sparse import SEGMENTS_MAX
-from .. import CHAIN_MAX, Extent, Target
-from ..frames import BadMessage, MessageSet
-from ..messages import VERSION, Answer, Request, describe_version, error_of
+from .. import Extent, Number, Target
+from ..frames import BadMessage, MessageSet, decoded
+from ..messages import TEXT_MAX, VERSION, Answer, Name, Request, describe_version, error_of
 from ..rights import ANY, NONE, OWN, Row
-from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
+from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES, Ticket
 
 _MAGIC = b"irDM"
 _PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
-_HEADER = struct.Struct(f">BBHIQQQQQQQQ{CHAIN_MAX}Q32s")
-_RANGE = struct.Struct(">QQ")
 _LENGTH: Final = itemgetter(1)
-# The fields: kind, closing, bytes of text that follow, errno, node.
-REPLY = struct.Struct(">B?HiQ")
 
-# Lengths with the codes.
+# With the code.
 PREAMBLE_BYTES = _PREAMBLE.size + CODE_BYTES
-HEADER_BYTES = _HEADER.size + CODE_BYTES
-
-_UINT63_MAX = (1 << 63) - 1
 TICKETS_MAX = 64
 
 # Starts and lengths of ranges of an extent.
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
+Ranges: TypeAlias = tuple[tuple[Number, Number], ...]
 
 
 class Op(enum.IntEnum):
@@ -51,7 +46,7 @@ class Tickets(Request, tag=17):
 
 
 class Granted(Answer, tag=24):
-    tickets: list[bytes]
+    tickets: list[Ticket]
 
 
 MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
@@ -72,8 +67,8 @@ class Reply(NamedTuple):
 
     kind: ReplyKind
     code: int = 0
-    node: int = 0
-    text: str = ""
+    node: Number = 0
+    text: Annotated[str, Meta(max_length=TEXT_MAX)] = ""
     closing: bool = False
 
     def check(self, group: int) -> None:
@@ -90,78 +85,40 @@ class Header(NamedTuple):
     op: Op
     extent: Extent
     target: Target
-    transfer: int
-    total: int
-    comes: int
-    ranges: Ranges
-    trace: str
+    transfer: Number
+    total: Number
+    comes: Number
+    ranges: Annotated[Ranges, Meta(min_length=1, max_length=SEGMENTS_MAX)]
+    trace: Name
 
     @property
     def length(self) -> int:
         """Return how many bytes the stream brings."""
         return sum(map(_LENGTH, self.ranges))
 
-    @property
-    def messages(self) -> list[bytes]:
-        """Return the header, and the table of its ranges if there are several."""
-        chain, ranges = self.target.chain, self.ranges
-        header = _HEADER.pack(
-            self.op,
-            len(chain),
-            len(ranges),
-            self.extent.stripe,
-            self.extent.content,
-            self.target.group,
-            self.target.config,
-            self.transfer,
-            self.total,
-            self.comes,
-            ranges[0][0],
-            sum(map(_LENGTH, ranges)),
-            *chain,
-            *([0] * (CHAIN_MAX - len(chain))),
-            self.trace.encode("ascii", "replace")[:32],
-        )
-        if len(ranges) == 1:
-            return [header]
-        return [header, b"".join(_RANGE.pack(*each) for each in ranges)]
 
-    @classmethod
-    def unpack(cls, data: bytes) -> "tuple[Header, int]":
-        """Return a header from bytes, and how many bytes of a table of ranges follow (`with_table`). Raises
-        BadMessage."""
-        op, nodes, count, stripe, content, group, config, transfer, *rest = _HEADER.unpack(data)
-        total, comes, offset, length, *chain = rest[: 4 + CHAIN_MAX]
-        try:
-            op = Op(op)
-        except ValueError:
-            raise BadMessage(f"{op} is no operation on data") from None
-        if nodes > CHAIN_MAX:
-            raise BadMessage(f"a chain of {nodes} nodes")
-        numbers = (content, group, config, total, offset, length, *chain)
-        if max(numbers) > _UINT63_MAX or offset + length > _UINT63_MAX:
-            raise BadMessage("a number is out of range")
-        if op is Op.WRITE and not (length <= comes <= total and offset + length <= total):
-            raise BadMessage(f"{length} bytes from {offset} of {comes}, in an extent of {total}")
-        if not 0 < count <= (SEGMENTS_MAX if op is Op.WRITE else 1):
-            raise BadMessage(f"{count} ranges in one stream")
-        trace = rest[-1].rstrip(b"\0").decode("ascii", "replace")
-        target = Target(group, config, tuple(chain[:nodes]))
-        ranges = ((offset, length),)
-        header = cls(op, Extent(content, stripe), target, transfer, total, comes, ranges, trace)
-        return header, 0 if count == 1 else count * _RANGE.size
+encode: Final = Encoder().encode
+_headers = Decoder(Header)
+decode_reply: Final = partial(decoded, Decoder(Reply))
+# The longest is a header with SEGMENTS_MAX ranges, of 19 bytes each.
+MESSAGE_BYTES_MAX = 32 << 10
+# The shortest reply is that of most transfers.
+REPLY_BYTES_MIN = len(encode(Reply(ReplyKind.OK)))
 
-    def with_table(self, table: bytes) -> "Header":
-        """Return the header with the ranges in a table. Raises BadMessage."""
-        ranges = tuple(_RANGE.iter_unpack(table))
-        at = 0
-        for start, length in ranges:
-            if start < at or not length:
-                raise BadMessage("the ranges of a stream do not follow each other")
-            at = start + length
-        if at > self.total or sum(length for _, length in ranges) != self.length:
-            raise BadMessage("the ranges of a stream are not as long as its header says")
-        return self._replace(ranges=ranges)
+
+def decode_header(data: bytes) -> Header:
+    """Return a header. Raises BadMessage, also for values of several fields that do not fit each other."""
+    header = decoded(_headers, data)
+    at, several = 0, len(header.ranges) > 1
+    for start, length in header.ranges:
+        if start < at or (several and not length):
+            raise BadMessage("the ranges of a stream do not follow each other")
+        at = start + length
+    if header.op is Op.READ and several:
+        raise BadMessage(f"{len(header.ranges)} ranges of an extent are read at once")
+    if header.op is Op.WRITE and not (header.length <= header.comes <= header.total >= at):
+        raise BadMessage("the ranges of a stream are not in its extent")
+    return header
 
 
 def pack_preamble(number: bytes) -> bytes:

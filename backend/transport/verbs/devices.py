@@ -33,8 +33,7 @@ _REMEDY_MEMLOCK = (
 
 
 class Obstacle(str):
-    """An obstacle to RDMA, and the command that removes it. As text it has both in one line, or "" for
-    none."""
+    """An obstacle to RDMA, and the command that removes it: as text, both in one line, or "" for none."""
 
     found: str
     remedy: str
@@ -280,14 +279,8 @@ def _device(where: Path) -> Device:
         driver = os.path.basename(os.path.realpath(where / "device" / "driver"))
         pci = os.path.basename(os.path.realpath(where / "device"))
     kind = _kind(node_type, driver, ports)
-    return Device(
-        name,
-        kind,
-        ports,
-        pci,
-        _number(where / "device" / "numa_node", -1),
-        _obstacle(name, kind, ports),
-    )
+    numa = _number(where / "device" / "numa_node", -1)
+    return Device(name, kind, ports, pci, numa, _obstacle(name, kind, ports))
 
 
 def _kind(node_type: str, driver: str, ports: tuple[Port, ...]) -> str:
@@ -320,9 +313,8 @@ def _obstacle(name: str, kind: str, ports: tuple[Port, ...]) -> Obstacle:
         return Obstacle(states, f"ip link set {netdev} up (and check the cable: ethtool {netdev})")
     if not any(port.gids for port in ports if port.state == "ACTIVE"):
         return Obstacle("its GID table is empty", f"ip address add ADDRESS/LENGTH dev {netdev}")
-    if kind.endswith("RoCE") and not any(
-        gid.kind == "RoCE v2" for port in ports for gid in port.gids
-    ):
+    has_v2 = any(gid.kind == "RoCE v2" for port in ports for gid in port.gids)
+    if kind.endswith("RoCE") and not has_v2:
         return Obstacle(
             "it has no GID of RoCE v2",
             f"cma_roce_mode -d {name} -p {ports[0].number} -m 2, or the card's firmware",
@@ -374,15 +366,8 @@ def _port(device: Path, where: Path) -> Port:
     netdev = next((gid.netdev for gid in gids if gid.netdev), "")
     # Soft devices name the interface that they were made on even while it is down.
     netdev = netdev or _text(where / "gid_attrs" / "ndevs" / "0") or _text(device / "parent")
-    return Port(
-        int(where.name),
-        state,
-        link_layer,
-        _number(where / "lid", 0),
-        tuple(gids),
-        netdev,
-        _mbit_s(where),
-    )
+    number, lid = int(where.name), _number(where / "lid", 0)
+    return Port(number, state, link_layer, lid, tuple(gids), netdev, _mbit_s(where))
 
 
 def _mbit_s(port: Path) -> int:

@@ -82,8 +82,7 @@ class Attach(Request, tag=18):
 
 
 class Expose(AboutExtent, tag=19):
-    """Asks to read `length` bytes of an extent, from `start`, out of the node's memory, by queue pair
-    `pair`."""
+    """Asks to read `length` bytes of an extent, from `start`, out of the node's memory by a queue pair."""
 
     start: Number
     length: Length

@@ -23,12 +23,15 @@ class Own(NamedTuple):
     interface: int
 
 
-def own_addresses() -> dict[Address, Own]:
+Addresses = dict[Address, Own]
+
+
+def own_addresses() -> Addresses:
     """Return the addresses of this host. Raises OSError."""
     question = _MESSAGE.pack(
         _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
     ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-    found: dict[Address, Own] = {}
+    found: Addresses = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
         sock.send(question)
         while _take(sock.recv(_ANSWER_BYTES), found):
@@ -36,7 +39,7 @@ def own_addresses() -> dict[Address, Own]:
     return found
 
 
-def _take(answer: bytes, found: dict[Address, Own]) -> bool:
+def _take(answer: bytes, found: Addresses) -> bool:
     """Add the addresses in `answer` to `found`. Return whether more answers will come."""
     at = 0
     while at + _MESSAGE.size <= len(answer):

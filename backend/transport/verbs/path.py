@@ -13,24 +13,12 @@ from dataclasses import dataclass
 import trio
 
 from ...unwrap import if_it_fails
-from .. import Extent, FileRange, Landed, Memory, nothing_landed
+from .. import Extent, FileRange, Landed, Memory
 from ..caller import A, ControlClient, Expected
 from ..device import Growth, NotThisWay, Sending
 from ..messages import Done, Request
+from . import messages
 from .devices import Gid
-from .messages import (
-    NO_QUEUE_PAIR,
-    NOT_BY_VERBS,
-    PIECES_MAX,
-    Attach,
-    Attached,
-    Detach,
-    Expose,
-    Exposed,
-    Rail,
-    Release,
-    Reserve,
-)
 from .queue import Broken, Piece, QueuePair
 from .rdma import Adapter
 from .regions import Region
@@ -48,7 +36,7 @@ def piece_bytes(length: int, is_handed_on: bool = False) -> int:
     if is_handed_on:
         share = length // _PIECES_HANDED_ON
         usual = max(_HANDED_ON_BYTES_MIN, min(_HANDED_ON_BYTES_MAX, share))
-    return min(length, max(usual, -(-length // PIECES_MAX)))
+    return min(length, max(usual, -(-length // messages.PIECES_MAX)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +51,11 @@ class Path:
     number: int
     stages: bool
 
-    async def read(
-        self, extent: Extent, start: int, into: FileRange, landed: Landed = nothing_landed
-    ) -> None:
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into) as regions:
-            exposed = await self._ask(Expose(extent, start, length, self.number))
+            exposed = await self._ask(messages.Expose(extent, start, length, self.number))
             try:
                 if not regions:
                     await self.adapter.staging.read(self.pair, exposed, into, landed)
@@ -77,7 +63,7 @@ class Path:
                     await self.pair.read(_pieces_into(regions, into, exposed))
                     landed(0, length, None)
             finally:
-                self.control.say_later(Release(exposed.handle))
+                self.control.say_later(messages.Release(exposed.handle))
 
     async def write(self, sending: Sending) -> None:
         """Do as Device.write. Raises OSError, NotThisWay."""
@@ -87,17 +73,16 @@ class Path:
             region = regions[0] if regions else None
             if region is None:
                 piece = self.adapter.staging.piece_bytes(length)
-                if length > piece * PIECES_MAX:
+                if length > piece * messages.PIECES_MAX:
                     raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
             with Expected(self.control, target.group) as sealed:
-                told = piece if target.chain else length
-                exposed = await self._ask(
-                    Reserve(extent, target, length, told, sealed.number, self.number)
-                )
+                each = bool(target.chain)
+                told = piece if each else length
+                asked = messages.Reserve(extent, target, length, told, sealed.number, self.number)
+                exposed = await self._ask(asked)
                 try:
-                    each = bool(target.chain)
                     if exposed.wanted and region is not None:
                         await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
@@ -106,7 +91,7 @@ class Path:
                     with _told_apart():
                         await sealed.answer(Done)
                 except BaseException:
-                    self.control.say_later(Release(exposed.handle))
+                    self.control.say_later(messages.Release(exposed.handle))
                     raise
 
     async def _write_from(
@@ -114,7 +99,7 @@ class Path:
         region: Region,
         source: FileRange,
         piece: int,
-        exposed: Exposed,
+        exposed: messages.Exposed,
         growth: Growth | None,
         each: bool,
     ) -> None:
@@ -168,15 +153,14 @@ class Path:
         except OSError as error:
             if file.memory is Memory.LENT:
                 return []
-            raise NotThisWay(
-                f"{file.length} bytes cannot be registered: {error.strerror}"
-            ) from None
+            why = f"{file.length} bytes cannot be registered: {error.strerror}"
+            raise NotThisWay(why) from None
 
-    async def _ask(self, request: Request) -> Exposed:
+    async def _ask(self, request: Request) -> messages.Exposed:
         try:
-            return await ask(self.control, request, Exposed)
+            return await ask(self.control, request, messages.Exposed)
         except OSError as error:
-            if error.errno != NO_QUEUE_PAIR:
+            if error.errno != messages.NO_QUEUE_PAIR:
                 raise
             self.pair.fail(f"the node gave it up: {error.strerror}")
             raise Broken(self.pair.failure) from None
@@ -185,18 +169,25 @@ class Path:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
         self.pair.fail(why)
         with trio.CancelScope(shield=True):
-            await self.control.say(Detach(self.number))
+            await self.control.say(messages.Detach(self.number))
 
 
 async def open_path(
-    control: ControlClient, adapter: Adapter, gid: Gid, rail: Rail, number: int, stages: bool
+    control: ControlClient,
+    adapter: Adapter,
+    gid: Gid,
+    rail: messages.Rail,
+    number: int,
+    stages: bool,
 ) -> Path:
     """Set up a queue pair with a rail of the node, and check that it works; it is closed if it does not.
     Raises OSError, NotThisWay."""
     caller = control.caller
     pair = adapter.queue_pair(gid)
     with if_it_fails(pair.close):
-        answer = await ask(control, Attach(pair.end(), number, rail.name, rail.gid), Attached)
+        answer = await ask(
+            control, messages.Attach(pair.end(), number, rail.name, rail.gid), messages.Attached
+        )
         pair.connect(answer.end, caller.timeout_s)
     caller.nursery.start_soon(pair.run)
     path = Path(control, adapter, pair, number, stages)
@@ -220,12 +211,12 @@ def _told_apart() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == NOT_BY_VERBS:
+        if error.errno == messages.NOT_BY_VERBS:
             raise NotThisWay(str(error.strerror)) from None
         raise
 
 
-def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> list[Piece]:
+def _pieces_into(regions: list[Region], into: FileRange, exposed: messages.Exposed) -> list[Piece]:
     """Return the pieces that read all exposed bytes; none crosses a boundary between regions."""
     piece = piece_bytes(into.length)
     end = into.offset + into.length

@@ -147,8 +147,7 @@ class QueuePair:
         self._bind = library.enum("WR_BIND_MW")
 
     def _make(self) -> Any:
-        """Return a queue pair in RESET: `connect` sets the peer's rights on the way to INIT. Raises
-        OSError."""
+        """Return a queue pair in RESET: `connect` sets the peer's rights on the way. Raises OSError."""
         library = self._library
         with library.errors:
             capacity = library.QPCap(
@@ -169,28 +168,20 @@ class QueuePair:
             )
 
     def end(self) -> QueueEnd:
-        port = self.port
-        return QueueEnd(
-            self.gid.value,
-            port.lid,
-            int(self._pair.qp_num),
-            self._psn,
-            port.mtu,
-            min(_READS_MAX, port.reads_answered),
-        )
+        port, number = self.port, int(self._pair.qp_num)
+        reads = min(_READS_MAX, port.reads_answered)
+        return QueueEnd(self.gid.value, port.lid, number, self._psn, port.mtu, reads)
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
-        """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
-        OSError."""
+        """Connect to the peer, which fails if it is silent for half of `patience_s`. Raises OSError."""
         library, port = self._library, self.port
         route = library.GlobalRoute(
             dgid=library.GID(IPv6Address(peer.gid).exploded),
             sgid_index=self.gid.number,
             hop_limit=64,
         )
-        attributes = library.QPAttr(
-            port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
-        )
+        mtu = library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
+        attributes = library.QPAttr(port_num=port.port, path_mtu=mtu)
         with library.errors:
             attributes.ah_attr = library.AHAttr(
                 port_num=port.port, dlid=peer.lid, is_global=1, gr=route

@@ -88,7 +88,7 @@ def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:
     return not on_way, not mine.is_near, -rate, mine.rail.gid, other.gid
 
 
-def _can_be_paired(port: Port, gid: Gid, own: dict[networks.Address, networks.Own]) -> bool:
+def _can_be_paired(port: Port, gid: Gid, own: networks.Addresses) -> bool:
     if port.link_layer != "Ethernet":
         return True
     # An address of another network namespace does not belong to this process.
@@ -100,9 +100,7 @@ def _can_be_paired(port: Port, gid: Gid, own: dict[networks.Address, networks.Ow
     )
 
 
-def _rail(
-    device: Device, route: Route, own: dict[networks.Address, networks.Own], on_way: bool
-) -> OwnRail:
+def _rail(device: Device, route: Route, own: networks.Addresses, on_way: bool) -> OwnRail:
     (port,) = (port for port in device.ports if port.number == route.port)
     gid = route.gid
     bits = _FABRIC_BITS
@@ -110,13 +108,6 @@ def _rail(
         known = own.get(gid.address)
         bits = known.bits if known is not None else gid.address.max_prefixlen
         bits += _MAPPED_BITS if gid.address.version == 4 else 0
-    rail = Rail(
-        f"{device.name}/{route.port}",
-        gid.value,
-        bits,
-        gid.kind,
-        port.mbit_s,
-        device.is_soft,
-        on_way,
-    )
+    name = f"{device.name}/{route.port}"
+    rail = Rail(name, gid.value, bits, gid.kind, port.mbit_s, device.is_soft, on_way)
     return OwnRail(rail, route, is_near(device))

@@ -237,12 +237,7 @@ class Rdma:
             self._adapters[key] = adapter
             self._opened.set()
             self._opened = trio.Event()
-            log.info(
-                "parameters move by RDMA through %s port %d (%s)",
-                route.device,
-                route.port,
-                route.gid.kind,
-            )
+            log.info("parameters move by RDMA through %s port %d (%s)", *key, route.gid.kind)
         return adapter
 
     async def watch(self) -> None:

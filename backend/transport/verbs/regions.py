@@ -41,6 +41,8 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
+# The device and the number of the inode.
+FileId = tuple[int, int]
 MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
@@ -49,12 +51,7 @@ class Region:
     `writable`; the kernel asks that of every window, even one for reading."""
 
     def __init__(
-        self,
-        library: Library,
-        pd: Any,
-        mapped: "_Mapped | _DmaBuf",
-        file: tuple[int, int],
-        is_lent: bool,
+        self, library: Library, pd: Any, mapped: "_Mapped | _DmaBuf", file: FileId, is_lent: bool
     ) -> None:
         self.file = file
         self.offset, self.length, self.writable = mapped.offset, mapped.length, mapped.writable
@@ -113,7 +110,7 @@ class Regions:
         self._pd = pd
         self.limit_bytes = limit_bytes
         self._regions: OrderedDict[Region, None] = OrderedDict()
-        self._of_file: dict[tuple[int, int], list[Region]] = {}
+        self._of_file: dict[FileId, list[Region]] = {}
         # Regions made, uses of one that was there, regions dropped to make room, and bytes registered now.
         self.registrations = self.hits = self.evictions = self.pinned_bytes = 0
 
@@ -167,7 +164,7 @@ class Regions:
         return acquired
 
     async def _register(
-        self, mapped: "_Mapped | _DmaBuf", file: tuple[int, int], is_lent: bool = False
+        self, mapped: "_Mapped | _DmaBuf", file: FileId, is_lent: bool = False
     ) -> Region:
         length = mapped.length
         with if_it_fails(mapped.close):
@@ -189,9 +186,7 @@ class Regions:
         region.users = 1
         return region
 
-    def _find(
-        self, file: tuple[int, int], offset: int, length: int, writable: bool
-    ) -> Region | None:
+    def _find(self, file: FileId, offset: int, length: int, writable: bool) -> Region | None:
         for region in self._of_file.get(file, ()):
             if region.covers(offset, length, writable):
                 self.hits += 1
@@ -208,14 +203,14 @@ class Regions:
         if region.is_stale and not region.users:
             self._evict(region)
 
-    def forget(self, file: tuple[int, int]) -> None:
+    def forget(self, file: FileId) -> None:
         """Drop the regions of a file when they are not in use: later operations register it anew."""
         for region in self.of_file(file):
             region.is_stale = True
             if not region.users:
                 self._evict(region)
 
-    def of_file(self, file: tuple[int, int]) -> list[Region]:
+    def of_file(self, file: FileId) -> list[Region]:
         """Return the regions of a file."""
         return list(self._of_file.get(file, ()))
 

@@ -19,22 +19,7 @@ from ..messages import Answer, Done, Message, Request
 from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
 from ..service import Held, Incoming, begin
-from .messages import (
-    HANDLES_MAX,
-    NO_QUEUE_PAIR,
-    NOT_BY_VERBS,
-    Attach,
-    Attached,
-    Detach,
-    Expose,
-    Exposed,
-    QueueEnd,
-    Rail,
-    Rails,
-    RailsFound,
-    Release,
-    Reserve,
-)
+from . import messages
 from .queue import Broken, QueuePair, Window
 from .rdma import Rdma
 from .regions import Region
@@ -56,11 +41,11 @@ class _Operation:
         self._right = right
         self.until = trio.current_time() + GIVEN_S
 
-    def exposed(self, handle: int) -> Exposed:
+    def exposed(self, handle: int) -> messages.Exposed:
         if self._right is None:
-            return Exposed(handle, 0, 0, wanted=False)
+            return messages.Exposed(handle, 0, 0, wanted=False)
         window = self._right[1]
-        return Exposed(handle, window.address, window.key)
+        return messages.Exposed(handle, window.address, window.key)
 
     def take_back(self) -> None:
         """End the right: the peer cannot touch the memory any more."""
@@ -80,7 +65,7 @@ class Arrival(_Operation):
         pair: QueuePair,
         held: Held,
         right: tuple[Region, Window] | None,
-        asked: Reserve,
+        asked: messages.Reserve,
         incoming: Incoming | None,
     ) -> None:
         super().__init__(pair, held, right)
@@ -130,8 +115,6 @@ class Responder(Connection):
         self.peer = peer
         self._serving = serving
         self._host = serving.host
-        self._service = serving.host.service
-        self._counters = serving.host.counters
         self._rdma = serving.rdma
         self._local = local
         self._nursery = nursery
@@ -141,21 +124,21 @@ class Responder(Connection):
 
     async def answer(self, request: Request) -> Answer | Lasting:
         match request:
-            case Attach():
-                return Attached(self._attach(request))
-            case Rails():
-                return RailsFound(self._rails())
-            case Expose():
+            case messages.Attach():
+                return messages.Attached(self._attach(request))
+            case messages.Rails():
+                return messages.RailsFound(self._rails())
+            case messages.Expose():
                 return await self._expose(request)
-        assert isinstance(request, Reserve)
+        assert isinstance(request, messages.Reserve)
         first = await self._reserve(request)
         return Lasting(first, request.sealed, partial(self._seal, first.handle))
 
     def take(self, message: Message) -> None:
         match message:
-            case Release():
+            case messages.Release():
                 self._drop(message.handle, "the sender gave it up")
-            case Detach():
+            case messages.Detach():
                 self.detach("the peer gave it up", message.pair)
 
     def close(self, why: str) -> None:
@@ -182,18 +165,18 @@ class Responder(Connection):
 
     # -- queue pairs -----------------------------------------------------------------------------
 
-    def _rails(self) -> list[Rail]:
+    def _rails(self) -> list[messages.Rail]:
         """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
         try:
             return [own.rail for own in self._usable().rails(self._local)]
         except OSError as error:
-            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
 
-    def _attach(self, asked: Attach) -> QueueEnd:
+    def _attach(self, asked: messages.Attach) -> messages.QueueEnd:
         """Set up a queue pair with the peer's, and return this end. Raises OSError NOT_BY_VERBS."""
         self.detach("the peer set another queue pair up", asked.pair)
         if self._host.is_gone(self.peer):
-            raise OSError(NOT_BY_VERBS, SESSION_OVER)
+            raise OSError(messages.NOT_BY_VERBS, SESSION_OVER)
         try:
             rdma = self._usable()
             route = rdma.rail(self._local, asked.rail, asked.gid).route
@@ -201,7 +184,7 @@ class Responder(Connection):
             with if_it_fails(pair.close):
                 pair.connect(asked.end, self._host.timeout_s)
         except OSError as error:
-            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
         self._pairs[asked.pair] = pair
         self._nursery.start_soon(pair.run)
         self._nursery.start_soon(self._watch, asked.pair, pair)
@@ -210,41 +193,41 @@ class Responder(Connection):
     def _usable(self) -> Rdma:
         """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
         if not self._rdma.is_usable:
-            raise OSError(NOT_BY_VERBS, self._rdma.why_not)
+            raise OSError(messages.NOT_BY_VERBS, self._rdma.why_not)
         return self._rdma
 
     # -- reading and writing ---------------------------------------------------------------------
 
-    async def _expose(self, asked: Expose) -> Exposed:
+    async def _expose(self, asked: messages.Expose) -> messages.Exposed:
         """Grant the right to read. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS, NO_QUEUE_PAIR."""
         pair = self._pair(asked.pair)
-        held = await self._service.hold_own(asked.extent)
+        held = await self._host.service.hold_own(asked.extent)
         with if_it_fails(held.close):
-            size = self._service.size(asked.extent) or 0
+            size = self._host.service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             right = await self._give(pair, held, size, asked.start, asked.length, False)
-        self._counters.requests["read"] += 1
-        self._counters.sent_bytes += asked.length
+        self._host.counters.requests["read"] += 1
+        self._host.counters.sent_bytes += asked.length
         return self._begun(_Operation(pair, held, right))
 
-    async def _reserve(self, asked: Reserve) -> Exposed:
+    async def _reserve(self, asked: messages.Reserve) -> messages.Exposed:
         """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
         NO_QUEUE_PAIR."""
         pair, length = self._pair(asked.pair), asked.length
         incoming = await self._begin(pair, asked)
         if incoming is None:
-            arrival = Arrival(pair, self._service.hold(asked.extent), None, asked, None)
+            arrival = Arrival(pair, self._host.service.hold(asked.extent), None, asked, None)
         else:
             with if_it_fails(incoming.close):
                 right = await self._give(pair, incoming, length, 0, length, True)
             arrival = Arrival(pair, incoming, right, asked, incoming)
-        self._counters.requests["write"] += 1
+        self._host.counters.requests["write"] += 1
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
         return self._begun(arrival)
 
-    def _begun(self, operation: _Operation) -> Exposed:
+    def _begun(self, operation: _Operation) -> messages.Exposed:
         handle = next(self._handles)
         self._operations[handle] = operation
         return operation.exposed(handle)
@@ -257,12 +240,12 @@ class Responder(Connection):
         if isinstance(arrival, Arrival):
             await arrival.growth.complete()
         if not isinstance(arrival, Arrival) or self._operations.pop(handle, None) is None:
-            raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
+            raise OSError(messages.NOT_BY_VERBS, "the written bytes are not here any more")
         try:
             # A sealed extent never changes: end the right to write first.
             arrival.take_back()
             if arrival.incoming is not None:
-                await self._service.seal(arrival.extent, arrival.incoming)
+                await self._host.service.seal(arrival.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
                 raise arrival.onward_error
@@ -273,22 +256,22 @@ class Responder(Connection):
 
     # -- coming in -------------------------------------------------------------------------------
 
-    async def _begin(self, pair: QueuePair, asked: Reserve) -> Incoming | None:
+    async def _begin(self, pair: QueuePair, asked: messages.Reserve) -> Incoming | None:
         try:
-            return await begin(self._service, asked.extent, asked.target, asked.length)
+            return await begin(self._host.service, asked.extent, asked.target, asked.length)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
         # A removed extent keeps its memory until it is unregistered: do that, and try again.
         pair.port.regions.drop_orphans()
-        return await begin(self._service, asked.extent, asked.target, asked.length)
+        return await begin(self._host.service, asked.extent, asked.target, asked.length)
 
     def _arrived(self, handle: int) -> None:
         arrival = self._operations.get(handle)
         if isinstance(arrival, Arrival):
             before = arrival.growth.done
             arrival.growth.advance(arrival.piece)
-            self._counters.received_bytes += arrival.growth.done - before
+            self._host.counters.received_bytes += arrival.growth.done - before
 
     def _drop(self, handle: int, why: str) -> None:
         operation = self._operations.pop(handle, None)
@@ -296,7 +279,7 @@ class Responder(Connection):
             return
         operation.take_back()
         if isinstance(operation, Arrival):
-            operation.growth.give_up(OSError(NOT_BY_VERBS, why))
+            operation.growth.give_up(OSError(messages.NOT_BY_VERBS, why))
             operation.onward.cancel()
             self._leave(operation)
         else:
@@ -316,7 +299,7 @@ class Responder(Connection):
                 await self._host.device(node).write(
                     arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
                 )
-                self._counters.sent_bytes += length
+                self._host.counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
         finally:
@@ -334,7 +317,7 @@ class Responder(Connection):
         except OSError as error:
             text = f"{size} bytes cannot be registered: {error.strerror}"
             log.info("%s", text)
-            raise OSError(NOT_BY_VERBS, text) from None
+            raise OSError(messages.NOT_BY_VERBS, text) from None
         try:
             if pair.failure:
                 raise Broken(pair.failure)
@@ -345,19 +328,20 @@ class Responder(Connection):
         except BaseException as error:
             regions.release(region, keep=held.is_own)
             if isinstance(error, (Broken, OSError)):
-                code = NO_QUEUE_PAIR if isinstance(error, Broken) else NOT_BY_VERBS
+                code = (
+                    messages.NO_QUEUE_PAIR if isinstance(error, Broken) else messages.NOT_BY_VERBS
+                )
                 raise OSError(code, str(error)) from None
             raise
         return region, window
 
     def _pair(self, number: int) -> QueuePair:
-        """Return queue pair `number`. Raises OSError if it is gone, or too many operations are under
-        way."""
+        """Return queue pair `number`. Raises OSError if it is gone, or has too many operations."""
         pair = self._pairs.get(number)
         if pair is None:
-            raise OSError(NO_QUEUE_PAIR, "there is no queue pair")
-        if len(self._operations) >= HANDLES_MAX:
-            raise OSError(NOT_BY_VERBS, f"{HANDLES_MAX} operations are under way")
+            raise OSError(messages.NO_QUEUE_PAIR, "there is no queue pair")
+        if len(self._operations) >= messages.HANDLES_MAX:
+            raise OSError(messages.NOT_BY_VERBS, f"{messages.HANDLES_MAX} operations are under way")
         return pair
 
     async def _watch(self, number: int, pair: QueuePair) -> None:
