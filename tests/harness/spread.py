@@ -20,8 +20,7 @@ DIVIDED = frozenset(
         "tests/cluster/test_membership.py",
         "tests/cluster/test_replication_protocol.py",
         "tests/faults/test_random_faults.py",
-        "tests/train/test_examples_numpy.py",
-        "tests/train/test_examples_torch.py",
+        "tests/train/test_examples.py",
         "tests/train/test_random_kills.py",
     }
 )
