@@ -120,9 +120,6 @@ def nobodys_port(node: int) -> int:
 A, B, C, D = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56, 0xD4
 
 
-# -- commands start light -------------------------------------------------------------------------
-
-
 def test_mounts_and_nodes_start_without_numpy() -> None:
     """It takes as long to load as all that a node has of its own; only who places groups needs it."""
     daemons = (

@@ -197,9 +197,6 @@ def test_daemon_that_fails_unforeseen_names_its_log(own: Mount) -> None:
     assert "Traceback" in log.read_text()
 
 
-# -- foreground -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_foreground_mount_ends_by_signal_and_leaves_nothing_mounted(
     own: Mount, number: signal.Signals

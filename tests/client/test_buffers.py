@@ -176,9 +176,6 @@ def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
         assert len(set(buffer.memory[128 : 128 + MIB].tolist())) == 1
 
 
-# -- torch
-
-
 @needs("torch")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_shows_tensors(store: client.Store, device: str) -> None:

@@ -400,9 +400,6 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
     assert members.followers_of([1]) == set()
 
 
-# --- groups
-
-
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
     async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:

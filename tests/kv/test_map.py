@@ -149,9 +149,6 @@ def test_a_map_in_memory_leaves_neither_file_nor_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# -- crashes -----------------------------------------------------------------------------------------
-
-
 _CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (\d+)")
 _BYTES = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 # (offset, bytes) written, "sync", or "done": what the program says after each transaction.
@@ -259,9 +256,6 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
             records.close()
             losses += 1
     assert returned == TRANSACTIONS - 1 and losses >= 100
-
-
-# -- full stores -------------------------------------------------------------------------------------
 
 
 def fill(directory: Path) -> None:
@@ -372,9 +366,6 @@ class TestFullStore:
             assert contents(records) == state
         assert refused
         records.close()
-
-
-# -- damage ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -280,9 +280,6 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
     assert not [log for log in logs if "Traceback" in log]
 
 
-# -- storing and reading ---------------------------------------------------------------------------
-
-
 async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
     place.add()
     place.add()
@@ -306,9 +303,6 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
         await device.abort(given_up)
         assert (await refused(given_up, target)).errno == errno.ECANCELED
         assert all(not node.extents() for node in place.nodes)
-
-
-# -- who serves ------------------------------------------------------------------------------------
 
 
 async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
@@ -335,9 +329,6 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
             text = answer.read().decode()
         assert f'irdmafs_node_store_bytes{{node="{node.id:016x}"}} 1007.0' in text
         assert 'kind="put"' in text
-
-
-# -- ends and beginnings ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on a disk"])

@@ -307,9 +307,6 @@ def test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_tha
         os.close(fd)
 
 
-# -- extended attributes -------------------------------------------------------------------------
-
-
 @needs_root
 def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
     folder: Path, tmpfs: Path

@@ -15,8 +15,6 @@ from harness.scenarios import AsOnTmpfs
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 
-# -- as on a tmpfs ---------------------------------------------------------------------------
-
 NOREPLACE, WHITEOUT = 1, 4
 
 SCENARIOS = {
@@ -238,9 +236,6 @@ def test_any_name_that_linux_allows_works(as_on_tmpfs: AsOnTmpfs) -> None:
         """)
 
 
-# -- listing ---------------------------------------------------------------------------------
-
-
 def test_listing_has_the_inodes_of_files_that_are_being_replaced(
     folder: Path, file: Path, reader: Process, writer: Process
 ) -> None:
@@ -292,9 +287,6 @@ def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
     assert seen.issuperset(order[5100:])
 
 
-# -- modes, owners, times --------------------------------------------------------------------
-
-
 def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: Path) -> None:
     seen = []
     for number in range(25):
@@ -311,9 +303,6 @@ def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: 
     assert seen == sorted(seen)
 
 
-# -- extended attributes ---------------------------------------------------------------------
-
-
 def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> None:
     forged = folder / "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
     forged.write_text("x")
@@ -322,9 +311,6 @@ def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> Non
     lines = mount.log_tail(5000).splitlines()
     assert not any(line.startswith("2026-01-01") for line in lines)
     assert any("a\\x0a2026-01-01" in line and "\\x1b[2J" in line for line in lines)
-
-
-# -- the filesystem --------------------------------------------------------------------------
 
 
 def test_statvfs_is_sane(folder: Path, process: TakeProcess) -> None:

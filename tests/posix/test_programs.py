@@ -203,9 +203,6 @@ def test_torch_distributed_checkpoint(folder: Path, torch: Process) -> None:
         assert torch.do("float(s['w'].min()), float(s['w'].max())") == (version, version)
 
 
-# -- databases -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("journal", ["delete", "truncate", "wal"])
 def test_sqlite_of_two_processes(folder: Path, process: TakeProcess, journal: str) -> None:
     writers = [importable(process, "sqlite3") for _ in range(2)]

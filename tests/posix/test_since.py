@@ -209,9 +209,6 @@ def test_links_that_were_looked_up_are_forgotten(since: Path, mount: Mount) -> N
     eventually(lambda: nodes() < before + 1000, "the kernel forgets them")
 
 
-# -- how a wait ends ---------------------------------------------------------------------------------
-
-
 def test_a_wait_ends_after_its_time(since: Path) -> None:
     os.setxattr(since, TIMEOUT, b"0.1")
     with pytest.raises(TimeoutError):

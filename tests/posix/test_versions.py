@@ -14,8 +14,6 @@ from harness.scenarios import AsOnTmpfs
 SESSIONS = (*_SESSIONS, CLUSTER)
 
 
-# -- as on a tmpfs ---------------------------------------------------------------------------
-
 SCENARIOS = {
     "truncation shrinks, and grows with zeros": """
         a: sizes = (0, 1, 4096, 10_000, 100_000, 3_000_000)
@@ -86,9 +84,6 @@ def test_contents_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> Non
     as_on_tmpfs(SCENARIOS[scenario])
 
 
-# -- appending ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_appends_of_several_processes_lose_nothing(
     folder: Path, process: TakeProcess, exists: bool
@@ -113,9 +108,6 @@ f.close()
         assert [line for line in lines if line[:1] == name.encode()] == expected
 
 
-# -- what stat shows -------------------------------------------------------------------------
-
-
 def test_stat_of_every_hard_link_is_right_once_close_returned(
     folder: Path, reader: Process, writer: Process
 ) -> None:
@@ -133,9 +125,6 @@ def test_stat_of_every_hard_link_is_right_once_close_returned(
         writer.do("os.close(fd)")
         expected = 15_000 if "APPEND" in flags else 10_000
         assert reader.do(look) == [expected, expected], f"file {number}"
-
-
-# -- what the mount says of versions ---------------------------------------------------------
 
 
 def test_versions_count_up_and_name_their_openers(

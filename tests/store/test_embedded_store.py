@@ -389,9 +389,6 @@ def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
         assert content_of(store, inode.extent) == b"one"
 
 
-# -- any order of events -----------------------------------------------------------------------------
-
-
 class StoreAgainstModel(RuleBasedStateMachine):
     """The extents there are: those of current versions, those that are pinned, and working copies."""
 

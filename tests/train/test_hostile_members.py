@@ -315,9 +315,6 @@ def test_layout_of_another_model_refuses_pushes(run: Path) -> None:
         worker.push(ones())
 
 
-# -- any bytes -------------------------------------------------------------------------------------
-
-
 def damaged(content: bytes, changes: list[tuple[int, bytes]], length: int | None) -> bytes:
     """Return bytes that were overwritten in places, and cut or filled up to a length."""
     damaged = bytearray(content)

@@ -352,9 +352,6 @@ def test_parameters_that_the_directory_does_not_have_are_refused(place: Path) ->
     assert os.listdir(TrainDirectory(folder).workers) == []
 
 
-# -- DiLoCo ---------------------------------------------------------------------------------------
-
-
 def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path) -> None:
     model, alone = make_model(), make_model()
     config = TrainConfig(

@@ -278,9 +278,6 @@ async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
         assert not cluster.service(1).sealed
 
 
-# -- into a control connection -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
 async def test_what_is_said_in_a_control_connection_by_others_ends_it(
     attacked: Attacked, direction: int

@@ -168,9 +168,6 @@ def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
     trio.run(main)
 
 
-# -- another member ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("what", ["exposed", "reserved"])
@@ -240,9 +237,6 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
             await scene.attacker.move("read", mine)
 
     on_scene(memory, attack)
-
-
-# -- on the way ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
