@@ -1,17 +1,20 @@
 """A mount is not told of a version that it has published, or only after its replica has it: etcd's answer
 is lost, or late. Or it was stopped for longer than its lease, and a store node on its host has removed what
-that session was writing."""
+that session was writing. Or the kernel's thread takes an answer in only after a change."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from harness.beside import beside
 from harness.closing import descriptor
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, StoreNode
-from harness.mountpoint import eventually
+from harness.mountpoint import Mount, eventually
+from harness.processes import Program, is_waiting
 from harness.programs import hasty_node, misbehaving
 
 
@@ -215,3 +218,80 @@ def test_files_that_were_open_for_writing_are_published_opened_and_written_again
                     file.truncate()
                     file.write(text)
                 assert path.read_text() == text
+
+
+READER = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print(len(os.read(fd, 1000)), os.fstat(fd).st_size)
+"""
+BUSY = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+print("busy", flush=True)
+while True:
+    pass
+"""
+
+
+@contextlib.contextmanager
+def python(program: str, *arguments: object) -> Iterator[Program]:
+    with Program(sys.executable, "-c", program, *arguments) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def on_the_other_processor(pid: int) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {1})
+
+
+@pytest.fixture
+def processors() -> Iterator[None]:
+    """Keep this process, and so its children, on the second processor."""
+    before = os.sched_getaffinity(0)
+    if not {0, 1} <= before:
+        pytest.skip("it needs processors 0 and 1")
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        pytest.skip("it needs the right to real-time scheduling")
+    os.sched_setaffinity(0, {1})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def begin(process: Program) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_opens(
+    new_mount: Callable[..., Mount], processors: None
+) -> None:
+    with new_mount() as mount:
+        path = mount.path / "file"
+        path.write_bytes(b"first")
+        daemon = mount.pid
+        on_the_other_processor(daemon)
+        with python(READER, path) as reader, python(BUSY) as busy:
+            writer = os.open(path, os.O_WRONLY | os.O_TRUNC)
+            os.write(writer, b"second" * 10)
+            os.kill(daemon, signal.SIGSTOP)
+            try:
+                begin(reader)
+                eventually(lambda: is_waiting(reader.pid), "the reader looks it up")
+                begin(busy)
+                assert busy.stdout.readline() == "busy\n"
+            finally:
+                os.kill(daemon, signal.SIGCONT)
+            os.close(writer)
+            busy.kill()
+            assert reader.stdout.read().split() == ["60", "60"]

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 import trio
+from conftest import make_mount
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -531,3 +534,19 @@ async def test_a_taken_port_is_one_line() -> None:
         with pytest.raises(ConfigError, match="Address already in use; choose another"):
             async with serve_metrics("mount", list, {}, "127.0.0.1", port):
                 pass
+
+
+@pytest.mark.timeout(90)
+def test_a_mount_serves_metrics_of_its_cache_and_its_session() -> None:
+    with make_mount(CLUSTER, "--metrics-port", "0") as mount:
+        (mount.path / "file").write_bytes(b"x" * 1000)
+        (mount.path / "file").read_bytes()
+        eventually(lambda: "metrics are served" in mount.log.read_text(), "metrics are served")
+        found = re.search(r"metrics are served on \S+ port (\d+)", mount.log.read_text())
+        assert found is not None
+        scraped = scrape(int(found[1]))
+    samples = {name.partition("{")[0]: value for name, value in scraped.items()}
+    assert samples["irdmafs_mount_published_bytes_total"] == 1000
+    assert samples["irdmafs_mount_session_valid_seconds"] > 0
+    assert samples["irdmafs_mount_cache_limit_bytes"] > 0
+    assert any('kind="OPEN"' in name for name in scraped)

@@ -1,4 +1,5 @@
-"""The examples reach what they claim, run small."""
+"""The examples, run small, and the walk of docs/training.md reach what they claim; the model of a step's
+time has the limits that its analysis promises."""
 
 import os
 import re
@@ -7,8 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness.example_programs import EXAMPLES, needs, run
+from safetensors.numpy import load_file
+
+sys.path.append(str(EXAMPLES))
+from _step_time import Cluster, Work, step_time
 
 
 @needs("sklearn")
@@ -178,3 +184,93 @@ def test_language_is_learnt_with_fewer_bytes_by_diloco(place: Path, tmp_path: Pa
     assert float(loss) < 3.2
     assert float(loss_seldom) < 3.2
     assert (tmp_path / "out" / "language-bytes.csv").read_text().startswith("curve,bytes,loss\n")
+
+
+GRADIENT_BYTES = 4e9
+LINK_BYTES_S = 1e9
+WORK = Work(10.0, GRADIENT_BYTES, GRADIENT_BYTES)
+TRANSFER_S = GRADIENT_BYTES / LINK_BYTES_S
+
+
+def exchange_s(cluster: Cluster, work: Work = WORK) -> float:
+    found = step_time(work, cluster)
+    return found.push_s + found.pull_s
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 10_000])
+def test_nodes_on_workers_hosts_cost_what_an_allreduce_costs(workers: int) -> None:
+    cluster = Cluster(workers, workers, LINK_BYTES_S, colocated=True)
+    assert exchange_s(cluster) == pytest.approx(2 * (workers - 1) / workers * TRANSFER_S)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 10_000])
+def test_push_and_pull_go_once_over_a_link_with_as_many_nodes_of_their_own(workers: int) -> None:
+    found = step_time(WORK, Cluster(workers, workers, LINK_BYTES_S))
+    assert found.push_s == found.pull_s == pytest.approx(TRANSFER_S)
+
+
+def test_one_node_receives_the_pushes_of_all() -> None:
+    assert exchange_s(Cluster(64, 1, LINK_BYTES_S)) == pytest.approx(2 * 64 * TRANSFER_S)
+    assert exchange_s(Cluster(64, 1, LINK_BYTES_S, colocated=True)) == pytest.approx(
+        2 * 63 * TRANSFER_S
+    )
+
+
+def test_replicas_are_handed_every_push_and_every_result() -> None:
+    work = Work(10.0, GRADIENT_BYTES, GRADIENT_BYTES, state_bytes=6 * GRADIENT_BYTES)
+    once = step_time(work, Cluster(8, 8, LINK_BYTES_S))
+    twice = step_time(work, Cluster(8, 8, LINK_BYTES_S, replicas=2))
+    assert twice.push_s == pytest.approx(once.push_s + TRANSFER_S)
+    assert twice.reduce_s == pytest.approx(7 * TRANSFER_S / 8)
+    assert twice.pull_s == once.pull_s
+
+
+def test_pushes_are_hidden_behind_the_computation_that_is_still_left() -> None:
+    cluster = Cluster(8, 8, LINK_BYTES_S)
+    half = step_time(Work(10.0, GRADIENT_BYTES, GRADIENT_BYTES, overlap=0.2), cluster)
+    assert half.push_s == pytest.approx(TRANSFER_S - 2)
+    whole = step_time(Work(10.0, GRADIENT_BYTES, GRADIENT_BYTES, overlap=1), cluster)
+    assert whole.push_s == 0
+    assert whole.pull_s == pytest.approx(TRANSFER_S)
+
+
+def test_planning_is_what_grows_with_the_workers_in_the_end() -> None:
+    few, many = (
+        step_time(WORK, Cluster(count, count, LINK_BYTES_S, 0.001, colocated=True, plan_s=0.001))
+        for count in (100, 10_000)
+    )
+    assert many.total_s - few.total_s == pytest.approx(
+        9_900 * 0.001 + 2 * (1 / 100 - 1 / 10_000) * TRANSFER_S
+    )
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="mounts")
+def test_walk_from_a_mount_to_a_trained_model(tmp_path: Path) -> None:
+    walk = (
+        PAGE.read_text().partition("## From a mount to a trained model\n")[2].partition("\n## ")[0]
+    )
+    script = []
+    for kind, text in BLOCK.findall(walk):
+        if kind == "sh":
+            script.append(text)
+        else:
+            (tmp_path / text.split()[1]).write_text(text)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    try:
+        done = subprocess.run(
+            ["bash", "-e", "-c", "".join(script)], cwd=tmp_path, env={**os.environ, "PATH": path},
+            capture_output=True, text=True, timeout=110,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        if os.path.ismount(tmp_path / "params"):
+            command = [sys.executable, "-m", "irdmafs", "umount", "--discard"]
+            subprocess.run([*command, str(tmp_path / "params")], check=True)
+    slope, offset = re.findall(r"'(?:slope|offset)': array\(\[(\S+)\]", done.stdout)
+    found = sorted(float(one) for one in (slope, offset))
+    assert np.allclose(found, [1, 3], atol=0.1)
+    assert load_file(tmp_path / "version1.safetensors")["slope"] == pytest.approx(found[1] + 1)
