@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -268,6 +268,12 @@ def certificates() -> Iterator[dict[str, Credentials]]:
             "foreign": issue(theirs, "one", "mount"),
             **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
         }
+
+
+@pytest.fixture
+def certified(certificates: dict[str, Credentials]) -> dict[str, Any]:
+    """Options of transport_place.in_cluster: nodes and the mount have certificates."""
+    return {"credentials": certificates["node"], "mount": {"credentials": certificates["mount"]}}
 
 
 @pytest.fixture

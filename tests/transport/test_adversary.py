@@ -20,6 +20,8 @@ import trio
 from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, random_bytes, until
 from test_strangers import (
     CODEC,
+    EXTENT,
+    REQUESTS,
     TARGET,
     connect,
     data_connection,
@@ -38,8 +40,6 @@ from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, serving, wire
 from irdmafs.backend.transport.tcp.serving import TcpServing
-from irdmafs.backend.transport.verbs import messages as verbs
-from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
 from irdmafs.backend.trust.security import Credentials
 
@@ -130,15 +130,16 @@ Attacked = Callable[..., AbstractAsyncContextManager[tuple[Place, Relay]]]
 
 
 @pytest.fixture
-def attacked(memory: Path, certificates: dict[str, Credentials]) -> Attacked:
+def attacked(
+    memory: Path, certificates: dict[str, Credentials], certified: dict[str, Any]
+) -> Attacked:
     """attacked(count=1, kind="data"): so many nodes, and a relay before that port of the first one."""
-    node, mount = certificates["node"], certificates["mount"]
 
     @asynccontextmanager
     async def make(count: int = 1, kind: str = "data") -> AsyncIterator[tuple[Place, Relay]]:
         async with (
-            in_cluster(memory, count, credentials=node, mount={"credentials": mount}) as cluster,
-            on_the_way(cluster, mount, kind) as (relay, peers),
+            in_cluster(memory, count, **certified) as cluster,
+            on_the_way(cluster, certificates["mount"], kind) as (relay, peers),
         ):
             with trio.fail_after(60):
                 yield Place(memory, peers, cluster.nodes), relay
@@ -297,32 +298,6 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
 
 # -- peers with a certificate --------------------------------------------------------------------
 
-EXTENT = Extent(5 << 24 | 1, 0)
-END = QueueEnd(bytes(16), 0, 5, 6, 1024, 16)
-REQUESTS: dict[type[messages.Message], messages.Request] = {
-    type(request): request
-    for request in (
-        messages.Ping(),
-        messages.Put(EXTENT, TARGET, b"data"),
-        messages.Get([EXTENT], 100),
-        messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
-        messages.Abort(EXTENT.content),
-        messages.Suspect(1, 2),
-        messages.Status(),
-        wire.Tickets(1),
-        verbs.Rails(),
-        messages.Doubt(EXTENT),
-        messages.Digest(EXTENT),
-        messages.Map(EXTENT),
-        messages.Share(EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
-        messages.Scrub(),
-        messages.AskEtcd("/etcdserverpb.KV/Range", b""),
-        verbs.Attach(END, 0, "rxe0", bytes(16)),
-        verbs.Expose(EXTENT, 0, 10, 0),
-        verbs.Reserve(EXTENT, TARGET, 10, 10, 2, 0),
-    )
-}
-
 
 async def asked(cluster: Place, role: str, request: messages.Request, **more: Any) -> Any:
     """The node's answer to a peer of a role."""
@@ -449,7 +424,7 @@ async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
 
 @pytest.mark.parametrize("who", ["nobody", "mount"])
 async def test_what_a_connection_took_is_free_when_it_has_ended(
-    memory: Path, certificates: dict[str, Credentials], who: str
+    memory: Path, certificates: dict[str, Credentials], certified: dict[str, Any], who: str
 ) -> None:
     """Not when the garbage collector comes by, which does not see how large it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -471,8 +446,7 @@ async def test_what_a_connection_took_is_free_when_it_has_ended(
             issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects()
         )
 
-    mount = {"credentials": certificates["mount"]}
-    async with in_cluster(memory, 1, credentials=certificates["node"], mount=mount) as cluster:
+    async with in_cluster(memory, 1, **certified) as cluster:
         listener = cluster.nodes[1].listener
         await until(lambda: not listener.host.door.strangers)
         gc.collect()
