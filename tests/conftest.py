@@ -72,10 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("many", deadline=None, max_examples=1000)  # --hypothesis-profile=many
     settings.load_profile("irdmafs")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
-    config.addinivalue_line(
-        "markers",
-        "part_of(test): left out where that test of its module runs, which does all of it",
-    )
     config.addinivalue_line("markers", "guest_tests: asks for the run of tests in a guest")
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and config.args == ["tests"]:
         config.args = _rooms_from_a_place_of(int(worker.removeprefix("gw")))
@@ -95,24 +91,10 @@ def _rooms_from_a_place_of(worker: int) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = {
-        (item.path, item.name.partition("[")[0])
-        for item in items
-        if item.get_closest_marker("slow") is not None
-    }
-
-    def is_part(item: pytest.Item) -> bool:
-        marker = item.get_closest_marker("part_of")
-        return marker is not None and (item.path, marker.args[0]) in slow
-
     highest = Tier[config.getoption("tier").upper()]
-
-    def is_left_out(item: pytest.Item) -> bool:
-        return is_part(item) or (highest < Tier.ALL and tier_of(item) > highest)
-
-    if left_out := [item for item in items if is_left_out(item)]:
+    if highest < Tier.ALL and (left_out := [item for item in items if tier_of(item) > highest]):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not is_left_out(item)]
+        items[:] = [item for item in items if tier_of(item) <= highest]
     order = {room: number for number, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[int, int, Path]:
