@@ -34,19 +34,9 @@ from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import (
-    SETTINGS_KEY,
-    ContentId,
-    Layout,
-    MountRecord,
-    NodeRecord,
-    Settings,
-    decode,
-    encode,
-    group_key,
-    key_of,
-)
+from irdmafs.backend.model.records import Layout, NodeRecord, Settings
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
@@ -136,7 +126,7 @@ class Place:
 
     async def found(self) -> None:
         async with EtcdEngine(self.etcd.endpoints, self.prefix) as engine:
-            await engine.transact((), [Put(SETTINGS_KEY, encode(self.settings))])
+            await engine.transact((), [Put(records.SETTINGS_KEY, records.encode(self.settings))])
 
     def close(self) -> None:
         for node in self.nodes:
@@ -152,7 +142,7 @@ class Writer:
         self.engine = engine
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
-        record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
+        record = records.MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
         self.session = Session(engine, MOUNT, record, place.settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()
@@ -207,9 +197,10 @@ class Writer:
         group = self.group(layout)
         found = self.groups.get(group)
         assert found is not None
-        guards = [(group_key(group), found[1]), self.session.compare()]
+        guards = [(records.group_key(group), found[1]), self.session.compare()]
         return await self.namespace.publish(
-            NewVersion(ino, ContentId(content), size, 8, time.time_ns(), layout=layout), guards
+            NewVersion(ino, records.ContentId(content), size, 8, time.time_ns(), layout=layout),
+            guards,
         )
 
     async def publish(self, name: bytes, data: bytes) -> int:
@@ -536,16 +527,16 @@ async def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(
 ) -> None:
     node = place.add("--weight", "2", "--zone", "a", "--host", "here")
     async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
-        key = key_of(b"N", node.id)
+        key = records.key_of(b"N", node.id)
 
         async def record() -> NodeRecord:
             found = await engine.get(key)
             assert found is not None
-            return decode(found.value, NodeRecord)
+            return records.decode(found.value, NodeRecord)
 
         assert await record() == NodeRecord("up", 2.0, {"zone": "a", "host": "here"})
         draining = NodeRecord("draining", 2.0, {"zone": "a", "host": "here"})
-        await engine.transact((), [Put(key, encode(draining))])
+        await engine.transact((), [Put(key, records.encode(draining))])
         node.terminate()
         again = place.add("--weight", "3", "--host", "there", store=node.store)
         assert again.id == node.id

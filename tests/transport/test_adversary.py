@@ -16,21 +16,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import test_strangers as strangers
 import trio
 from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, random_bytes, until
-from test_strangers import (
-    CODEC,
-    EXTENT,
-    REQUESTS,
-    TARGET,
-    connect,
-    data_connection,
-    frame,
-    hello,
-    is_closed,
-    receive_frame,
-    warnings,
-)
+from test_strangers import EXTENT, REQUESTS, TARGET
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
@@ -165,8 +154,8 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
         [passage] = relay.passages
         before = len(passage.passed[TO_MOUNT])
         await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
-        await until(lambda: len(warnings(caplog)) == 1)
-        assert "not sent by the other end" in warnings(caplog)[0]
+        await until(lambda: len(strangers.warnings(caplog)) == 1)
+        assert "not sent by the other end" in strangers.warnings(caplog)[0]
         assert cluster.nodes[1].listener.host.counters.rejected_peers == 1
         assert len(passage.passed[TO_MOUNT]) == before
         # The mount takes another connection.
@@ -187,7 +176,7 @@ async def test_a_request_that_passed_is_not_served_again(
         assert len(request) == wire.HEADER_BYTES
         answered = len(passage.passed[TO_MOUNT])
         await passage.speak(TO_NODE, request)
-        await until(lambda: len(warnings(caplog)) == 1)
+        await until(lambda: len(strangers.warnings(caplog)) == 1)
         assert len(passage.passed[TO_MOUNT]) == answered
 
 
@@ -197,9 +186,9 @@ async def test_a_preamble_that_passed_opens_nothing(
     async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
-        stream = await connect(cluster, "tcp")
+        stream = await strangers.connect(cluster, "tcp")
         await stream.send_all(preamble + header(wire.Op.READ, Extent(1, 0), 6))
-        assert await is_closed(stream)
+        assert await strangers.is_closed(stream)
         await stream.aclose()
 
 
@@ -235,7 +224,7 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
             await cluster.write(Extent(1, 0), content, 2)
         await until(lambda: not any(cluster.service(node).leftovers for node in (1, 2)))
         assert not cluster.service(1).sealed + cluster.service(2).sealed
-        assert len(warnings(caplog)) == 1
+        assert len(strangers.warnings(caplog)) == 1
         relay.change = lambda direction, passage, data: data
         await cluster.write(Extent(1, 0), content, 2)
         assert cluster.have(Extent(1, 0), content) == [1, 2]
@@ -252,7 +241,7 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
         )
         with pytest.raises(Unreachable):
             await cluster.read(1, Extent(1, 0), 0, len(content))
-        assert len(warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
+        assert len(strangers.warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
         relay.change = lambda direction, passage, data: data
         assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
 
@@ -288,7 +277,7 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
         [passage] = relay.passages
         control = cluster.peers.device(1).link._control
         assert control is not None
-        await passage.speak(direction, frame(messages.Abort(1)))
+        await passage.speak(direction, strangers.frame(messages.Abort(1)))
         # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections == 0)
@@ -301,10 +290,10 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
 
 async def asked(cluster: Place, role: str, request: messages.Request, **more: Any) -> Any:
     """The node's answer to a peer of a role."""
-    stream = await connect(cluster)
-    await stream.send_all(hello(cluster, role=role, **more) + frame(request))
-    decode_welcome(await receive_frame(stream))
-    answer = CODEC.decode_answer(await receive_frame(stream))
+    stream = await strangers.connect(cluster)
+    await stream.send_all(strangers.hello(cluster, role=role, **more) + strangers.frame(request))
+    decode_welcome(await strangers.receive_frame(stream))
+    answer = strangers.CODEC.decode_answer(await strangers.receive_frame(stream))
     await stream.aclose()
     return answer
 
@@ -314,7 +303,9 @@ def is_denied(answer: Any) -> bool:
 
 
 def test_every_request_is_tried() -> None:
-    assert set(REQUESTS) == {kind for kind in CODEC.rights if issubclass(kind, messages.Request)}
+    assert set(REQUESTS) == {
+        kind for kind in strangers.CODEC.rights if issubclass(kind, messages.Request)
+    }
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -323,7 +314,7 @@ async def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str
         Path(cluster.service(1).directory, f"incoming/{EXTENT.content:x}").write_bytes(b"copy")
         for kind, request in REQUESTS.items():
             answer = await asked(cluster, role, request, session=5)
-            assert is_denied(answer) == (may(CODEC.rights, role, kind) is Scope.NONE), (
+            assert is_denied(answer) == (may(strangers.CODEC.rights, role, kind) is Scope.NONE), (
                 role,
                 kind,
                 answer,
@@ -343,12 +334,12 @@ async def test_a_mount_is_refused_what_is_of_another_session(
     async with in_cluster(memory, 1) as cluster:
         cluster.service(1).owners = {5: b"the key of the victim's session", 6: key}
         for kind, request in REQUESTS.items():
-            if may(CODEC.rights, "mount", kind) is Scope.OWN:
+            if may(strangers.CODEC.rights, "mount", kind) is Scope.OWN:
                 assert is_denied(await asked(cluster, "mount", request, session=5, session_key=key))
         assert not cluster.service(1).sealed
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
-        told = warnings(caplog, "irdmafs.backend.transport.rights")
+        told = strangers.warnings(caplog, "irdmafs.backend.transport.rights")
         assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 5
 
 
@@ -361,7 +352,7 @@ async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         service = cluster.service(1)
         service.owners = {5: b"the key of the victim's session"}
         before = list(service.sealed)
-        connection = await data_connection(cluster)
+        connection = await strangers.data_connection(cluster)
         await connection.send(connection.signed(header(op, EXTENT, 9)) + b"malicious")
         reply = await connection.reply()
         if op is not wire.Op.READ:
@@ -378,10 +369,10 @@ async def test_the_rights_of_a_data_connection_end_with_its_control_connection(
     memory: Path,
 ) -> None:
     async with in_cluster(memory, 1) as cluster:
-        connection = await data_connection(cluster)
+        connection = await strangers.data_connection(cluster)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections >= 2)
         await connection.control.aclose()
-        assert await is_closed(connection.stream)
+        assert await strangers.is_closed(connection.stream)
         await connection.aclose()
 
 
@@ -405,17 +396,17 @@ async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Pat
 
 async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
-        victim, greedy = await connect(cluster), await connect(cluster)
+        victim, greedy = await strangers.connect(cluster), await strangers.connect(cluster)
         for stream in (victim, greedy):
-            await stream.send_all(hello(cluster))
-            await receive_frame(stream)
-        await victim.send_all(frame(wire.Tickets(1)))
-        await receive_frame(victim)
+            await stream.send_all(strangers.hello(cluster))
+            await strangers.receive_frame(stream)
+        await victim.send_all(strangers.frame(wire.Tickets(1)))
+        await strangers.receive_frame(victim)
         office = cluster.nodes[1].serving(TcpServing)
         [number] = office.pending
         for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
-            await greedy.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
-            await receive_frame(greedy)
+            await greedy.send_all(strangers.frame(wire.Tickets(wire.TICKETS_MAX)))
+            await strangers.receive_frame(greedy)
         assert number in office.pending
         assert len(office.pending) == serving.TICKETS_OF_ONE_MAX + 1
         for stream in (victim, greedy):
