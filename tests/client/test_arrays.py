@@ -36,21 +36,7 @@ PROPERTY = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SAFE_DTYPES = [
-    "?",
-    "u1",
-    "i1",
-    "<u2",
-    "<i2",
-    "<f2",
-    "<u4",
-    "<i4",
-    "<f4",
-    "<c8",
-    "<u8",
-    "<i8",
-    "<f8",
-]
+SAFE_DTYPES = ["?", "u1", "i1", *(f"<{kind}{size}" for size in (2, 4, 8) for kind in "uif"), "<c8"]
 
 
 @pytest.fixture

@@ -296,23 +296,16 @@ for byte in range(200):
     assert counters(cluster.mounts[0])["lock_transactions"] == before
 
 
-@pytest.mark.parametrize(
-    "unlock",
-    [
-        "fcntl.lockf(fd, fcntl.LOCK_UN)",
-        "fcntl.lockf(fd, fcntl.LOCK_SH)",
-        "fcntl.flock(fd, fcntl.LOCK_UN)",
-        "fcntl.flock(fd, fcntl.LOCK_SH)",
-    ],
-)
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+@pytest.mark.parametrize("kind", ["LOCK_UN", "LOCK_SH"])
 def test_unlock_publishes_what_a_host_wrote_alone(
-    on_hosts: Two, pair: list[Path], unlock: str
+    on_hosts: Two, pair: list[Path], lock: str, kind: str
 ) -> None:
     one, _ = on_hosts
     for byte in (b"1", b"2"):
         one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_EX)")
         one.do("os.pwrite(fd, byte, 0)", byte=byte)
-        one.do(unlock)
+        one.do(f"fcntl.{lock}(fd, fcntl.{kind})")
         assert (pair[1] / "file").read_bytes() == byte + b"x" * 99
 
 

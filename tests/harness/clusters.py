@@ -20,19 +20,13 @@ from harness.training import train
 __all__ = [
     "LONG_LEASE_S",
     "MIB",
-    "Cluster",
     "ClusterMount",
     "CommandFailed",
     "Daemon",
     "Host",
-    "NoNamespaces",
     "Plan",
     "StoreNode",
-    "counters",
-    "need_cluster",
-    "need_network",
     "run_irdmafs",
-    "status_at",
     "train",
 ]
 

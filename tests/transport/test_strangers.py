@@ -70,14 +70,8 @@ def writing(total: int, *ranges: tuple[int, int]) -> wire.Header:
 
 
 def hello(cluster: Place, **changes: Any) -> bytes:
-    fields = {
-        "version": messages.VERSION,
-        "role": "mount",
-        "name": "odd",
-        "session": 0,
-        "wanted": 1,
-    }
-    return frame(messages.Hello(**{**fields, **changes}))
+    usual = messages.Hello(messages.VERSION, "mount", "odd", session=0, wanted=1)
+    return frame(msgspec.structs.replace(usual, **changes))
 
 
 def frame(message: msgspec.Struct) -> bytes:
