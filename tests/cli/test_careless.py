@@ -394,9 +394,7 @@ def test_a_placement_that_no_node_fits_is_named() -> None:
 
 
 @pytest.mark.parametrize("whose", ["another cluster's", "nobody's"])
-def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
-    tmp_path: Path, whose: str
-) -> None:
+def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, whose: str) -> None:
     ours, theirs, store, path = (tmp_path / name for name in ("ours", "theirs", "store", "m"))
     path.mkdir()
     name = "wrong-" + re.sub(r"\W+", "-", whose)

@@ -347,16 +347,12 @@ def test_text_for_a_terminal_does_not_steer_it() -> None:
     assert status.printable("a\x1b[31mb\x07\n\udcff") == "a?[31mb?\n\ufffd"
 
 
-def test_a_name_in_a_table_does_not_pass_for_a_row_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_name_in_a_table_does_not_pass_for_a_row_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     status.print_table(("quota of",), [["/a\nwarning: b"]])
     assert capsys.readouterr().out == "quota of\n/a\\nwarning: b\n"
 
 
-def test_an_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(
-    mounted: Mount,
-) -> None:
+def test_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(mounted: Mount) -> None:
     for name, value, said in (
         ("replicas", "many", "replicas"),
         ("replicas", "99", "99"),

@@ -216,9 +216,7 @@ def test_question_to_a_hung_mount_comes_back(mountpoint: str) -> None:
 
 
 @needs_root
-def test_healing_leaves_mounts_of_others_alone(
-    mountpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_healing_spares_mounts_of_others(mountpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounted_tmpfs(mountpoint):
         assert mounting.mount_state(mountpoint) == "ok"
         monkeypatch.setattr(mounting, "mount_state", lambda path: "stale")

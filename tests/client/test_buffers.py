@@ -88,9 +88,7 @@ def test_what_was_never_published_is_missing(store: client.Store, buffer: client
             store.read_into(name, buffer)
 
 
-def test_damaged_files_are_told_from_missing_ones(
-    store: client.Store, buffer: client.Buffer
-) -> None:
+def test_damaged_files_are_told_from_missing(store: client.Store, buffer: client.Buffer) -> None:
     store["array"] = np.arange(1000)
     store.publish_state_dict({"tensor": np.arange(1000)})
     for name in ("array.npy", "model.safetensors"):

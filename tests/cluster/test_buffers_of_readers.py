@@ -170,9 +170,7 @@ def test_signals_only_delay_it(here: Path, there: Path, period_s: float) -> None
     assert came
 
 
-def test_wrong_bytes_of_a_replica_are_not_left_in_it(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_wrong_bytes_of_a_replica_do_not_stay(cluster: Cluster, here: Path, there: Path) -> None:
     contents = [new_content(MIB + 100_000) for _ in range(10)]
     for number, content in enumerate(contents):
         (here / f"file{number}").write_bytes(content)

@@ -174,9 +174,7 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(failing: Clu
     assert os.listdir(other.path / "killed") == ["file"]
 
 
-def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
-    failing: Cluster,
-) -> None:
+def test_file_whose_directory_another_host_has_claimed_since_is_published(failing: Cluster) -> None:
     holder, other = failing.mounts
     (holder.path / "directory").mkdir()
     claim(holder.path / "directory")

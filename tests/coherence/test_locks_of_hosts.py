@@ -554,9 +554,7 @@ def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_confli
     assert len(os.listdir(pair[1])) == 2
 
 
-def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
-    on_hosts: Two,
-) -> None:
+def test_lock_is_not_granted_over_bytes_that_conflict_with_newest_version(on_hosts: Two) -> None:
     one, other = on_hosts
     one.do("os.pwrite(fd, b'1', 0)")
     other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")

@@ -443,9 +443,7 @@ class TestDamagedFile:
         assert len(contents(records)) == 2000 and records.note == b"note"
         records.close()
 
-    def test_anywhere_on_a_disk_is_an_error_of_ours_or_harmless_after_a_crash(
-        self, store: Path
-    ) -> None:
+    def test_anywhere_on_a_disk_is_our_error_or_harmless_after_a_crash(self, store: Path) -> None:
         chance = seeded()
         intact = store.read_bytes()
         used = len(intact.rstrip(b"\0"))

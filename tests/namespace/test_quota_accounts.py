@@ -198,9 +198,7 @@ async def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(keys: EtcdKeys
         assert await error_of(namespace.link(file.ino, place.ino, b"link")) == "EXDEV"
 
 
-async def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
-    keys: EtcdKeys,
-) -> None:
+async def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_one_moment(keys: EtcdKeys) -> None:
     async with hosts(keys, 3) as namespaces:
         place = await make(namespaces[0], ROOT_INO, b"place", DIRECTORY)
         await quota(namespaces[0], place.ino, QUOTA_INODES, 20)

@@ -462,9 +462,7 @@ def test_a_node_without_a_cluster_says_what_to_do(place: Place) -> None:
     assert "Traceback" not in text
 
 
-async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
-    place: Place,
-) -> None:
+async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_returns(place: Place) -> None:
     with EtcdServer() as own:
         place.etcd = own
         place.settings = Settings(1, place.name, 1, BUCKETS, 0, SHORT_TTL_S)
@@ -522,9 +520,7 @@ async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place)
         here.kill9()
 
 
-async def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(
-    place: Place,
-) -> None:
+async def test_weight_and_labels_are_those_of_last_start_and_draining_stays(place: Place) -> None:
     node = place.add("--weight", "2", "--zone", "a", "--host", "here")
     async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
         key = records.key_of(b"N", node.id)

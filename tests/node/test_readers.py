@@ -222,9 +222,7 @@ async def fill(reader: Asking) -> None:
         await reader.ask(rpc.TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
 
 
-async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
-    server: EtcdServer,
-) -> None:
+async def test_reader_that_keeps_too_much_is_refused_and_others_are_not(server: EtcdServer) -> None:
     with patch.object(limits, "_KEPT_BYTES_MAX", 100_000):
         async with answering(server) as (node, engine):
             greedy, other = Asking(node), Asking(node, OTHER)

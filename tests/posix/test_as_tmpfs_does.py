@@ -143,9 +143,7 @@ def test_two_directories_of_a_tmpfs_do_not_differ(tmpfs: Path) -> None:
         assert pair.steps > 10 * PROGRAMS_AT_ONCE
 
 
-def test_a_difference_is_found_and_shrunk_to_the_steps_that_make_it(
-    tmpfs: Path, tmp_path: Path
-) -> None:
+def test_a_difference_is_found_and_shrunk_to_few_steps(tmpfs: Path, tmp_path: Path) -> None:
     """A tmpfs that is full after 64 KiB is the one that differs."""
     run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path)
     try:

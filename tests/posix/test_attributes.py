@@ -250,9 +250,7 @@ def test_attributes_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> N
 
 @pytest.mark.kernel_session("pyfuse3 does not carry it")
 @pytest.mark.parametrize("scenario", NOT_IN_PYFUSE3)
-def test_what_pyfuse3_does_not_carry_does_as_on_a_tmpfs(
-    as_on_tmpfs: AsOnTmpfs, scenario: str
-) -> None:
+def test_what_pyfuse3_lacks_does_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
     as_on_tmpfs(NOT_IN_PYFUSE3[scenario])
 
 

@@ -106,9 +106,7 @@ def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> Non
     assert log.read_text() == "step 1\nstep 2\n"
 
 
-def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
-    file: Path,
-) -> None:
+def test_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(file: Path) -> None:
     file.write_bytes(b"old")
     script = 'exec 3>"$1"; echo hello > "$1"; exec 3>&-; cat "$1"'
     done = subprocess.run(["bash", "-c", script, "bash", file], capture_output=True, timeout=30)

@@ -365,9 +365,7 @@ def test_the_file_is_found_by_its_variable(tmp_path: Path, monkeypatch: pytest.M
         ClusterConfig.load()
 
 
-def test_a_node_without_credentials_listens_on_loopback_only(
-    load: Callable[..., ClusterConfig],
-) -> None:
+def test_a_node_without_credentials_listens_on_loopback(load: Callable[..., ClusterConfig]) -> None:
     assert load(ETCD).listen() == ("127.0.0.1", "127.0.0.1", 0)
     assert load(ETCD, node={"listen": "[::1]:70"}).listen() == ("::1", "::1", 70)
     for address in ("0.0.0.0", "0.0.0.0:80", "::", "10.1.2.3"):

@@ -189,9 +189,7 @@ async def test_a_session_under_another_certificates_name_has_no_rights(
         assert await tries.outcomes() == {"EACCES"}
 
 
-async def test_what_a_mount_published_itself_is_not_replaced_by_it(
-    cluster: Cluster, here: Path
-) -> None:
+async def test_what_a_mount_published_is_not_replaced_by_it(cluster: Cluster, here: Path) -> None:
     """It may send a content again, as it does when it does not know what became of it."""
     size = 2 * MIB + 123
     async with attacking(cluster) as attacker:

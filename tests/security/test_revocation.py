@@ -101,9 +101,7 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     assert "it may not accept our certificate" in thief.log_tail()
 
 
-async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
-    cluster: Cluster,
-) -> None:
+async def test_an_open_connection_of_a_revoked_certificate_is_cut(cluster: Cluster) -> None:
     """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
     issue(cluster, "w2")
     cluster.add_mount(certificate="mount-w2").kill9()

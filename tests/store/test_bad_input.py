@@ -181,9 +181,7 @@ def test_damaged_namespace_refuses_to_mount_with_one_line(own_mount: Mount) -> N
 
 
 @pytest.mark.kernel_session("decided below the sessions")
-def test_missing_extent_is_an_error_of_that_file_only(
-    own_mount: Mount, process: TakeProcess
-) -> None:
+def test_missing_extent_is_error_of_that_file_only(own_mount: Mount, process: TakeProcess) -> None:
     (own_mount.path / "good").write_bytes(pattern(1, 10_000))
     before = set(own_mount.extents())
     (own_mount.path / "bad").write_bytes(pattern(2, 10_000))

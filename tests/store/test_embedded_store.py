@@ -191,9 +191,7 @@ def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch
     os.close(target)
 
 
-def test_a_file_that_shrinks_while_it_is_copied_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_file_that_shrinks_while_it_is_copied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = make_file("tmpfs"), make_file("tmpfs")
     write_segments(source, [(True, 10_000)])
     monkeypatch.setattr(os, "copy_file_range", lambda *args: 0)

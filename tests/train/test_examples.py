@@ -18,9 +18,7 @@ from _step_time import Cluster, Work, step_time
 
 
 @needs("sklearn")
-def test_support_vectors_are_those_of_libsvm_however_early_samples_are_eliminated(
-    place: Path,
-) -> None:
+def test_support_vectors_are_those_of_libsvm_however_early_samples_go(place: Path) -> None:
     arguments = ("--workers=2", "--data=cells", "--candidates=64")
     printed = run("svm.py", place, *arguments, "--eliminate=none", "--eliminate=earliest")
     found = re.search(r"(\d+) support vectors of libsvm", printed)
@@ -68,9 +66,7 @@ def test_soup_is_better_than_its_models_are_on_average(place: Path) -> None:
 
 
 @needs("django")
-def test_languages_are_told_apart_without_waiting_for_each_other(
-    place: Path, tmp_path: Path
-) -> None:
+def test_languages_are_told_apart_without_waiting_for_others(place: Path, tmp_path: Path) -> None:
     arguments = ("--steps=40", "--sync=ssp:2", "--sync=async", f"--out={tmp_path / 'out'}")
     printed = run("text.py", place / "run", "--workers=2", *arguments)
     found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))

@@ -66,9 +66,7 @@ def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
     assert everywhere(run, 7)
 
 
-def test_push_that_is_removed_is_not_published_half(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_push_is_not_published_half(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stopped worker goes on while the other removes its push: also a request that has found the
     directory before, as one that was on its way while a mount was cut off."""
     stopped = stopped_in_a_push(run)

@@ -312,9 +312,7 @@ def test_learning_rate_scheduler_rules_the_directory(place: Path) -> None:
     assert_close(parameters(model), train_alone(alone, expected, warm_up(expected)))
 
 
-def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_once(
-    place: Path,
-) -> None:
+def test_parameters_without_gradient_stay_and_newest_version_is_there_at_once(place: Path) -> None:
     model, other = make_model(), make_model()
     folder = begin_training(place / "run", model, TrainConfig(lr=0.1, workers=1))
     model[0].requires_grad_(False)

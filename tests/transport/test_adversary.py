@@ -365,9 +365,7 @@ async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         assert cluster.have(EXTENT, b"published") == [1]
 
 
-async def test_the_rights_of_a_data_connection_end_with_its_control_connection(
-    memory: Path,
-) -> None:
+async def test_rights_of_a_data_connection_end_with_its_control_connection(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         connection = await strangers.data_connection(cluster)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections >= 2)

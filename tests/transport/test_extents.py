@@ -336,9 +336,7 @@ async def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how:
         os.close(target)
 
 
-async def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(
-    memory: Path,
-) -> None:
+async def test_a_silent_node_fails_calls_and_is_left_alone_until_it_answers(memory: Path) -> None:
     async with with_processes(memory, 1) as (peers, nodes):
         await peers.ping(1)
         nodes[1].pause()
@@ -482,9 +480,7 @@ async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-async def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(
-    memory: Path, kind: str
-) -> None:
+async def test_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind: str) -> None:
     length = 1 << 29
 
     async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):

@@ -171,9 +171,7 @@ def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
 @pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("what", ["exposed", "reserved"])
-def test_an_address_and_a_key_are_of_no_use_to_another_member(
-    memory: Path, way: str, what: str
-) -> None:
+def test_address_and_key_are_of_no_use_to_another_member(memory: Path, way: str, what: str) -> None:
     async def attack(scene: Scene) -> None:
         given = scene.exposed if what == "exposed" else scene.reserved
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
