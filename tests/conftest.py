@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from harness.spread import Spread
     from xdist.remote import Producer
 
-# A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
+# A module that is to run on a mount of a cluster, too, sets SESSIONS = EVERYWHERE.
 SESSIONS = ("kernel", "pyfuse3")
+EVERYWHERE = (*SESSIONS, CLUSTER)
 # The folders of tests in the order of what builds on what: the first failure is the deepest.
 ROOMS = (
     "tests", "project", "namespace", "kv", "store", "fuse", "posix", "client", "cli", "transport", "node",

@@ -39,7 +39,6 @@ def transactions(mount: ClusterMount) -> tuple[int, int]:
 
 
 def is_claimed(cluster: Cluster, directory: Path) -> bool:
-    """Return whether a mount has the claim of a directory."""
     key = claim_key(directory.stat().st_ino)
     return key[1:] in cluster.etcd.get(cluster._prefix(key[:1].decode()))
 

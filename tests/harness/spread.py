@@ -32,7 +32,6 @@ _SESSION = re.compile(r"\[(kernel|pyfuse3|cluster)[-\]]")
 
 
 def unit(nodeid: str) -> str:
-    """Return the unit that a test belongs to."""
     for together in (GUESTS, _TORCH):
         if nodeid.startswith(together):
             return together

@@ -73,7 +73,6 @@ def running(tier: Tier) -> Iterator[None]:
 
 
 def tier_of(item: pytest.Item) -> Tier:
-    """Return the tier that a test belongs to."""
     import pytest
 
     assert isinstance(item, pytest.Function)

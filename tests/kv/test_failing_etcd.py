@@ -237,7 +237,6 @@ class TestUncertainTransaction:
     async def test_that_was_not_applied_is_repeated_and_does_nothing_when_it_arrives(
         self, etcd: EtcdServer
     ) -> None:
-        """Its compares hold again, since what it created has been deleted meanwhile."""
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             revisions: list[int] = []
 

@@ -73,7 +73,6 @@ class ServedNode(Daemon):
         self.wait_served()
 
     def wait_served(self) -> None:
-        """Wait until it says that it serves."""
         wait_until(
             lambda: self.said.count("is served") == self.starts,
             "it does not serve",

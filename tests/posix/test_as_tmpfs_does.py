@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
+from conftest import EVERYWHERE
 from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
 from harness.differential.command import (
@@ -36,7 +36,7 @@ from harness.models.namespace import error_of
 from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 PROGRAMS_AT_ONCE = 10
 STEPS = 400
 SHOWN = pytest.mark.kernel_session("the kernel session shows it")

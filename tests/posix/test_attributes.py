@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
+from conftest import EVERYWHERE
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.models.namespace import error_of
@@ -21,7 +21,7 @@ from harness.scenarios import AsOnTmpfs, outcomes
 
 from irdmafs.mount.mounting import find_mount, remount
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")

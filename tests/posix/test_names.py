@@ -5,14 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.errors import fails_with
 from harness.mountpoint import Mount
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 
 NOREPLACE, WHITEOUT = 1, 4
@@ -273,7 +272,7 @@ def test_names_that_stay_are_listed_once_while_others_come_and_go(
 def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
     folder: Path, session: str
 ) -> None:
-    if session != SESSIONS[0]:
+    if session != "kernel":
         pytest.skip("listed by the same code in every session, and slow to fill")
     # In the order in which they are listed; who lists them first does so here.
     order = [f"name{number}" for number in range(5200)]

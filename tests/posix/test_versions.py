@@ -5,13 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 
 SCENARIOS = {

@@ -307,7 +307,6 @@ def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> Non
 
 
 def files_ahead(worker: Worker) -> list[ShardFile]:
-    """Return the files that a worker has fetched ahead."""
     assert worker._prefetch is not None
     return [one.file.result() for one in worker._prefetch._fetches.values()]
 

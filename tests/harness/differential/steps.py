@@ -124,7 +124,6 @@ class Guess:
         self.made: set[str] = set()
 
     def note(self, step: Step) -> None:
-        """Note that a step was added to the program."""
         words, held = step.arguments, self.held.get(step.actor, set())
         if step.op in ("open", "reopen", "dup"):
             held.add(words["slot"])
