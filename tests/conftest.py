@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from harness.spread import Spread
     from xdist.remote import Producer
 
-# A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
+# A module that is to run on a mount of a cluster, too, sets SESSIONS = EVERYWHERE.
 SESSIONS = ("kernel", "pyfuse3")
+EVERYWHERE = (*SESSIONS, CLUSTER)
 # The folders of tests in the order of what builds on what: the first failure is the deepest.
 ROOMS = (
     "tests", "project", "namespace", "kv", "store", "fuse", "posix", "client", "cli", "transport", "node",
@@ -72,10 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("many", deadline=None, max_examples=1000)  # --hypothesis-profile=many
     settings.load_profile("irdmafs")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
-    config.addinivalue_line(
-        "markers",
-        "part_of(test): left out where that test of its module runs, which does all of it",
-    )
     config.addinivalue_line("markers", "guest_tests: asks for the run of tests in a guest")
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and config.args == ["tests"]:
         config.args = _rooms_from_a_place_of(int(worker.removeprefix("gw")))
@@ -95,24 +92,10 @@ def _rooms_from_a_place_of(worker: int) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = {
-        (item.path, item.name.partition("[")[0])
-        for item in items
-        if item.get_closest_marker("slow") is not None
-    }
-
-    def is_part(item: pytest.Item) -> bool:
-        marker = item.get_closest_marker("part_of")
-        return marker is not None and (item.path, marker.args[0]) in slow
-
     highest = Tier[config.getoption("tier").upper()]
-
-    def is_left_out(item: pytest.Item) -> bool:
-        return is_part(item) or (highest < Tier.ALL and tier_of(item) > highest)
-
-    if left_out := [item for item in items if is_left_out(item)]:
+    if highest < Tier.ALL and (left_out := [item for item in items if tier_of(item) > highest]):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not is_left_out(item)]
+        items[:] = [item for item in items if tier_of(item) <= highest]
     order = {room: number for number, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[int, int, Path]:
@@ -268,6 +251,12 @@ def certificates() -> Iterator[dict[str, Credentials]]:
             "foreign": issue(theirs, "one", "mount"),
             **{role: issue(ours, "one", role) for role in ("node", "mount", "reader", "admin")},
         }
+
+
+@pytest.fixture
+def certified(certificates: dict[str, Credentials]) -> dict[str, Any]:
+    """Options of transport_place.in_cluster: nodes and the mount have certificates."""
+    return {"credentials": certificates["node"], "mount": {"credentials": certificates["mount"]}}
 
 
 @pytest.fixture

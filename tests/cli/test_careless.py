@@ -25,17 +25,8 @@ from harness.processes import Program, has_ended
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.kv import Event
+from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import pool_of
-from irdmafs.backend.model.records import (
-    GROUP_BUCKET_BITS,
-    SETTINGS_KEY,
-    NodeAddress,
-    NodeRecord,
-    Settings,
-    encode,
-    key_of,
-    policy_key,
-)
 from irdmafs.cli.command import main
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -387,25 +378,23 @@ def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
 
 def test_a_placement_that_no_node_fits_is_named() -> None:
     members = Members()
-    node = NodeAddress("h", 1, 1, ["tcp"], "h", "/s", 1, 1, "0")
-    records: list[tuple[bytes, msgspec.Struct]] = [
-        (SETTINGS_KEY, Settings(1, "id", 2, 4, 0, 5)),
-        (key_of(b"N", 7), NodeRecord("up", 1.0, {"zone": "a", "rack": "r"})),
-        (key_of(b"n", 7), node),
+    node = records.NodeAddress("h", 1, 1, ["tcp"], "h", "/s", 1, 1, "0")
+    known: list[tuple[bytes, msgspec.Struct]] = [
+        (records.SETTINGS_KEY, records.Settings(1, "id", 2, 4, 0, 5)),
+        (records.key_of(b"N", 7), records.NodeRecord("up", 1.0, {"zone": "a", "rack": "r"})),
+        (records.key_of(b"n", 7), node),
     ]
-    rules = (policy_key(3), b"zone=b|c"), (policy_key(4), b"zone=a")
-    values = [*((key, encode(record)) for key, record in records), *rules]
+    rules = (records.policy_key(3), b"zone=b|c"), (records.policy_key(4), b"zone=a")
+    values = [*((key, records.encode(record)) for key, record in known), *rules]
     members.apply(1, [Event(1, key, value) for key, value in values])
     place = members.placement().target
     with pytest.raises(OSError, match=r"'zone=b\|c': it wants zone=b\|c, and they have zone a"):
-        place(pool_of(2, 3) << GROUP_BUCKET_BITS)
-    assert place(pool_of(2, 4) << GROUP_BUCKET_BITS) == (7,)
+        place(pool_of(2, 3) << records.GROUP_BUCKET_BITS)
+    assert place(pool_of(2, 4) << records.GROUP_BUCKET_BITS) == (7,)
 
 
 @pytest.mark.parametrize("whose", ["another cluster's", "nobody's"])
-def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
-    tmp_path: Path, whose: str
-) -> None:
+def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, whose: str) -> None:
     ours, theirs, store, path = (tmp_path / name for name in ("ours", "theirs", "store", "m"))
     path.mkdir()
     name = "wrong-" + re.sub(r"\W+", "-", whose)

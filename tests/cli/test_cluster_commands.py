@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -118,19 +117,6 @@ def nobodys_port(node: int) -> int:
 
 
 A, B, C, D = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56, 0xD4
-
-
-# -- commands start light -------------------------------------------------------------------------
-
-
-def test_mounts_and_nodes_start_without_numpy() -> None:
-    """It takes as long to load as all that a node has of its own; only who places groups needs it."""
-    daemons = (
-        "irdmafs.mount.daemon, irdmafs.backend.store.remote.store, irdmafs.backend.node.daemon"
-    )
-    program = f"import sys, {daemons}; print('numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done
 
 
 # -- cluster init ---------------------------------------------------------------------------------
@@ -557,8 +543,3 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
     assert cluster.status(2)["nodes"][0]["id"] == found[1]
     assert "was not removed" in one_line(cluster.run("cluster", "admit", found[1]))
     assert "not the id of a node" in one_line(cluster.run("cluster", "admit", "a1g"))
-
-
-def test_prefetch_is_for_mounts(tmp_path: Path) -> None:
-    assert one_line(irdmafs("prefetch", tmp_path)) == f"{tmp_path} is not on an irdmafs mount"
-    assert os.listxattr(tmp_path) == []

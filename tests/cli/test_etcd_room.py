@@ -1,6 +1,8 @@
-"""`irdmafs cluster status` tells of etcd's alarms and room, and `repair-etcd` mends them (real etcd)."""
+"""`irdmafs cluster status` and store nodes tell of etcd's alarms and room, and `repair-etcd` mends
+them (real etcd)."""
 
 import json
+import logging
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from irdmafs.backend.etcd.admin import EtcdRoom, roles_hold
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.rpc import ALARM
 from irdmafs.backend.kv import NoSpace, Put
+from irdmafs.backend.node.housekeeping import EtcdWatch
 from irdmafs.cli.command import main
 
 QUOTA_BYTES = 16 << 20
@@ -140,3 +143,26 @@ def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
 )  # fmt: skip
 def test_an_etcd_whose_roles_can_be_got_around_is_known(version: str, holds: bool) -> None:
     assert roles_hold(version) is holds
+
+
+async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "irdmafs.backend.node.housekeeping")
+    async with cluster.engine() as engine:
+        watch = EtcdWatch(engine)
+        await watch.look()
+        found = watch.figures
+        assert 0 < found.etcd_used_bytes <= found.etcd_file_bytes < found.etcd_quota_bytes
+        assert found.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 0}
+        assert not caplog.records
+        await trio.to_thread.run_sync(cluster.raise_alarm, pb.NOSPACE)
+        await watch.look()
+        await watch.look()
+        assert watch.figures.etcd_alarms == {"CORRUPT": 0, "NOSPACE": 1}
+        [told] = caplog.messages
+        assert "NOSPACE" in told
+        assert "irdmafs cluster repair-etcd" in told
+        await engine.admin.room.repair(lambda line: None)
+        await watch.look()
+        assert caplog.messages[1:] == ["etcd has room, and no alarm"]

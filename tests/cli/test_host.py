@@ -183,9 +183,7 @@ def test_what_cannot_be_mounted_is_told(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_remount_changes_what_the_kernel_obeys_and_says_what_it_does_not(
-    host: InstalledHost,
-) -> None:
+def test_remount_changes_what_kernel_obeys_and_says_what_it_does_not(host: InstalledHost) -> None:
     assert host.mount(host.store, "noatime,nosuid").returncode == 0
     assert "nodev" not in host.shown()[2]  # mount(8) has dev and suid by default
     script = f"exec 3>{host.mountpoint}/file; echo; cat"

@@ -162,9 +162,7 @@ def test_interrupted_init_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("command", ["reduce", "status", "end"])
-def test_directory_that_is_no_run_is_an_error_that_says_how_to_begin(
-    models: Path, command: str
-) -> None:
+def test_directory_that_is_no_run_says_how_to_begin(models: Path, command: str) -> None:
     assert f"irdmafs train init {models} begins" in refused(command, models)
 
 

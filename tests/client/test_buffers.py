@@ -88,9 +88,7 @@ def test_what_was_never_published_is_missing(store: client.Store, buffer: client
             store.read_into(name, buffer)
 
 
-def test_damaged_files_are_told_from_missing_ones(
-    store: client.Store, buffer: client.Buffer
-) -> None:
+def test_damaged_files_are_told_from_missing(store: client.Store, buffer: client.Buffer) -> None:
     store["array"] = np.arange(1000)
     store.publish_state_dict({"tensor": np.arange(1000)})
     for name in ("array.npy", "model.safetensors"):
@@ -174,9 +172,6 @@ def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
         for thread in threads:
             thread.join()
         assert len(set(buffer.memory[128 : 128 + MIB].tolist())) == 1
-
-
-# -- torch
 
 
 @needs("torch")

@@ -45,9 +45,7 @@ def same(tensor: Any, expected: Any) -> bool:
         *("bool", "complex64", "float8_e4m3fn", "uint16", "uint32"),
     ],
 )
-def test_a_tensor_comes_back_as_it_was_published(
-    store: client.Store, device: str, dtype: str
-) -> None:
+def test_a_tensor_comes_back_as_published(store: client.Store, device: str, dtype: str) -> None:
     shapes: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5))
     for shape, kind in itertools.product(shapes, ("array", "file.safetensors/tensor")):
         expected = torch.arange(15)[: int(np.prod(shape))].reshape(shape).to(getattr(torch, dtype))

@@ -16,7 +16,7 @@ from harness.clusters import LONG_LEASE_S, MIB, Cluster, ClusterMount, Plan, cou
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.processes import Process
+from harness.processes import AS_NOBODY, Process
 from harness.striped import damage, new_content
 
 from irdmafs import client
@@ -170,9 +170,7 @@ def test_signals_only_delay_it(here: Path, there: Path, period_s: float) -> None
     assert came
 
 
-def test_wrong_bytes_of_a_replica_are_not_left_in_it(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_wrong_bytes_of_a_replica_do_not_stay(cluster: Cluster, here: Path, there: Path) -> None:
     contents = [new_content(MIB + 100_000) for _ in range(10)]
     for number, content in enumerate(contents):
         (here / f"file{number}").write_bytes(content)
@@ -237,16 +235,11 @@ def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
     (here / "file").write_bytes(new_content(3 * MIB))
     with Process() as process:
         process.do("from irdmafs import client\nbuffer = client.Buffer(4 << 20)")
-        for node in cluster.nodes:
-            os.kill(node.pid, signal.SIGSTOP)
-        try:
+        with cluster.silent_nodes():
             process.start("buffer.fill(path)", path=str(there / "file"))
             eventually(lambda: counters(there)["lent_buffers"] == 1, "the mount has the buffer")
             process.kill()
             eventually(lambda: counters(there)["lent_buffers"] == 0, "it is given back")
-        finally:
-            for node in cluster.nodes:
-                os.kill(node.pid, signal.SIGCONT)
 
 
 def memfd(size: int = MIB, seals: int = 0x2, allocate: bool = True) -> int:
@@ -325,8 +318,7 @@ def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, here: Pat
     (here / "file").write_bytes(new_content(300_000))
     (here / "file").chmod(0o600)
     other.path.parent.parent.chmod(0o755)
-    launcher = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    with Process(launcher) as process:
+    with Process(AS_NOBODY) as process:
         source = (
             "from irdmafs import client\n"
             "with client.Buffer(1 << 20) as buffer:\n"

@@ -39,7 +39,6 @@ def transactions(mount: ClusterMount) -> tuple[int, int]:
 
 
 def is_claimed(cluster: Cluster, directory: Path) -> bool:
-    """Return whether a mount has the claim of a directory."""
     key = claim_key(directory.stat().st_ino)
     return key[1:] in cluster.etcd.get(cluster._prefix(key[:1].decode()))
 
@@ -174,9 +173,7 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(failing: Clu
     assert os.listdir(other.path / "killed") == ["file"]
 
 
-def test_a_file_whose_directory_another_host_has_claimed_since_is_published(
-    failing: Cluster,
-) -> None:
+def test_file_whose_directory_another_host_has_claimed_since_is_published(failing: Cluster) -> None:
     holder, other = failing.mounts
     (holder.path / "directory").mkdir()
     claim(holder.path / "directory")

@@ -75,9 +75,7 @@ def test_directories_are_made_and_removed_many_at_a_time(here: Path, there: Path
     assert sorted(os.listdir(there)) == sorted(f"{number}" for number in range(1, FILES, 2))
 
 
-def test_a_directory_that_was_just_made_holds_whatever_is_put_into_it(
-    here: Path, there: Path
-) -> None:
+def test_a_directory_that_was_just_made_holds_what_is_put_into_it(here: Path, there: Path) -> None:
     (here / "file").write_bytes(b"content")
     claim_exclusively(here)
     for name in ("moved", "linked", "nested", "made", "set"):

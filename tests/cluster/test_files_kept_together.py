@@ -59,9 +59,7 @@ def test_files_of_one_name_have_the_same_groups_stripe_by_stripe(
     assert len({groups_of(made(together / name))[0]["group"] for name in names}) > 10
 
 
-def test_nearest_directory_with_a_placement_decides_which_files_are_together(
-    together: Path,
-) -> None:
+def test_nearest_directory_with_placement_decides_which_files_are_together(together: Path) -> None:
     inner, plain = together / "inner", together / "plain"
     inner.mkdir()
     plain.mkdir()

@@ -32,9 +32,7 @@ _BATCH = 60
 @pytest.mark.long
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(records(OF_MOUNTS + OF_OTHERS), min_size=1, max_size=8), max_size=6))
-def test_no_record_is_an_error_of_those_who_follow_it(
-    changes: list[list[tuple[bytes, bytes]]],
-) -> None:
+def test_no_record_is_an_error_of_who_follows_it(changes: list[list[tuple[bytes, bytes]]]) -> None:
     faults = Faults()
     followers: list[Consumer] = [
         Members(faults=faults), Groups(faults), Certificates(faults=faults), LockEntries(faults),

@@ -28,31 +28,21 @@ from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import EtcdLeases
 from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
-from irdmafs.backend.model.records import (
-    SETTINGS_KEY,
-    GroupConfig,
-    MountRecord,
-    NodeAddress,
-    NodeRecord,
-    Settings,
-    encode,
-    group_key,
-    key_of,
-    targets_key,
-)
+from irdmafs.backend.model import records
+from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_of
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)
 TTL_S = 2  # short, and yet not lost on a busy machine
-SETTINGS = Settings(1, "test", 2, 16, 0, TTL_S)
-MOUNT_RECORD = MountRecord("worker", "/mnt", 1, "0")
+SETTINGS = records.Settings(1, "test", 2, 16, 0, TTL_S)
+MOUNT_RECORD = records.MountRecord("worker", "/mnt", 1, "0")
 UP = NodeRecord("up", 1.0, {})
 
 
-def address(node: int, *, store: str = "/store", free: int = 1 << 30) -> NodeAddress:
-    return NodeAddress("127.0.0.1", 1, 2, ["tcp"], f"host{node}", store, 1 << 30, free, "0")
+def address(node: int, *, store: str = "/store", free: int = 1 << 30) -> records.NodeAddress:
+    return records.NodeAddress("127.0.0.1", 1, 2, ["tcp"], f"host{node}", store, 1 << 30, free, "0")
 
 
 class Process:
@@ -400,9 +390,6 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
     assert members.followers_of([1]) == set()
 
 
-# --- groups
-
-
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
     async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:
@@ -440,15 +427,20 @@ async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> N
         before = dict(groups.all())
         moved = random.sample(sorted(before), 3)
         for group in moved:
-            await engine.transact((), [Put(group_key(group), encode(GroupConfig(2, (2,))))])
+            await engine.transact(
+                (), [Put(records.group_key(group), encode(records.GroupConfig(2, (2,))))]
+            )
         newest, late = await groups.change(
             engine,
-            {group: (revision, GroupConfig(2, (1,))) for group, (_, revision) in before.items()},
+            {
+                group: (revision, records.GroupConfig(2, (1,)))
+                for group, (_, revision) in before.items()
+            },
         )
         assert late == set(moved)
         await one.replica.wait_applied(newest)
         for group, (config, _) in groups.all().items():
-            assert config == GroupConfig(2, (2,) if group in moved else (1,))
+            assert config == records.GroupConfig(2, (2,) if group in moved else (1,))
 
 
 # --- leaders, joining, promotion
@@ -615,7 +607,7 @@ async def test_restarted_node_brings_no_long_dead_one_into_the_targets(keys: Etc
         elected = min(made.running)
         await notice(made, max(made.running))
         await on_target(writer, watcher)
-        before = await writer.engine.get(targets_key(2))
+        before = await writer.engine.get(records.targets_key(2))
         # It comes back before its lease is over, and has only heard of the dead node then.
         made.rereplicate_after_s = 60.0
         await made.kill(elected)
@@ -625,13 +617,13 @@ async def test_restarted_node_brings_no_long_dead_one_into_the_targets(keys: Etc
         assert node.agent.housekeeping.acts()
         assert len(node.members.dead_since) == 1
         assert not await node.agent.housekeeping.retarget()
-        assert await writer.engine.get(targets_key(2)) == before
+        assert await writer.engine.get(records.targets_key(2)) == before
 
 
 async def test_damaged_targets_are_made_anew_from_where_groups_are(keys: EtcdKeys) -> None:
     async with watched(keys, 2) as (_, watcher, writer, _):
         await on_target(writer, watcher)
-        await writer.engine.transact((), [Put(targets_key(2), b"damaged")])
+        await writer.engine.transact((), [Put(records.targets_key(2), b"damaged")])
         await on_target(writer, watcher)
         assert watcher.moves == 0
 

@@ -151,9 +151,7 @@ def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
     assert is_seen(other / "file")
 
 
-def test_a_host_that_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(
-    makers: list[Path],
-) -> None:
+def test_who_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(makers: list[Path]) -> None:
     one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
     os.write(fd, b"lost")

@@ -49,9 +49,7 @@ def test_a_small_change_sends_the_stripe_that_it_is_in(cluster: Cluster, pair: l
             assert opened.read() == expected
 
 
-def test_a_file_that_grows_and_shrinks_in_place_has_the_right_bytes_everywhere(
-    pair: list[Path],
-) -> None:
+def test_a_file_that_grows_and_shrinks_in_place_is_right_everywhere(pair: list[Path]) -> None:
     one, other = (directory / "file" for directory in pair)
     expected = bytearray(pattern(2, 4 * MIB))
     one.write_bytes(expected)

@@ -110,9 +110,7 @@ def test_stat_asks_nobody_and_a_warm_open_is_one_request_and_no_question_to_etcd
     assert counters(there)["barriers"] == barriers
 
 
-def test_listing_many_files_with_their_attributes_takes_few_requests(
-    here: Path, there: Path
-) -> None:
+def test_listing_many_files_with_attributes_takes_few_requests(here: Path, there: Path) -> None:
     for i in range(500):
         (here / f"file{i}").touch()
     believe(there / "file0")
@@ -130,9 +128,7 @@ def test_listing_many_files_with_their_attributes_takes_few_requests(
 # -- that it is never what is over
 
 
-def test_listing_again_what_the_kernel_knows_shows_what_others_changed(
-    believing: list[Path],
-) -> None:
+def test_listing_again_what_kernel_knows_shows_what_others_changed(believing: list[Path]) -> None:
     one, other = believing
 
     def sizes(path: Path) -> dict[str, int]:

@@ -296,23 +296,16 @@ for byte in range(200):
     assert counters(cluster.mounts[0])["lock_transactions"] == before
 
 
-@pytest.mark.parametrize(
-    "unlock",
-    [
-        "fcntl.lockf(fd, fcntl.LOCK_UN)",
-        "fcntl.lockf(fd, fcntl.LOCK_SH)",
-        "fcntl.flock(fd, fcntl.LOCK_UN)",
-        "fcntl.flock(fd, fcntl.LOCK_SH)",
-    ],
-)
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+@pytest.mark.parametrize("kind", ["LOCK_UN", "LOCK_SH"])
 def test_unlock_publishes_what_a_host_wrote_alone(
-    on_hosts: Two, pair: list[Path], unlock: str
+    on_hosts: Two, pair: list[Path], lock: str, kind: str
 ) -> None:
     one, _ = on_hosts
     for byte in (b"1", b"2"):
         one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_EX)")
         one.do("os.pwrite(fd, byte, 0)", byte=byte)
-        one.do(unlock)
+        one.do(f"fcntl.{lock}(fd, fcntl.{kind})")
         assert (pair[1] / "file").read_bytes() == byte + b"x" * 99
 
 
@@ -561,9 +554,7 @@ def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_confli
     assert len(os.listdir(pair[1])) == 2
 
 
-def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
-    on_hosts: Two,
-) -> None:
+def test_lock_is_not_granted_over_bytes_that_conflict_with_newest_version(on_hosts: Two) -> None:
     one, other = on_hosts
     one.do("os.pwrite(fd, b'1', 0)")
     other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")

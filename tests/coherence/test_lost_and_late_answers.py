@@ -1,17 +1,21 @@
 """A mount is not told of a version that it has published, or only after its replica has it: etcd's answer
-is lost, or late."""
+is lost, or late. Or it was stopped for longer than its lease, and a store node on its host has removed what
+that session was writing. Or the kernel's thread takes an answer in only after a change."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from harness.beside import beside
 from harness.closing import descriptor
-from harness.clusters import LONG_LEASE_S, Cluster, Plan
-from harness.mountpoint import eventually
-from harness.programs import misbehaving
+from harness.clusters import LONG_LEASE_S, Cluster, Plan, StoreNode
+from harness.mountpoint import Mount, eventually
+from harness.processes import Program, is_waiting
+from harness.programs import hasty_node, misbehaving
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
@@ -162,3 +166,132 @@ def test_copy_that_gets_another_number_is_kept_once(cluster: Cluster, here: Path
         os.fsync(file.fileno())
         assert len(os.listdir(mount.cache / "extents")) == len(before)
     assert here.read_bytes() == b"firstsecondthird"
+
+
+def open_in_place(node: StoreNode, path: Path) -> int:
+    """Return a descriptor of a file that is written where the node can take it over."""
+    opened: list[int] = []
+    before = incoming(node)
+
+    def is_there() -> bool:
+        path.write_text("before")
+        fd = os.open(path, os.O_RDWR)
+        if incoming(node) - before:
+            opened.append(fd)
+        else:
+            os.close(fd)
+        return bool(opened)
+
+    eventually(is_there, "the node is known")
+    return opened[0]
+
+
+def incoming(node: StoreNode) -> set[str]:
+    return set(os.listdir(node.store / "incoming"))
+
+
+def test_files_that_were_open_for_writing_are_published_opened_and_written_again() -> None:
+    """One is not written, one before the mount is stopped, and one after it goes on."""
+    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})
+    with Cluster(plan, node_program=hasty_node.__file__) as cluster:
+        (mount,), (node,) = cluster.mounts, cluster.nodes
+        paths = [mount.path / name for name in ("unwritten", "before", "after")]
+        opened = [open_in_place(node, path) for path in paths]
+        _, before, after = opened
+        try:
+            os.pwrite(before, b"BEFORE", 0)
+            os.fsync(before)
+            mount.pause()
+            try:
+                eventually(lambda: not incoming(node), "it removes them", within_s=30)
+            finally:
+                mount.resume()
+            os.pwrite(after, b"AFTER", 0)
+            os.fsync(after)
+        finally:
+            for fd in opened:
+                os.close(fd)
+        assert [path.read_text() for path in paths] == ["before", "BEFORE", "AFTERe"]
+        for path in paths:
+            for text in ("first", "second"):
+                with path.open("r+") as file:
+                    file.truncate()
+                    file.write(text)
+                assert path.read_text() == text
+
+
+READER = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print(len(os.read(fd, 1000)), os.fstat(fd).st_size)
+"""
+BUSY = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+print("busy", flush=True)
+while True:
+    pass
+"""
+
+
+@contextlib.contextmanager
+def python(program: str, *arguments: object) -> Iterator[Program]:
+    with Program(sys.executable, "-c", program, *arguments) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def on_the_other_processor(pid: int) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {1})
+
+
+@pytest.fixture
+def processors() -> Iterator[None]:
+    """Keep this process, and so its children, on the second processor."""
+    before = os.sched_getaffinity(0)
+    if not {0, 1} <= before:
+        pytest.skip("it needs processors 0 and 1")
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        pytest.skip("it needs the right to real-time scheduling")
+    os.sched_setaffinity(0, {1})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def begin(process: Program) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_opens(
+    new_mount: Callable[..., Mount], processors: None
+) -> None:
+    with new_mount() as mount:
+        path = mount.path / "file"
+        path.write_bytes(b"first")
+        daemon = mount.pid
+        on_the_other_processor(daemon)
+        with python(READER, path) as reader, python(BUSY) as busy:
+            writer = os.open(path, os.O_WRONLY | os.O_TRUNC)
+            os.write(writer, b"second" * 10)
+            os.kill(daemon, signal.SIGSTOP)
+            try:
+                begin(reader)
+                eventually(lambda: is_waiting(reader.pid), "the reader looks it up")
+                begin(busy)
+                assert busy.stdout.readline() == "busy\n"
+            finally:
+                os.kill(daemon, signal.SIGCONT)
+            os.close(writer)
+            busy.kill()
+            assert reader.stdout.read().split() == ["60", "60"]

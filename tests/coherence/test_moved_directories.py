@@ -2,12 +2,13 @@
 there rename files.
 
 The kernel moves what it knows of a directory when a lookup finds it elsewhere, if it gets the locks of a
-rename at once; else the lookup fails with ESTALE.
+rename at once; else the lookup fails with ESTALE. A rename itself looks it up with
+the locks of its directories held.
 """
 
 import errno
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ import trio
 import trio.testing
 from harness.beside import repeating
 from harness.closing import descriptor
+from harness.errors import fails_with
 
 from irdmafs.coherence.kernel_locks import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
+from irdmafs.train.directory import move
 
 MOVES = 150
 # A thread that is not run for long may still have a lock that it should have released. Without waiting for
@@ -104,3 +107,56 @@ def test_it_is_waited_until_the_locks_are_released(moves: Moves, locks: KernelLo
 def test_nobody_waits_for_ever(moves: Moves, locks: KernelLocks) -> None:
     with locks.hold(OLD):
         run(moves.wait_to_tell, node_in(OLD), NEW, ONE)
+
+
+@pytest.fixture
+def moved(pair: list[Path], request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory that is open here, and that another host has moved to this path."""
+    there, here = (host / request.node.name for host in pair)
+    there.mkdir()
+    for name in ("before", "after", "target"):
+        (there / name).mkdir()
+    (there / "before" / "moved").mkdir()
+    (there / "before" / "moved" / "file").write_text("content")
+    with descriptor(os.open(here / "before" / "moved", os.O_PATH)):
+        os.rename(there / "before" / "moved", there / "after" / "moved")
+        yield here / "after" / "moved"
+
+
+def test_it_is_renamed_in_its_directory(moved: Path) -> None:
+    os.rename(moved, moved.parent / "renamed")
+    assert (moved.parent / "renamed" / "file").read_text() == "content"
+
+
+def test_without_a_look_it_stays_and_is_renamed_after_one(moved: Path) -> None:
+    target = moved.parent.parent / "target" / "moved"
+    with fails_with(errno.ESTALE):
+        os.rename(moved, target)
+    assert (moved / "file").read_text() == "content"
+    os.rename(moved, target)
+    assert (target / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("looked_at", [True, False], ids=["after a look", "by a training"])
+def test_it_is_renamed_to_another_directory(moved: Path, looked_at: bool) -> None:
+    target = moved.parent.parent / "target" / "moved"
+    if looked_at:
+        os.stat(moved)
+        os.rename(moved, target)
+    else:
+        move(moved, target)
+    assert (target / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("rename", [os.rename, move], ids=["any program", "a training"])
+def test_another_one_does_not_take_name(moved: Path, rename: Callable[[Path, Path], None]) -> None:
+    other = moved.parent.parent / "target" / "other"
+    other.mkdir()
+    with pytest.raises(OSError) as refused:
+        rename(other, moved)
+    # The first look at the name is that of the rename.
+    assert refused.value.errno == (errno.EEXIST if rename is move else errno.ESTALE)
+    assert other.exists()
+    assert (moved / "file").read_text() == "content"
+    with pytest.raises(OSError, match="not empty"):
+        os.rename(other, moved)

@@ -63,8 +63,6 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
     }
 
 
-# -- the storm -------------------------------------------------------------------------------
-
 STORM = """
 import random
 from harness.changed_tree import Tree, carry_out
@@ -169,9 +167,6 @@ def empty(top: Path) -> None:
 @pytest.mark.kernel_session("what survives is decided below the sessions")
 def test_acknowledged_changes_survive_the_death_of_the_daemon(own_mount: Mount) -> None:
     crash_rounds(own_mount, ROUNDS)
-
-
-# -- mounting again --------------------------------------------------------------------------
 
 
 def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(own_mount: Mount) -> None:

@@ -206,9 +206,6 @@ def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet() -> No
     assert kinds(history, across_hosts=False) == {"stale"}
 
 
-# -- compared with trying all orders
-
-
 def _has_an_order(operations: list[Operation]) -> bool:
     """Whether a register could have answered so: the definition, taken literally."""
     for order in itertools.permutations(operations):
@@ -270,9 +267,6 @@ def test_what_a_register_did_is_always_allowed() -> None:
         assert not kinds(history)
 
 
-# -- contents
-
-
 @pytest.mark.parametrize("size", [24, 4095, 4096, 4097, 100_000])
 def test_a_content_says_who_wrote_it(size: int) -> None:
     assert value_of(content_of(3, 17, size)) == "3.17"
@@ -298,9 +292,6 @@ def test_tiny_contents_of_different_workers_differ() -> None:
     contents = [tiny_content(worker, 5, count, 1) for worker in range(5) for count in range(51)]
     assert len({content for content in contents if content}) == 255
     assert tiny_content(0, 5, 52, 1) is None
-
-
-# -- workers
 
 
 def _work(workers: Workers) -> list[Operation]:

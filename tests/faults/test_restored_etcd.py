@@ -232,9 +232,7 @@ def test_an_old_copy_of_a_store_is_not_taken_for_an_old_etcd(cluster: Cluster) -
 
 
 @pytest.mark.parametrize("overtaken", [False, True])
-async def test_a_process_knows_another_history_although_it_has_more_revisions(
-    overtaken: bool,
-) -> None:
+async def test_process_knows_another_history_though_it_has_more_revisions(overtaken: bool) -> None:
     with EtcdServer() as server:
         data = server.directory / "m0"
         async with EtcdEngine(server.endpoints, b"x/") as engine:

@@ -675,9 +675,7 @@ def write_whole(served: Served, name: bytes, content: bytes) -> int:
         (0o170644, 0, None),
     ],
 )
-async def test_mknod_makes_nodes_of_a_known_type_only(
-    mode: int, umask: int, made: int | None
-) -> None:
+async def test_mknod_makes_only_known_types(mode: int, umask: int, made: int | None) -> None:
     async with serving() as served:
         data = wire.MKNOD_IN.pack(mode, 0, umask, 0) + b"node\0"
         error, _ = served.request(Opcode.MKNOD, ROOT, data)
@@ -730,9 +728,7 @@ async def test_a_failed_open_leaves_the_file_as_it_was(
 
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-async def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(
-    mode: str,
-) -> None:
+async def test_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mode: str) -> None:
     """The opener is sent to another node, and finds the name gone when it looks again."""
     async with serving(mode) as served:
         for name in (b"file", b"other"):

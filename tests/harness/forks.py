@@ -162,7 +162,6 @@ def end_forking() -> None:
 
 @contextlib.contextmanager
 def real_commands() -> Iterator[None]:
-    """Start real commands in this block."""
     before, _state.forks = _state.forks, False
     try:
         yield

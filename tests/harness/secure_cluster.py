@@ -10,29 +10,27 @@ from harness.etcd_server import EtcdServer
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.membership import followed_key, seen_key
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.model.records import (
-    NEXT_INO_KEY,
-    SETTINGS_KEY,
-    certificate_key,
-    group_key,
-    key_of,
-    pin_key,
-    policy_key,
-    targets_key,
-)
+from irdmafs.backend.model import records
+from irdmafs.backend.model.records import key_of
 from irdmafs.backend.namespace.inode import ROOT_INO, name_key
 from irdmafs.backend.trust.security import Role
 
 # Keys in etcd, by what they are.
 NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}
-PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}
-CLUSTER = {"the settings": SETTINGS_KEY, "a certificate's record": certificate_key("12ab")}
+PLACEMENT = {
+    "a group's configuration": records.group_key(1),
+    "a pool's targets": records.targets_key(1),
+}
+CLUSTER = {
+    "the settings": records.SETTINGS_KEY,
+    "a certificate's record": records.certificate_key("12ab"),
+}
 NAMESPACE = {
     "a name": name_key(ROOT_INO, b"file"),
     "an inode": key_of(b"i", 9),
     "a directory's times": key_of(b"t", 9),
-    "the next inode number": NEXT_INO_KEY,
-    "a placement rule": policy_key(3),
+    "the next inode number": records.NEXT_INO_KEY,
+    "a placement rule": records.policy_key(3),
     "the last transaction": b"s",
 }
 
@@ -40,7 +38,7 @@ NAMESPACE = {
 def keys_within(lease: int) -> dict[str, bytes]:
     """Return the keys that a mount puts within its session."""
     return {
-        "a pin": pin_key(5, lease),
+        "a pin": records.pin_key(5, lease),
         "a followed directory": followed_key(1, lease),
         "what was seen": seen_key(lease),
     }

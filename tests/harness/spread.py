@@ -20,8 +20,7 @@ DIVIDED = frozenset(
         "tests/cluster/test_membership.py",
         "tests/cluster/test_replication_protocol.py",
         "tests/faults/test_random_faults.py",
-        "tests/train/test_examples_numpy.py",
-        "tests/train/test_examples_torch.py",
+        "tests/train/test_examples.py",
         "tests/train/test_random_kills.py",
     }
 )
@@ -33,7 +32,6 @@ _SESSION = re.compile(r"\[(kernel|pyfuse3|cluster)[-\]]")
 
 
 def unit(nodeid: str) -> str:
-    """Return the unit that a test belongs to."""
     for together in (GUESTS, _TORCH):
         if nodeid.startswith(together):
             return together

@@ -23,22 +23,10 @@ from irdmafs.backend.cluster.membership import Members, admit
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
+from irdmafs.backend.model import records
 from irdmafs.backend.model.groups import has_still
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import (
-    SETTINGS_KEY,
-    ContentId,
-    GroupConfig,
-    Layout,
-    MountRecord,
-    NodeAddress,
-    NodeRecord,
-    Settings,
-    decode,
-    encode,
-    group_key,
-    key_of,
-)
+from irdmafs.backend.model.records import GroupConfig
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
@@ -106,7 +94,7 @@ class Node:
         self.files = files
         self.id = files.node
         self.engine = engine
-        address = NodeAddress(
+        address = records.NodeAddress(
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
         ttl_s = cluster.settings.lease_ttl_s
@@ -139,7 +127,7 @@ class Node:
         async with trio.open_nursery() as nursery:
             await self.replica.start(nursery)
             self.catalog.begin()
-            await admit(self.engine, self.id, NodeRecord("up", 1.0, {}))
+            await admit(self.engine, self.id, records.NodeRecord("up", 1.0, {}))
             await nursery.start(partial(self.session.run, verify=self.resync.look_over))
             nursery.start_soon(self.resync.run)
             nursery.start_soon(self.agent.run)
@@ -166,7 +154,7 @@ class Cluster:
         self, keys: EtcdKeys, directory: str, nursery: trio.Nursery, buckets: int, ttl_s: int
     ) -> None:
         self.keys = keys
-        self.settings = Settings(1, "test", 2, buckets, 0, ttl_s)
+        self.settings = records.Settings(1, "test", 2, buckets, 0, ttl_s)
         self.rereplicate_after_s = 0.3
         self.directory = directory
         self.running: dict[int, Node] = {}
@@ -220,7 +208,9 @@ async def cluster(keys: EtcdKeys, buckets: int = 16, ttl_s: int = TTL_S) -> Asyn
         async with trio.open_nursery() as nursery:
             made = Cluster(keys, directory, nursery, buckets, ttl_s)
             async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
-                await engine.transact((), [Put(SETTINGS_KEY, encode(made.settings))])
+                await engine.transact(
+                    (), [Put(records.SETTINGS_KEY, records.encode(made.settings))]
+                )
             yield made
             nursery.cancel_scope.cancel()
 
@@ -236,7 +226,7 @@ class Writer:
         self.groups = Groups()
         self.members = Members()
         self.replica = Replica(engine, (self.members, self.groups))
-        record, ttl_s = MountRecord("worker", "/mnt", 1, "0"), nodes.settings.lease_ttl_s
+        record, ttl_s = records.MountRecord("worker", "/mnt", 1, "0"), nodes.settings.lease_ttl_s
         self.session = Session(engine, MOUNT, record, ttl_s)
         self.published: dict[Extent, bytes] = {}
         self.group_of: dict[Extent, int] = {}
@@ -252,7 +242,7 @@ class Writer:
         """As docs/replication.md says: on every member of the configuration that the commit compares."""
         self._ino += 1
         self._number += 1
-        layout = Layout(2, 0, random.getrandbits(63) + 1)
+        layout = records.Layout(2, 0, random.getrandbits(63) + 1)
         group = group_of(layout, 0, self._nodes.settings.buckets)
         before: GroupConfig | None = None
         have: set[int] = set()
@@ -271,12 +261,12 @@ class Writer:
                     await self.groups.changed()
                 continue
             inode = Inode(self._ino, 0o100644, 0, 0, 0)
-            inode.size, inode.extent, inode.layout = len(data), ContentId(content), layout
+            inode.size, inode.extent, inode.layout = len(data), records.ContentId(content), layout
             inode.blocks = -(-len(data) // 512)
-            key = key_of(b"i", self._ino)
+            key = records.key_of(b"i", self._ino)
             try:
                 await self.engine.transact(
-                    [(key, 0), (group_key(group), revision), self.session.compare()],
+                    [(key, 0), (records.group_key(group), revision), self.session.compare()],
                     [Put(key, inode.encode())],
                 )
             except Conflict:
@@ -334,7 +324,7 @@ class Watcher:
         if kind == b"n":
             (self.live.discard if value is None else self.live.add)(number)
         elif kind == b"g" and value is not None:
-            config = decode(value, GroupConfig)
+            config = records.decode(value, GroupConfig)
             self._check_step(number, config)
             self.configs[number] = config
             return number

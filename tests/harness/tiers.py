@@ -40,17 +40,8 @@ _STARTS = {
     "subprocess": Tier.PROMISES,
 }
 # Fixtures of conftest.py that start a mount or what tests share. No other fixture there starts anything.
-_SHARED = frozenset(
-    {
-        "module_mount",
-        "new_mount",
-        "shared_cluster",
-        "training_mount",
-        "etcd",
-        "process",
-        "small_tmpfs",
-    }
-)
+_SHARED = {"module_mount", "new_mount", "training_mount"}
+_SHARED |= {"shared_cluster", "etcd", "process", "small_tmpfs"}
 # Markers and parameters of the tests that only the highest tier has.
 _MARKERS = ("slow", "verbs", "guest_tests")
 _SESSIONS = ("pyfuse3", "cluster")
@@ -82,7 +73,6 @@ def running(tier: Tier) -> Iterator[None]:
 
 
 def tier_of(item: pytest.Item) -> Tier:
-    """Return the tier that a test belongs to."""
     import pytest
 
     assert isinstance(item, pytest.Function)

@@ -47,19 +47,16 @@ class Place:
 
     async def write(self, extent: Extent, data: bytes, *chain: int, first: int = 1) -> None:
         """Write an extent on a node, which hands it down the chain."""
-        with descriptor(self.file(f"source{extent.content}", data)) as source:
+        with descriptor(os.memfd_create("source")) as source:
+            os.write(source, data)
             whole = FileRange(source, 0, len(data))
             await self.peers.device(first).write(extent, Target(1, 1, chain), whole)
 
     async def read(self, node: int, extent: Extent, start: int, length: int) -> bytes:
         """Return a part of an extent, and whatever else came with it."""
-        target = self.file(f"target{node}-{extent.content}")
-        os.truncate(target, 0)
-        try:
+        with descriptor(os.memfd_create("target")) as target:
             await self.peers.device(node).read(extent, start, FileRange(target, 0, length))
             return os.pread(target, length + 1, 0)
-        finally:
-            os.close(target)
 
 
 @asynccontextmanager

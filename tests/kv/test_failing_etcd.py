@@ -237,7 +237,6 @@ class TestUncertainTransaction:
     async def test_that_was_not_applied_is_repeated_and_does_nothing_when_it_arrives(
         self, etcd: EtcdServer
     ) -> None:
-        """Its compares hold again, since what it created has been deleted meanwhile."""
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             revisions: list[int] = []
 
@@ -261,9 +260,7 @@ class TestUncertainTransaction:
                 Change(last, (Event(last, b"b", b""),)),
             ]
 
-    async def test_that_a_full_etcd_refuses_is_not_applied_later(
-        self, own_etcd: EtcdServer
-    ) -> None:
+    async def test_that_full_etcd_refuses_is_not_applied_later(self, own_etcd: EtcdServer) -> None:
         async with proxied(own_etcd, new_prefix()) as (proxy, engine, direct):
 
             async def write() -> None:
@@ -298,9 +295,7 @@ class TestUncertainTransaction:
             assert await direct.get(b"a") is None
 
     @pytest.mark.slow
-    async def test_of_random_kinds_are_all_applied_once_and_in_order(
-        self, etcd: EtcdServer
-    ) -> None:
+    async def test_of_random_kinds_are_all_applied_once_in_order(self, etcd: EtcdServer) -> None:
         chance = seeded()
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
             first = engine.revision

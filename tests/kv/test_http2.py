@@ -5,22 +5,8 @@ from collections.abc import Coroutine, Iterator
 import hpack
 import pytest
 
-from irdmafs.backend.etcd.http2 import (
-    ACK,
-    CANCEL,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADERS,
-    INITIAL_WINDOW_SIZE,
-    RST_STREAM,
-    SETTINGS,
-    Http2,
-    Stream,
-    frame,
-    window_update,
-)
+from irdmafs.backend.etcd import http2
+from irdmafs.backend.etcd.http2 import Http2, frame, window_update
 from irdmafs.backend.etcd.rpc import ConnectionLost, ProtocolError, RpcError
 
 
@@ -41,7 +27,7 @@ class Wire:
         self.sent = bytearray()
         self.ended = 0
         self.http2 = Http2(self.sent.extend, self._end)
-        self.http2.take(frame(SETTINGS, 0, 0))
+        self.http2.take(frame(http2.SETTINGS, 0, 0))
         self.sent.clear()
 
     def _end(self) -> None:
@@ -57,20 +43,20 @@ class Wire:
             data = data[end:]
 
     def body(self) -> bytes:
-        return b"".join(payload for kind, _, _, payload in self.frames() if kind == DATA)
+        return b"".join(payload for kind, _, _, payload in self.frames() if kind == http2.DATA)
 
 
 def answer(number: int, message: bytes, status: str = "0") -> bytes:
     body = b"\0" + len(message).to_bytes(4, "big") + message
     trailers = header_block([("grpc-status", status), ("grpc-message", "no%20room")])
     return (
-        frame(HEADERS, END_HEADERS, number, HEAD)
-        + frame(DATA, 0, number, body)
-        + frame(HEADERS, END_HEADERS | END_STREAM, number, trailers)
+        frame(http2.HEADERS, http2.END_HEADERS, number, HEAD)
+        + frame(http2.DATA, 0, number, body)
+        + frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, number, trailers)
     )
 
 
-async def received(stream: Stream) -> list[bytes]:
+async def received(stream: http2.Stream) -> list[bytes]:
     found = []
     while (message := await stream.receive()) is not None:
         found.append(message)
@@ -107,7 +93,7 @@ def test_request_waits_for_window_and_goes_on_with_it() -> None:
     assert wire.body() == b""  # the connection's window is used up
     wire.http2.take(window_update(0, 1 << 20))
     *_, (_, flags, _, last) = frames = list(wire.frames())
-    assert flags == END_STREAM
+    assert flags == http2.END_STREAM
     assert last
     sent += b"".join(payload for _, _, _, payload in frames)
     assert sent == b"\0" + len(message).to_bytes(4, "big") + message
@@ -119,7 +105,9 @@ def test_window_that_settings_make_larger_counts_for_open_calls() -> None:
     wire.http2.take(window_update(0, 1 << 20))
     assert len(wire.body()) == 65535
     size = (1 << 20).to_bytes(4, "big")
-    wire.http2.take(frame(SETTINGS, 0, 0, INITIAL_WINDOW_SIZE.to_bytes(2, "big") + size))
+    wire.http2.take(
+        frame(http2.SETTINGS, 0, 0, http2.INITIAL_WINDOW_SIZE.to_bytes(2, "big") + size)
+    )
     assert len(wire.body()) == 100_005 - 65535
 
 
@@ -128,7 +116,7 @@ def test_call_that_is_given_up_sends_no_more_of_its_request() -> None:
     stream = wire.http2.call(BLOCK, bytes(100_000))
     list(wire.frames())
     stream.close()
-    assert list(wire.frames()) == [(RST_STREAM, 0, 1, CANCEL.to_bytes(4, "big"))]
+    assert list(wire.frames()) == [(http2.RST_STREAM, 0, 1, http2.CANCEL.to_bytes(4, "big"))]
     wire.http2.take(window_update(0, 1 << 20) + window_update(1, 1 << 20) + answer(1, b"late"))
     assert not wire.sent
     assert wire.ended == 1
@@ -137,7 +125,7 @@ def test_call_that_is_given_up_sends_no_more_of_its_request() -> None:
 def test_shutdown_ends_later_calls_as_unsent_and_lets_earlier_ones_finish() -> None:
     wire = Wire()
     first, second = wire.http2.call(BLOCK, b""), wire.http2.call(BLOCK, b"")
-    wire.http2.take(frame(GOAWAY, 0, 0, (1).to_bytes(4, "big") + bytes(4)))
+    wire.http2.take(frame(http2.GOAWAY, 0, 0, (1).to_bytes(4, "big") + bytes(4)))
     assert wire.http2.draining
     with pytest.raises(ConnectionLost) as lost:
         received(second).send(None)
@@ -157,18 +145,18 @@ def test_status_other_than_ok_is_raised_with_its_text() -> None:
 
 def test_settings_are_acknowledged() -> None:
     wire = Wire()
-    wire.http2.take(frame(SETTINGS, 0, 0))
-    assert list(wire.frames()) == [(SETTINGS, ACK, 0, b"")]
+    wire.http2.take(frame(http2.SETTINGS, 0, 0))
+    assert list(wire.frames()) == [(http2.SETTINGS, http2.ACK, 0, b"")]
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"HTTP/1.1 400 Bad Request\r\n",
-        frame(DATA, END_STREAM, 1),
-        frame(HEADERS, 0, 1, HEAD) + frame(DATA, 0, 1, b""),
-        frame(HEADERS, END_HEADERS, 1, NO_TABLE + b"\xff\xff\xff\xff\xff\xff"),
-        frame(HEADERS, END_HEADERS, 1, NO_TABLE + header_block([(":status", "404")])),
+        frame(http2.DATA, http2.END_STREAM, 1),
+        frame(http2.HEADERS, 0, 1, HEAD) + frame(http2.DATA, 0, 1, b""),
+        frame(http2.HEADERS, http2.END_HEADERS, 1, NO_TABLE + b"\xff\xff\xff\xff\xff\xff"),
+        frame(http2.HEADERS, http2.END_HEADERS, 1, NO_TABLE + header_block([(":status", "404")])),
     ],
 )
 def test_nonsense_is_refused(data: bytes) -> None:

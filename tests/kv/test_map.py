@@ -149,9 +149,6 @@ def test_a_map_in_memory_leaves_neither_file_nor_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# -- crashes -----------------------------------------------------------------------------------------
-
-
 _CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (\d+)")
 _BYTES = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 # (offset, bytes) written, "sync", or "done": what the program says after each transaction.
@@ -259,9 +256,6 @@ def test_what_a_power_loss_leaves_of_the_writes_since_a_sync_is_a_commit(tmp_pat
             records.close()
             losses += 1
     assert returned == TRANSACTIONS - 1 and losses >= 100
-
-
-# -- full stores -------------------------------------------------------------------------------------
 
 
 def fill(directory: Path) -> None:
@@ -374,9 +368,6 @@ class TestFullStore:
         records.close()
 
 
-# -- damage ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """The file of a closed map with 2,000 keys."""
@@ -452,9 +443,7 @@ class TestDamagedFile:
         assert len(contents(records)) == 2000 and records.note == b"note"
         records.close()
 
-    def test_anywhere_on_a_disk_is_an_error_of_ours_or_harmless_after_a_crash(
-        self, store: Path
-    ) -> None:
+    def test_anywhere_on_a_disk_is_our_error_or_harmless_after_a_crash(self, store: Path) -> None:
         chance = seeded()
         intact = store.read_bytes()
         used = len(intact.rstrip(b"\0"))

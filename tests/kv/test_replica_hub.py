@@ -172,9 +172,7 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
 # -- the hub -----------------------------------------------------------------------------------------
 
 
-async def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
-    keys: EtcdKeys,
-) -> None:
+async def test_hub_hands_every_transaction_whole_to_its_consumers_in_order(keys: EtcdKeys) -> None:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         consumer = Recorded()
         replica = Replica(engine, (consumer,))

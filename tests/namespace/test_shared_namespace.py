@@ -54,9 +54,7 @@ async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_befo
             assert await error_of(here.set_attributes(file.ino, mode=0)) == "ESTALE"
 
 
-async def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
-    keys: EtcdKeys,
-) -> None:
+async def test_a_new_inode_has_the_group_its_directory_hands_down_by_then(keys: EtcdKeys) -> None:
     """Whether or not the watch has told of that here."""
     async with hosts(keys, 2, Lagging) as (here, there):
         await there.hub.barrier()
@@ -142,9 +140,7 @@ async def test_a_file_that_another_host_removes_stays_for_who_holds_it(keys: Etc
         await expect_all_equal(keys, [here, there])
 
 
-async def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
-    keys: EtcdKeys,
-) -> None:
+async def test_a_file_another_host_removes_at_once_is_there_for_its_maker(keys: EtcdKeys) -> None:
     """Between the transaction and the caller's next step lies a wait for followers."""
     async with hosts(keys, 2) as (here, there):
 

@@ -178,9 +178,7 @@ def make(namespace: Namespace, parent: int, name: bytes, mode: int, version: int
     return run(namespace.create(parent, name, mode, 0, 0, version=version))
 
 
-def test_dotdot_of_a_removed_directory_in_a_removed_directory_is_stale(
-    namespace: Namespace,
-) -> None:
+def test_dotdot_of_removed_directory_in_a_removed_directory_is_stale(namespace: Namespace) -> None:
     outer = make(namespace, ROOT_INO, b"outer", DIRECTORY)
     inner = make(namespace, outer.ino, b"inner", DIRECTORY)
     make(namespace, ROOT_INO, b"other", DIRECTORY)

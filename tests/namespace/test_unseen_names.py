@@ -186,9 +186,7 @@ def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> N
     assert Inode.decode(5, made.encode(), 9).maker == made.copy().maker == record.maker
 
 
-async def test_what_lost_a_conflict_has_no_place_beside_a_file_that_was_removed(
-    keys: EtcdKeys,
-) -> None:
+async def test_what_lost_a_conflict_has_no_place_beside_a_removed_file(keys: EtcdKeys) -> None:
     async with two(keys) as (here, there):
         here.held = lambda ino: True
         file = await made(here)

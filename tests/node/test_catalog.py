@@ -11,17 +11,9 @@ from harness.seeds import seeded
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import (
-    ContentId,
-    GroupConfig,
-    Layout,
-    MountRecord,
-    encode,
-    group_key,
-    key_of,
-    pin_key,
-)
+from irdmafs.backend.model.records import Layout, key_of
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node import catalog as catalog_module
 from irdmafs.backend.node.catalog import Catalog
@@ -30,7 +22,7 @@ from irdmafs.backend.transport import Extent
 
 BUCKETS = 16
 STRIPE_BYTES = 1000
-MOUNT = encode(MountRecord("host", "/mnt", 1, "0"))
+MOUNT = records.encode(records.MountRecord("host", "/mnt", 1, "0"))
 
 
 class World:
@@ -98,10 +90,19 @@ class World:
 
     def configure(self, group: int, *in_sync: int) -> None:
         self.revision += 1
-        self.records[group_key(group)] = encode(GroupConfig(1, in_sync)), self.revision
+        self.records[records.group_key(group)] = (
+            records.encode(records.GroupConfig(1, in_sync)),
+            self.revision,
+        )
         self.groups.apply(
             self.revision,
-            [Event(self.revision, group_key(group), self.records[group_key(group)][0])],
+            [
+                Event(
+                    self.revision,
+                    records.group_key(group),
+                    self.records[records.group_key(group)][0],
+                )
+            ],
         )
 
     def name(self, ino: int, content: int, size: int, layout: Layout) -> None:
@@ -111,10 +112,10 @@ class World:
         self.change((key_of(b"i", ino), None))
 
     def pin(self, content: int, lease: int) -> None:
-        self.change((pin_key(content, lease), b""))
+        self.change((records.pin_key(content, lease), b""))
 
     def unpin(self, content: int, lease: int) -> None:
-        self.change((pin_key(content, lease), None))
+        self.change((records.pin_key(content, lease), None))
 
     # -- extents
 
@@ -139,7 +140,12 @@ class World:
 
 def record(ino: int, content: int, size: int, layout: Layout) -> bytes:
     inode = Inode(ino, 0o100644, 0, 0, 0)
-    inode.extent, inode.size, inode.layout, inode.version = ContentId(content), size, layout, 1
+    inode.extent, inode.size, inode.layout, inode.version = (
+        records.ContentId(content),
+        size,
+        layout,
+        1,
+    )
     return inode.encode()
 
 

@@ -16,17 +16,9 @@ from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.files.digest import digest_of_bytes, fold
 from irdmafs.backend.kv import KeyValue
+from irdmafs.backend.model import records
 from irdmafs.backend.model.groups import without
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import (
-    ContentId,
-    GroupConfig,
-    Layout,
-    NodeAddress,
-    encode,
-    group_key,
-    key_of,
-)
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.checks import Checks, Verdict
@@ -38,7 +30,7 @@ CONTENT = 1000 << 24 | 1
 SIZE = 4 << 20
 BUCKETS = 16
 OTHER = 7
-LAYOUT = Layout(replicas=2, stripe_bytes=1)
+LAYOUT = records.Layout(replicas=2, stripe_bytes=1)
 WRONG = digest_of_bytes(b"wrong")
 
 
@@ -91,25 +83,25 @@ class Place:
         self.catalog = Catalog(files, self.groups, BUCKETS)
         self.members = Members()
         for node in (files.node, OTHER):
-            address = NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
+            address = records.NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
             self.members.nodes[node] = address
         other: Any = self.other
         self.checks = Checks(self.catalog, self.members, self.groups, lambda node: other)
-        self.config = GroupConfig(1, (files.node, OTHER))
-        records = [
-            KeyValue(group_key(2 << 16 | bucket), encode(self.config), 1)
+        self.config = records.GroupConfig(1, (files.node, OTHER))
+        configs = [
+            KeyValue(records.group_key(2 << 16 | bucket), records.encode(self.config), 1)
             for bucket in range(BUCKETS)
         ]
-        self.groups.load(records, 1)
+        self.groups.load(configs, 1)
         inode = Inode(2, 0o100644, 0, 0, 0)
         inode.extent, inode.size, inode.layout, inode.version = (
-            ContentId(CONTENT),
+            records.ContentId(CONTENT),
             stripes,
             LAYOUT,
             1,
         )
         inode.digests = fold(self.digests)
-        self.catalog.load([KeyValue(key_of(b"i", 2), inode.encode(), 1)], 1)
+        self.catalog.load([KeyValue(records.key_of(b"i", 2), inode.encode(), 1)], 1)
         for stripe, data in enumerate(self.right):
             self.other.digests[Extent(CONTENT, stripe)] = self.digests[stripe]
             with received(files, data) as incoming:

@@ -34,19 +34,9 @@ from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import (
-    SETTINGS_KEY,
-    ContentId,
-    Layout,
-    MountRecord,
-    NodeRecord,
-    Settings,
-    decode,
-    encode,
-    group_key,
-    key_of,
-)
+from irdmafs.backend.model.records import Layout, NodeRecord, Settings
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
@@ -83,7 +73,6 @@ class ServedNode(Daemon):
         self.wait_served()
 
     def wait_served(self) -> None:
-        """Wait until it says that it serves."""
         wait_until(
             lambda: self.said.count("is served") == self.starts,
             "it does not serve",
@@ -136,7 +125,7 @@ class Place:
 
     async def found(self) -> None:
         async with EtcdEngine(self.etcd.endpoints, self.prefix) as engine:
-            await engine.transact((), [Put(SETTINGS_KEY, encode(self.settings))])
+            await engine.transact((), [Put(records.SETTINGS_KEY, records.encode(self.settings))])
 
     def close(self) -> None:
         for node in self.nodes:
@@ -152,7 +141,7 @@ class Writer:
         self.engine = engine
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
-        record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
+        record = records.MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
         self.session = Session(engine, MOUNT, record, place.settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()
@@ -207,9 +196,10 @@ class Writer:
         group = self.group(layout)
         found = self.groups.get(group)
         assert found is not None
-        guards = [(group_key(group), found[1]), self.session.compare()]
+        guards = [(records.group_key(group), found[1]), self.session.compare()]
         return await self.namespace.publish(
-            NewVersion(ino, ContentId(content), size, 8, time.time_ns(), layout=layout), guards
+            NewVersion(ino, records.ContentId(content), size, 8, time.time_ns(), layout=layout),
+            guards,
         )
 
     async def publish(self, name: bytes, data: bytes) -> int:
@@ -280,9 +270,6 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
     assert not [log for log in logs if "Traceback" in log]
 
 
-# -- storing and reading ---------------------------------------------------------------------------
-
-
 async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
     place.add()
     place.add()
@@ -306,9 +293,6 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
         await device.abort(given_up)
         assert (await refused(given_up, target)).errno == errno.ECANCELED
         assert all(not node.extents() for node in place.nodes)
-
-
-# -- who serves ------------------------------------------------------------------------------------
 
 
 async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
@@ -335,9 +319,6 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
             text = answer.read().decode()
         assert f'irdmafs_node_store_bytes{{node="{node.id:016x}"}} 1007.0' in text
         assert 'kind="put"' in text
-
-
-# -- ends and beginnings ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on a disk"])
@@ -480,9 +461,7 @@ def test_a_node_without_a_cluster_says_what_to_do(place: Place) -> None:
     assert "Traceback" not in text
 
 
-async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
-    place: Place,
-) -> None:
+async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_returns(place: Place) -> None:
     with EtcdServer() as own:
         place.etcd = own
         place.settings = Settings(1, place.name, 1, BUCKETS, 0, SHORT_TTL_S)
@@ -540,21 +519,19 @@ async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place)
         here.kill9()
 
 
-async def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(
-    place: Place,
-) -> None:
+async def test_weight_and_labels_are_those_of_last_start_and_draining_stays(place: Place) -> None:
     node = place.add("--weight", "2", "--zone", "a", "--host", "here")
     async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
-        key = key_of(b"N", node.id)
+        key = records.key_of(b"N", node.id)
 
         async def record() -> NodeRecord:
             found = await engine.get(key)
             assert found is not None
-            return decode(found.value, NodeRecord)
+            return records.decode(found.value, NodeRecord)
 
         assert await record() == NodeRecord("up", 2.0, {"zone": "a", "host": "here"})
         draining = NodeRecord("draining", 2.0, {"zone": "a", "host": "here"})
-        await engine.transact((), [Put(key, encode(draining))])
+        await engine.transact((), [Put(key, records.encode(draining))])
         node.terminate()
         again = place.add("--weight", "3", "--host", "there", store=node.store)
         assert again.id == node.id

@@ -18,27 +18,11 @@ from hypothesis import strategies as st
 from irdmafs.backend.cluster.etcd_rights import own_ranges
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd import rpc
 from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
-from irdmafs.backend.etcd.rpc import (
-    ALARM,
-    AUTHENTICATE,
-    COMPACT,
-    DEFRAGMENT,
-    DELETE,
-    GRANT,
-    HASH_KV,
-    KEEP_ALIVE,
-    MEMBERS,
-    RANGE,
-    REVOKE,
-    STATUS,
-    TXN,
-    WATCH,
-    Message,
-    Method,
-)
+from irdmafs.backend.etcd.rpc import Message, Method
 from irdmafs.backend.kv import Event, KeyValue, Put
 from irdmafs.backend.model.records import pin_key
 from irdmafs.backend.node import readers as limits
@@ -77,53 +61,53 @@ def nested(inner: pb.TxnRequest) -> pb.TxnRequest:
 
 
 DENIED: dict[str, tuple[Method[Any], Message]] = {
-    "an alarm": (ALARM, pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, alarm=pb.NOSPACE)),
-    "compaction": (COMPACT, pb.CompactionRequest(revision=1)),
-    "defragmentation": (DEFRAGMENT, pb.DefragmentRequest()),
-    "status": (STATUS, pb.StatusRequest()),
-    "hashes": (HASH_KV, pb.HashKVRequest()),
-    "members": (MEMBERS, pb.MemberListRequest()),
-    "a password": (AUTHENTICATE, pb.AuthenticateRequest(name="root", password="-")),
-    "a delete of another's key": (DELETE, pb.DeleteRangeRequest(key=THEIRS)),
-    "a delete of a range": (DELETE, pb.DeleteRangeRequest(key=OWN, range_end=PREFIX + b"q")),
-    "a lease of another": (GRANT, pb.LeaseGrantRequest(ID=FOREIGN, TTL=5)),
-    "a lease of nobody": (GRANT, pb.LeaseGrantRequest(ID=7, TTL=5)),
-    "a lease without a number": (GRANT, pb.LeaseGrantRequest(TTL=5)),
-    "a negative lease": (GRANT, pb.LeaseGrantRequest(ID=-1, TTL=5)),
-    "a lease for ever": (GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=1 << 40)),
-    "to keep another alive": (KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=FOREIGN)),
-    "to end another": (REVOKE, pb.LeaseRevokeRequest(ID=FOREIGN)),
-    "everybody's keys": (RANGE, pb.RangeRequest(key=b"\0", range_end=b"\0")),
-    "keys beyond the cluster's": (RANGE, pb.RangeRequest(key=PREFIX, range_end=b"/j")),
-    "keys to the end": (RANGE, pb.RangeRequest(key=PREFIX, range_end=b"\0")),
-    "an endless key": (RANGE, pb.RangeRequest(key=PREFIX + b"d" * 2000)),
+    "an alarm": (rpc.ALARM, pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, alarm=pb.NOSPACE)),
+    "compaction": (rpc.COMPACT, pb.CompactionRequest(revision=1)),
+    "defragmentation": (rpc.DEFRAGMENT, pb.DefragmentRequest()),
+    "status": (rpc.STATUS, pb.StatusRequest()),
+    "hashes": (rpc.HASH_KV, pb.HashKVRequest()),
+    "members": (rpc.MEMBERS, pb.MemberListRequest()),
+    "a password": (rpc.AUTHENTICATE, pb.AuthenticateRequest(name="root", password="-")),
+    "a delete of another's key": (rpc.DELETE, pb.DeleteRangeRequest(key=THEIRS)),
+    "a delete of a range": (rpc.DELETE, pb.DeleteRangeRequest(key=OWN, range_end=PREFIX + b"q")),
+    "a lease of another": (rpc.GRANT, pb.LeaseGrantRequest(ID=FOREIGN, TTL=5)),
+    "a lease of nobody": (rpc.GRANT, pb.LeaseGrantRequest(ID=7, TTL=5)),
+    "a lease without a number": (rpc.GRANT, pb.LeaseGrantRequest(TTL=5)),
+    "a negative lease": (rpc.GRANT, pb.LeaseGrantRequest(ID=-1, TTL=5)),
+    "a lease for ever": (rpc.GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=1 << 40)),
+    "to keep another alive": (rpc.KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=FOREIGN)),
+    "to end another": (rpc.REVOKE, pb.LeaseRevokeRequest(ID=FOREIGN)),
+    "everybody's keys": (rpc.RANGE, pb.RangeRequest(key=b"\0", range_end=b"\0")),
+    "keys beyond the cluster's": (rpc.RANGE, pb.RangeRequest(key=PREFIX, range_end=b"/j")),
+    "keys to the end": (rpc.RANGE, pb.RangeRequest(key=PREFIX, range_end=b"\0")),
+    "an endless key": (rpc.RANGE, pb.RangeRequest(key=PREFIX + b"d" * 2000)),
     "to watch everybody's": (
-        WATCH,
+        rpc.WATCH,
         pb.WatchRequest(
             create_request=pb.WatchCreateRequest(key=b"\0", range_end=b"\0", start_revision=1)
         ),
     ),
     "to watch from now": (
-        WATCH,
+        rpc.WATCH,
         pb.WatchRequest(create_request=pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + b"z")),
     ),
-    "another's key": (TXN, success(put(THEIRS))),
-    "a name": (TXN, success(put(PREFIX + b"d" + bytes(8) + b"x"))),
-    "the last transaction": (TXN, success(put(PREFIX + b"s"))),
-    "a long key": (TXN, success(put(OWN + bytes(60)))),
-    "a long value": (TXN, success(put(value=bytes(10_000)))),
-    "a key for ever": (TXN, success(put(lease=0))),
-    "a key that ends with another": (TXN, success(put(lease=FOREIGN))),
-    "a value as it is": (TXN, success(put(ignore_value=True))),
-    "a lease as it is": (TXN, success(put(ignore_lease=True))),
-    "to delete a range": (TXN, success(delete(range_end=PREFIX + b"q"))),
-    "to delete another's key": (TXN, success(delete(THEIRS))),
-    "to read outside": (TXN, success(read(b"\0", b"\0"))),
-    "a put where a compare fails": (TXN, pb.TxnRequest(failure=[put()])),
-    "a transaction in a transaction": (TXN, nested(success(put(THEIRS)))),
-    "too many puts": (TXN, success(*(put(OWN + bytes([one])) for one in range(129)))),
+    "another's key": (rpc.TXN, success(put(THEIRS))),
+    "a name": (rpc.TXN, success(put(PREFIX + b"d" + bytes(8) + b"x"))),
+    "the last transaction": (rpc.TXN, success(put(PREFIX + b"s"))),
+    "a long key": (rpc.TXN, success(put(OWN + bytes(60)))),
+    "a long value": (rpc.TXN, success(put(value=bytes(10_000)))),
+    "a key for ever": (rpc.TXN, success(put(lease=0))),
+    "a key that ends with another": (rpc.TXN, success(put(lease=FOREIGN))),
+    "a value as it is": (rpc.TXN, success(put(ignore_value=True))),
+    "a lease as it is": (rpc.TXN, success(put(ignore_lease=True))),
+    "to delete a range": (rpc.TXN, success(delete(range_end=PREFIX + b"q"))),
+    "to delete another's key": (rpc.TXN, success(delete(THEIRS))),
+    "to read outside": (rpc.TXN, success(read(b"\0", b"\0"))),
+    "a put where a compare fails": (rpc.TXN, pb.TxnRequest(failure=[put()])),
+    "a transaction in a transaction": (rpc.TXN, nested(success(put(THEIRS)))),
+    "too many puts": (rpc.TXN, success(*(put(OWN + bytes([one])) for one in range(129)))),
     "a compare outside": (
-        TXN,
+        rpc.TXN,
         pb.TxnRequest(compare=[pb.Compare(key=b"/other", target=pb.Compare.MOD)]),
     ),
 }
@@ -160,7 +144,7 @@ def _parsed(data: bytes) -> pb.PutRequest:
 @settings(max_examples=200, deadline=None)
 def test_whatever_it_sends_only_own_keys_are_changed(made: list[pb.RequestOp], rest: bytes) -> None:
     try:
-        found = checked(TXN.path, success(*made).SerializeToString() + rest, PREFIX, OWNER)
+        found = checked(rpc.TXN.path, success(*made).SerializeToString() + rest, PREFIX, OWNER)
     except PermissionError:
         return
     for operation in found.message.success:
@@ -180,13 +164,13 @@ def _check_own(key: bytes) -> None:
 
 def test_what_is_not_known_here_is_not_forwarded() -> None:
     hidden = success(put()).SerializeToString() + b"\x22\x02\x08\x01"
-    found = checked(TXN.path, hidden, PREFIX, OWNER)
+    found = checked(rpc.TXN.path, hidden, PREFIX, OWNER)
     assert found.message.SerializeToString() == success(put()).SerializeToString()
     everything = pb.RangeRequest(key=PREFIX, range_end=PREFIX + b"z", limit=1 << 40)
-    found = checked(RANGE.path, everything.SerializeToString(), PREFIX, OWNER)
+    found = checked(rpc.RANGE.path, everything.SerializeToString(), PREFIX, OWNER)
     assert found.message.limit == PAGE_KEYS
     own = pb.DeleteRangeRequest(key=OWN)
-    assert checked(DELETE.path, own.SerializeToString(), PREFIX, OWNER).message == own
+    assert checked(rpc.DELETE.path, own.SerializeToString(), PREFIX, OWNER).message == own
 
 
 # -- with a real etcd ------------------------------------------------------------------------------
@@ -210,7 +194,7 @@ class Asking:
 
     async def changes(self, after: int, end: bytes = b"z") -> pb.WatchResponse:
         create = pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + end, start_revision=after + 1)
-        found: pb.WatchResponse = await self.ask(WATCH, pb.WatchRequest(create_request=create))
+        found: pb.WatchResponse = await self.ask(rpc.WATCH, pb.WatchRequest(create_request=create))
         return found
 
 
@@ -235,30 +219,28 @@ def server() -> Any:
 
 async def fill(reader: Asking) -> None:
     for number in range(100):
-        await reader.ask(TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
+        await reader.ask(rpc.TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
 
 
-async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
-    server: EtcdServer,
-) -> None:
+async def test_reader_that_keeps_too_much_is_refused_and_others_are_not(server: EtcdServer) -> None:
     with patch.object(limits, "_KEPT_BYTES_MAX", 100_000):
         async with answering(server) as (node, engine):
             greedy, other = Asking(node), Asking(node, OTHER)
             for one, lease in ((greedy, LEASE), (other, FOREIGN)):
-                await one.ask(GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
+                await one.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
             with fails_with(errno.EDQUOT):
                 await fill(greedy)
             kept = await engine.range(b"p", b"q")
             assert 10 <= len(kept) <= 12
-            await other.ask(TXN, success(put(THEIRS, lease=FOREIGN)))
+            await other.ask(rpc.TXN, success(put(THEIRS, lease=FOREIGN)))
             # It may use again all that it gives up.
-            await greedy.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
-            await greedy.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
+            await greedy.ask(rpc.REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
+            await greedy.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
             while node._kept.bytes[OWNER]:
                 await trio.sleep(0.01)
-            await greedy.ask(TXN, success(put()))
+            await greedy.ask(rpc.TXN, success(put()))
             for one, lease in ((greedy, LEASE), (other, FOREIGN)):
-                await one.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+                await one.ask(rpc.REVOKE, pb.LeaseRevokeRequest(ID=lease))
 
 
 async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> None:
@@ -267,26 +249,26 @@ async def test_a_reader_has_so_many_leases_and_no_more(server: EtcdServer) -> No
             reader = Asking(node)
             leases = [OWNER << LEASE_BITS | 100 + number for number in range(4)]
             for lease in leases[:3]:
-                await reader.ask(GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
+                await reader.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
             with pytest.raises(OSError, match="3 leases"):
-                await reader.ask(GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
-            await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=leases[0]))
-            await reader.ask(GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
+                await reader.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
+            await reader.ask(rpc.REVOKE, pb.LeaseRevokeRequest(ID=leases[0]))
+            await reader.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=leases[3], TTL=60))
             for lease in leases:
-                await reader.said(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+                await reader.said(rpc.REVOKE, pb.LeaseRevokeRequest(ID=lease))
 
 
 async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
     async with answering(server) as (node, _):
         reader = Asking(node)
-        await reader.ask(GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
+        await reader.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
         account = node._accounts[OWNER]
         account._credit = 1000.0
         began = account._counted_at = trio.current_time()
         with patch.object(limits, "_BYTES_PER_S", 20_000):
-            await reader.ask(TXN, success(put(value=bytes(8000))))
+            await reader.ask(rpc.TXN, success(put(value=bytes(8000))))
         assert trio.current_time() > began + 0.2
-        await reader.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
+        await reader.ask(rpc.REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
 
 
 async def test_thousands_of_watches_of_one_connection_are_refused(server: EtcdServer) -> None:
@@ -362,9 +344,9 @@ async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -
         async with EtcdEngine(server.endpoints, PREFIX) as engine:
             await engine.transact((), [Put(b"c", b"")])
             deaf = Asking(Readers(client, PREFIX, Kept(), Feed(PREFIX)))
-            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"s"))
+            said = await deaf.said(rpc.RANGE, pb.RangeRequest(key=PREFIX + b"s"))
             assert said.outcome == EtcdOutcome.UNSENT
-            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"c"))
+            said = await deaf.said(rpc.RANGE, pb.RangeRequest(key=PREFIX + b"c"))
             assert said.outcome == EtcdOutcome.ANSWERED
 
 
@@ -373,7 +355,7 @@ async def test_a_long_answer_comes_in_parts(server: EtcdServer) -> None:
         async with answering(server) as (node, engine):
             await engine.transact((), [Put(b"t" + bytes([n]), b"v" * 3000) for n in range(9)])
             request = pb.RangeRequest(key=PREFIX + b"t", range_end=PREFIX + b"u")
-            answer = await Asking(node).ask(RANGE, request)
+            answer = await Asking(node).ask(rpc.RANGE, request)
             assert answer.more
             assert len(answer.kvs) == 3
 
@@ -389,7 +371,7 @@ NOBODIES: Sequence[Who] = (
 @pytest.mark.parametrize("who", NOBODIES)
 async def test_who_has_no_certificate_is_no_reader(server: EtcdServer, who: Who) -> None:
     async with answering(server) as (node, _):
-        asked = AskEtcd(RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
+        asked = AskEtcd(rpc.RANGE.path, pb.RangeRequest(key=PREFIX).SerializeToString())
         with pytest.raises(PermissionError):
             await node.ask(who(), asked)
 

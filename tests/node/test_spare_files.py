@@ -205,9 +205,7 @@ def test_file_whose_pages_program_may_keep_is_never_used_again(files: Files, mem
         assert not is_used_again(files, 1)
 
 
-def test_file_that_is_lent_after_it_was_freed_is_never_used_again(
-    files: Files, memory: Path
-) -> None:
+def test_file_lent_after_it_was_freed_is_never_used_again(files: Files, memory: Path) -> None:
     with borrowing(memory) as contents:
         first = keep(files, 1)
         assert contents.borrow(ContentId(1), f"{memory}/store")
@@ -258,9 +256,7 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
     assert is_used_again(files, CONTENT)
 
 
-def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
-    memory: Path,
-) -> None:
+def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(memory: Path) -> None:
     gone: list[int] = []
     with borrowing(memory, gone.append) as contents:
         for number, comes in ((1, "kept"), (2, "published")):

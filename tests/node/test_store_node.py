@@ -33,9 +33,6 @@ def contents_of(files: Files, extent: Extent) -> bytes:
         return os.pread(fd, 1 << 20, 0)
 
 
-# -- the store directory -------------------------------------------------------------------------
-
-
 def test_a_store_is_the_same_node_for_as_long_as_its_directory_lives(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
         node = files.node

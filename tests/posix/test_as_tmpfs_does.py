@@ -9,11 +9,12 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
+from conftest import EVERYWHERE
+from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
 from harness.differential.command import (
     Difference,
@@ -21,20 +22,24 @@ from harness.differential.command import (
     compare,
     difference,
     loaded,
+    mounts_of,
     programs,
     saved,
     shrink,
     tmpfs_directory,
 )
 from harness.differential.differences import REFUSED, Leniency
+from harness.differential.hosts import LEFT_OUT
 from harness.differential.sides import Normal
 from harness.differential.steps import Vocabulary
+from harness.models.namespace import error_of
 from harness.mountpoint import Mount, run_checked
 from harness.processes import Process, TakeProcess
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 PROGRAMS_AT_ONCE = 10
 STEPS = 400
+SHOWN = pytest.mark.kernel_session("the kernel session shows it")
 OFD_GETLK = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -42,32 +47,25 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
 
 
-@pytest.fixture
-def reference() -> Iterator[Path]:
-    """An empty directory on a tmpfs."""
-    with tmpfs_directory() as path:
-        yield path
-
-
 def _compare(
-    session: str, mount: Mount, reference: Path, *, isolated: bool, seed: int, steps: int
+    session: str, mount: Mount, tmpfs: Path, *, isolated: bool, seed: int, steps: int
 ) -> None:
     leniency = Leniency(session, isolated=isolated)
     vocabulary = Vocabulary(REFUSED.get(session, frozenset()))
-    with Pair([mount.path], reference, leniency) as pair:
+    with Pair([mount.path], tmpfs, leniency) as pair:
         compare(pair, vocabulary, seed, steps)
 
 
-def test_mount_does_what_a_tmpfs_does(session: str, mount: Mount, reference: Path) -> None:
-    _compare(session, mount, reference, isolated=True, seed=1, steps=STEPS)
+def test_mount_does_what_a_tmpfs_does(session: str, mount: Mount, tmpfs: Path) -> None:
+    _compare(session, mount, tmpfs, isolated=True, seed=1, steps=STEPS)
 
 
 @pytest.mark.kernel_session("isolation is below the sessions")
 def test_mount_without_isolation_does_what_a_tmpfs_does(
-    session: str, new_mount: Callable[..., Mount], reference: Path
+    session: str, new_mount: Callable[..., Mount], tmpfs: Path
 ) -> None:
     with new_mount("-o", "allow_other,isolation=off") as mount:
-        _compare(session, mount, reference, isolated=False, seed=2, steps=STEPS // 2)
+        _compare(session, mount, tmpfs, isolated=False, seed=2, steps=STEPS // 2)
 
 
 def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, folder: Path) -> None:
@@ -138,20 +136,18 @@ def test_map_without_a_descriptor_keeps_its_extent(file: Path) -> None:
     _libc.munmap(address, mmap.PAGESIZE)
 
 
-def test_two_directories_of_a_tmpfs_do_not_differ(reference: Path) -> None:
-    with tmpfs_directory() as other, Pair([other], reference, Leniency("plain")) as pair:
+def test_two_directories_of_a_tmpfs_do_not_differ(tmpfs: Path) -> None:
+    with tmpfs_directory() as other, Pair([other], tmpfs, Leniency("plain")) as pair:
         for _, program in zip(range(PROGRAMS_AT_ONCE), programs(1, Vocabulary()), strict=False):
             pair.run(program)
         assert pair.steps > 10 * PROGRAMS_AT_ONCE
 
 
-def test_a_difference_is_found_and_shrunk_to_the_steps_that_make_it(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_a_difference_is_found_and_shrunk_to_few_steps(tmpfs: Path, tmp_path: Path) -> None:
     """A tmpfs that is full after 64 KiB is the one that differs."""
     run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path)
     try:
-        with Pair([tmp_path], reference, Leniency("plain"), times=False) as pair:
+        with Pair([tmp_path], tmpfs, Leniency("plain"), times=False) as pair:
             for program in programs(1, Vocabulary(frozenset({"fork", "exec"}))):
                 if difference(pair, program):
                     break
@@ -181,3 +177,74 @@ def test_a_time_that_goes_back_is_told_from_one_that_moves_on() -> None:
     assert look(now + 2, now + 1) == ("later", "same")
     assert look(now + 1, now) == ("EARLIER", "EARLIER")
     assert look(5, now + 1) == (5, "later")
+
+
+def test_two_hosts_that_take_turns_do_what_a_tmpfs_does(tmpfs: Path) -> None:
+    """Close-to-open; harness/differential/hosts.py says what a turn is."""
+    with (
+        mounts_of("hosts", ()) as (mounts, leniency),
+        Pair(mounts, tmpfs, leniency, times=False) as pair,
+    ):
+        compare(pair, Vocabulary(LEFT_OUT), 3, 500)
+
+
+# -- what docs/posix.md tells of -----------------------------------------------------------------
+
+
+def answer(path: Path, call: Callable[[int], object]) -> str:
+    with descriptor(os.open(path, os.O_RDONLY)) as fd:
+        return error_of(lambda: call(fd))
+
+
+@SHOWN
+def test_seeking_for_data_in_a_directory(folder: Path, tmpfs: Path) -> None:
+    found = [answer(place, lambda fd: os.lseek(fd, 0, os.SEEK_DATA)) for place in (tmpfs, folder)]
+    assert found == ["EINVAL", "ENXIO"]
+
+
+# asm-generic/ioctls.h: get and set flags, get and set flags with a project.
+GETFLAGS, SETFLAGS = 0x80086601, 0x40086602
+FSGETXATTR, FSSETXATTR = 0x801C581F, 0x401C5820
+
+
+@SHOWN
+@pytest.mark.parametrize("command", [GETFLAGS, SETFLAGS, FSGETXATTR, FSSETXATTR])
+def test_flags_of_chattr_are_no_ioctl_here(folder: Path, tmpfs: Path, command: int) -> None:
+    for place, expected in ((tmpfs, "ok"), (folder, "ENOTTY")):
+        (place / "file").touch()
+        for path in (place, place / "file"):
+            assert answer(path, lambda fd: fcntl.ioctl(fd, command, bytes(28))) == expected
+        (place / "file").write_bytes(b"x")
+
+
+@SHOWN
+def test_times_are_kept_between_1677_and_2262(folder: Path, tmpfs: Path) -> None:
+    found = []
+    for file in (tmpfs / "file", folder / "file"):
+        file.touch()
+        os.utime(file, (-(1 << 40), 1 << 40))
+        status = file.stat()
+        found.append((status.st_atime_ns, status.st_mtime_ns))
+    second_ns = 1_000_000_000
+    assert found == [(-(second_ns << 40), second_ns << 40), (-(1 << 63), (1 << 63) - 1)]
+
+
+def birth(path: Path) -> float:
+    return float(run_checked("stat", "--format=%.9W", path))
+
+
+@SHOWN
+def test_time_of_birth_is_told_and_never_changes(own_mount: Mount, process: TakeProcess) -> None:
+    file, directory = own_mount.path / "file", own_mount.path / "dir"
+    file.write_bytes(b"x")
+    directory.mkdir()
+    born = [birth(path) for path in (file, directory)]
+    made = file.stat().st_mtime
+    assert abs(made - born[0]) < 10
+    process().do("import time; time.sleep(0.02); open(f, 'wb').write(b'other')", f=str(file))
+    os.utime(file, (1, 1))
+    os.chmod(file, 0o600)
+    os.rename(file, own_mount.path / "moved")
+    assert birth(own_mount.path / "moved") == born[0]
+    own_mount.restart()
+    assert [birth(path) for path in (own_mount.path / "moved", directory)] == born

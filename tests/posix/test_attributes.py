@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
+from conftest import EVERYWHERE
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.models.namespace import error_of
@@ -21,7 +21,7 @@ from harness.scenarios import AsOnTmpfs, outcomes
 
 from irdmafs.mount.mounting import find_mount, remount
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 # struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
 A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
@@ -250,9 +250,7 @@ def test_attributes_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> N
 
 @pytest.mark.kernel_session("pyfuse3 does not carry it")
 @pytest.mark.parametrize("scenario", NOT_IN_PYFUSE3)
-def test_what_pyfuse3_does_not_carry_does_as_on_a_tmpfs(
-    as_on_tmpfs: AsOnTmpfs, scenario: str
-) -> None:
+def test_what_pyfuse3_lacks_does_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
     as_on_tmpfs(NOT_IN_PYFUSE3[scenario])
 
 
@@ -305,9 +303,6 @@ def test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_tha
             with open(f"/proc/self/fd/{fd}", "rb") as again:
                 assert again.read() == b"content"
         os.close(fd)
-
-
-# -- extended attributes -------------------------------------------------------------------------
 
 
 @needs_root

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.errors import fails_with
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import Mount, eventually
@@ -23,7 +22,7 @@ from harness.processes import AS_NOBODY, Process, is_waiting, many_waiting
 from irdmafs.backend.namespace import ROOT_INO, watches
 from irdmafs.posix import waits
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 CHANGES = "user.irdmafs.changes"
 WAIT = "os.getxattr(directory, f'user.irdmafs.changes.{count}')"

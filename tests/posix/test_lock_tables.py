@@ -250,9 +250,7 @@ async def test_no_wakeup_is_lost_among_many_waiters(kind: type[LockTable]) -> No
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
-async def test_a_cancelled_waiter_gets_nothing_and_keeps_nobody_waiting(
-    kind: type[LockTable],
-) -> None:
+async def test_a_cancelled_waiter_gets_nothing_and_holds_nobody_up(kind: type[LockTable]) -> None:
     table = kind()
     table.acquire(INO, 1, write())
     scope = trio.CancelScope()

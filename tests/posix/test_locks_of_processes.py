@@ -121,9 +121,7 @@ def test_lock_is_free_when_holder_is_killed(folder: Path, process: TakeProcess, 
         assert waiter.result() == "mine"
 
 
-def test_status_counts_the_locks_that_are_held(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
+def test_status_counts_the_locks_held(mount: Mount, folder: Path, process: TakeProcess) -> None:
     before = mount.status()["locks"]
     (one,) = openers(folder / "file", process, 1)
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")

@@ -5,17 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.errors import fails_with
 from harness.mountpoint import Mount
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
-
-# -- as on a tmpfs ---------------------------------------------------------------------------
 
 NOREPLACE, WHITEOUT = 1, 4
 
@@ -238,9 +235,6 @@ def test_any_name_that_linux_allows_works(as_on_tmpfs: AsOnTmpfs) -> None:
         """)
 
 
-# -- listing ---------------------------------------------------------------------------------
-
-
 def test_listing_has_the_inodes_of_files_that_are_being_replaced(
     folder: Path, file: Path, reader: Process, writer: Process
 ) -> None:
@@ -278,7 +272,7 @@ def test_names_that_stay_are_listed_once_while_others_come_and_go(
 def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
     folder: Path, session: str
 ) -> None:
-    if session != SESSIONS[0]:
+    if session != "kernel":
         pytest.skip("listed by the same code in every session, and slow to fill")
     # In the order in which they are listed; who lists them first does so here.
     order = [f"name{number}" for number in range(5200)]
@@ -290,9 +284,6 @@ def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
             os.unlink(folder / name)
         seen = {entry.name for entry in listing}
     assert seen.issuperset(order[5100:])
-
-
-# -- modes, owners, times --------------------------------------------------------------------
 
 
 def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: Path) -> None:
@@ -311,9 +302,6 @@ def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path, file: 
     assert seen == sorted(seen)
 
 
-# -- extended attributes ---------------------------------------------------------------------
-
-
 def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> None:
     forged = folder / "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
     forged.write_text("x")
@@ -322,9 +310,6 @@ def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> Non
     lines = mount.log_tail(5000).splitlines()
     assert not any(line.startswith("2026-01-01") for line in lines)
     assert any("a\\x0a2026-01-01" in line and "\\x1b[2J" in line for line in lines)
-
-
-# -- the filesystem --------------------------------------------------------------------------
 
 
 def test_statvfs_is_sane(folder: Path, process: TakeProcess) -> None:

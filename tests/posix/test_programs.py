@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.mountpoint import run_checked
 from harness.processes import Process, TakeProcess
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 
 def needs(*programs: str) -> pytest.MarkDecorator:
@@ -201,9 +200,6 @@ def test_torch_distributed_checkpoint(folder: Path, torch: Process) -> None:
             p=path,
         )
         assert torch.do("float(s['w'].min()), float(s['w'].max())") == (version, version)
-
-
-# -- databases -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("journal", ["delete", "truncate", "wal"])

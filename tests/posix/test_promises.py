@@ -6,13 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 SIZES = [64 << 10, 9 << 20]
 
@@ -375,7 +374,7 @@ def test_processes_that_are_started_meanwhile_publish_nothing_half_written(
 def test_forked_child_closes_hundreds_of_files_that_its_parent_goes_on_writing(
     folder: Path, process: TakeProcess, session: str
 ) -> None:
-    if session != SESSIONS[0]:
+    if session != "kernel":
         pytest.skip("found out by the same code in a cluster, and not at all with pyfuse3")
     process().do(
         """

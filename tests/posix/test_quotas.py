@@ -272,9 +272,6 @@ def test_root_without_its_capability_sets_no_quota(folder: Path, inside: tuple[s
     assert done.returncode != 0 and "not permitted" in done.stderr, done
 
 
-# -- two hosts -------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_a_quota_that_one_host_sets_holds_on_the_other(pair: list[Path]) -> None:
     one, other = pair
@@ -299,9 +296,6 @@ def test_a_quota_that_one_host_sets_holds_on_the_other(pair: list[Path]) -> None
     assert used(one) == used(other) == counted(one) == (made + 1, 200 * KIB)
     assert 20 <= used(one)[0] <= 21
     assert error_of((other / "new").mkdir) == "EDQUOT"
-
-
-# -- crash -----------------------------------------------------------------------------------------
 
 
 def test_the_account_is_right_after_the_daemon_was_killed(new_mount: Callable[..., Mount]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
+from conftest import EVERYWHERE
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
@@ -17,7 +17,7 @@ from harness.patterns import pattern
 from harness.processes import Process, Program, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
 NewMount = Callable[..., Mount]
 
@@ -106,9 +106,7 @@ def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> Non
     assert log.read_text() == "step 1\nstep 2\n"
 
 
-def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
-    file: Path,
-) -> None:
+def test_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(file: Path) -> None:
     file.write_bytes(b"old")
     script = 'exec 3>"$1"; echo hello > "$1"; exec 3>&-; cat "$1"'
     done = subprocess.run(["bash", "-c", script, "bash", file], capture_output=True, timeout=30)

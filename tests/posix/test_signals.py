@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import trio
@@ -33,17 +32,6 @@ def ticking() -> Iterator[list[int]]:
     yield came
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def silent_nodes(cluster: Cluster) -> Iterator[None]:
-    for node in cluster.nodes:
-        os.kill(node.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for node in cluster.nodes:
-            os.kill(node.pid, signal.SIGCONT)
 
 
 def came(mount: ClusterMount, kind: str) -> Callable[[], bool]:
@@ -104,7 +92,7 @@ def test_who_is_ended_while_it_waits_ends(
     )
     command = [sys.executable, "-c", source, str(cluster.mounts[1].path / "wanted")]
     is_opening = came(cluster.mounts[1], "OPEN")
-    with silent_nodes(cluster), subprocess.Popen(command) as reader:
+    with cluster.silent_nodes(), subprocess.Popen(command) as reader:
         try:
             eventually(is_opening, "it waits")
             if after_tick:
@@ -121,7 +109,7 @@ def test_who_is_ended_while_it_waits_ends(
 def test_an_interrupt_from_the_keyboard_ends_a_wait_for_a_file(cluster: Cluster) -> None:
     (cluster.mounts[0].path / "typed").write_bytes(os.urandom(MIB))
     is_opening = came(cluster.mounts[1], "OPEN")
-    with silent_nodes(cluster), Process() as reader:
+    with cluster.silent_nodes(), Process() as reader:
         reader.start(
             "import signal\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -153,7 +141,7 @@ def test_a_close_goes_on_when_its_program_is_asked_to_end(
             "os.write(fd, pattern(1, 1 << 20))",
             path=str(path), number=int(number),
         )  # fmt: skip
-        with silent_nodes(cluster):
+        with cluster.silent_nodes():
             writer.start("os.close(fd); asked")
             eventually(is_closing, "it waits")
             os.kill(writer.pid, number)

@@ -57,9 +57,7 @@ def test_a_link_leads_to_the_newest_version(since: Path) -> None:
             assert (since / f"{asked}" / "model").read_bytes() == b"version %d" % number
 
 
-def test_a_name_that_was_looked_for_in_vain_is_found_by_who_waits(
-    since: Path, reader: Process
-) -> None:
+def test_a_name_looked_for_in_vain_is_found_by_who_waits(since: Path, reader: Process) -> None:
     """By the time it is woken, the kernel may not have noted the change that it was woken by."""
     for number in range(40):
         assert number % 2 or not (since.parent / "versions" / f"{number}").exists()
@@ -207,9 +205,6 @@ def test_links_that_were_looked_up_are_forgotten(since: Path, mount: Mount) -> N
     for number in range(1500):
         os.lstat(since / f"{number}")
     eventually(lambda: nodes() < before + 1000, "the kernel forgets them")
-
-
-# -- how a wait ends ---------------------------------------------------------------------------------
 
 
 def test_a_wait_ends_after_its_time(since: Path) -> None:

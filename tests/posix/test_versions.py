@@ -5,16 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import SESSIONS as _SESSIONS
-from harness.cluster_mount import CLUSTER
+from conftest import EVERYWHERE
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
 
-SESSIONS = (*_SESSIONS, CLUSTER)
+SESSIONS = EVERYWHERE
 
-
-# -- as on a tmpfs ---------------------------------------------------------------------------
 
 SCENARIOS = {
     "truncation shrinks, and grows with zeros": """
@@ -86,9 +83,6 @@ def test_contents_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> Non
     as_on_tmpfs(SCENARIOS[scenario])
 
 
-# -- appending ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_appends_of_several_processes_lose_nothing(
     folder: Path, process: TakeProcess, exists: bool
@@ -113,9 +107,6 @@ f.close()
         assert [line for line in lines if line[:1] == name.encode()] == expected
 
 
-# -- what stat shows -------------------------------------------------------------------------
-
-
 def test_stat_of_every_hard_link_is_right_once_close_returned(
     folder: Path, reader: Process, writer: Process
 ) -> None:
@@ -133,9 +124,6 @@ def test_stat_of_every_hard_link_is_right_once_close_returned(
         writer.do("os.close(fd)")
         expected = 15_000 if "APPEND" in flags else 10_000
         assert reader.do(look) == [expected, expected], f"file {number}"
-
-
-# -- what the mount says of versions ---------------------------------------------------------
 
 
 def test_versions_count_up_and_name_their_openers(

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 import trio
+from conftest import make_mount
+from harness.cluster_mount import CLUSTER
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -362,9 +365,7 @@ def test_the_file_is_found_by_its_variable(tmp_path: Path, monkeypatch: pytest.M
         ClusterConfig.load()
 
 
-def test_a_node_without_credentials_listens_on_loopback_only(
-    load: Callable[..., ClusterConfig],
-) -> None:
+def test_a_node_without_credentials_listens_on_loopback(load: Callable[..., ClusterConfig]) -> None:
     assert load(ETCD).listen() == ("127.0.0.1", "127.0.0.1", 0)
     assert load(ETCD, node={"listen": "[::1]:70"}).listen() == ("::1", "::1", 70)
     for address in ("0.0.0.0", "0.0.0.0:80", "::", "10.1.2.3"):
@@ -531,3 +532,19 @@ async def test_a_taken_port_is_one_line() -> None:
         with pytest.raises(ConfigError, match="Address already in use; choose another"):
             async with serve_metrics("mount", list, {}, "127.0.0.1", port):
                 pass
+
+
+@pytest.mark.timeout(90)
+def test_a_mount_serves_metrics_of_its_cache_and_its_session() -> None:
+    with make_mount(CLUSTER, "--metrics-port", "0") as mount:
+        (mount.path / "file").write_bytes(b"x" * 1000)
+        (mount.path / "file").read_bytes()
+        eventually(lambda: "metrics are served" in mount.log.read_text(), "metrics are served")
+        found = re.search(r"metrics are served on \S+ port (\d+)", mount.log.read_text())
+        assert found is not None
+        scraped = scrape(int(found[1]))
+    samples = {name.partition("{")[0]: value for name, value in scraped.items()}
+    assert samples["irdmafs_mount_published_bytes_total"] == 1000
+    assert samples["irdmafs_mount_session_valid_seconds"] > 0
+    assert samples["irdmafs_mount_cache_limit_bytes"] > 0
+    assert any('kind="OPEN"' in name for name in scraped)

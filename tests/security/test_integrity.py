@@ -86,9 +86,6 @@ def test_a_file_that_its_writer_keeps_mapped_stays_readable_elsewhere(
                 assert len((there / path.name).read_bytes()) == 300_000
 
 
-# -- one transfer, whose file is written on while it is sent
-
-
 class Nodes:
     """One node, which lets the writer write while it is being sent to. `shows`: the bytes pass through
     memory, a part of them."""

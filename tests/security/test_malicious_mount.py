@@ -1,4 +1,5 @@
-"""A mount with a valid certificate that asks store nodes for what is another mount's, on a real cluster."""
+"""A mount with a valid certificate that asks store nodes for what is another mount's, or that follows a
+directory and never answers, on a real cluster."""
 
 import errno
 import os
@@ -10,17 +11,19 @@ from typing import NamedTuple
 import pytest
 import trio
 from harness.closing import descriptor
-from harness.clusters import MIB, Cluster, Plan
+from harness.clusters import MIB, Cluster, Plan, counters
+from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.membership import Members, followed_key, seen_key
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Put
 from irdmafs.backend.model.placement import group_of
 from irdmafs.backend.model.records import MountRecord
-from irdmafs.backend.namespace import Inode, Tree
+from irdmafs.backend.namespace import ROOT_INO, Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -31,6 +34,8 @@ SIZES = [1000, 300_000]
 BUCKETS = 8
 PLAN = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
 STRIPE_SIZE = b"1M"
+# Of whoever is waited for when something changes.
+COMPLAINT = "has acknowledged nothing"
 
 
 class Attacker:
@@ -184,9 +189,7 @@ async def test_a_session_under_another_certificates_name_has_no_rights(
         assert await tries.outcomes() == {"EACCES"}
 
 
-async def test_what_a_mount_published_itself_is_not_replaced_by_it(
-    cluster: Cluster, here: Path
-) -> None:
+async def test_what_a_mount_published_is_not_replaced_by_it(cluster: Cluster, here: Path) -> None:
     """It may send a content again, as it does when it does not know what became of it."""
     size = 2 * MIB + 123
     async with attacking(cluster) as attacker:
@@ -203,3 +206,34 @@ async def test_what_a_mount_published_itself_is_not_replaced_by_it(
                     with pytest.raises(FileExistsError):
                         await attempt(tries._replace(size=shorter), node)
         assert contents_on_nodes(cluster, own) == [b"x" * size] * 2
+
+
+async def test_a_reader_that_never_answers_does_not_stop_writers(cluster: Cluster) -> None:
+    mount = cluster.mounts[0]
+    section = ClusterConfig.load(str(cluster.config_of("reader"))).cluster
+    record = MountRecord("elsewhere", "/hostile", 1, "0", "reader", "reader")
+
+    async def publish(name: str, revision: int) -> None:
+        def is_known() -> bool:
+            return bool(counters(mount)["applied_revision"] >= revision)
+
+        # In a thread: the session of the reader is renewed meanwhile.
+        await trio.to_thread.run_sync(eventually, is_known, "the mount knows it")
+        await trio.to_thread.run_sync((mount.path / name).write_bytes, b"x")
+
+    async with section.engine("reader") as engine, trio.open_nursery() as nursery:
+        session = Session(engine, MOUNT, record, PLAN.lease_ttl_s)
+        await nursery.start(session.run)
+        lease = session.lease
+        revision = await engine.transact((), [Put(followed_key(ROOT_INO, lease), b"", lease)])
+        await publish("first", revision)
+        assert mount.log_tail().count(COMPLAINT) == 1
+        assert "/hostile on elsewhere (certificate 'reader')" in mount.log_tail()
+        await publish("second", revision)
+        assert mount.log_tail().count(COMPLAINT) == 1
+        # Once he has seen everything he is waited for again.
+        seen = (1 << 62).to_bytes(8, "big")
+        await engine.transact((), [Put(seen_key(lease), seen, lease)])
+        await publish("third", revision)
+        assert mount.log_tail().count(COMPLAINT) == 1
+        nursery.cancel_scope.cancel()

@@ -85,9 +85,7 @@ def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(mad
     forced.close()
 
 
-def test_a_reader_prefetches_follows_and_is_told_of_changes(
-    made: Cluster, process: TakeProcess
-) -> None:
+def test_a_reader_prefetches_follows_and_hears_changes(made: Cluster, process: TakeProcess) -> None:
     writer = made.mounts[0].path
     follower = made.add_mount("--follow", "models", certificate="reader")
     command = [sys.executable, "-m", "irdmafs", "prefetch", str(follower.path / "models/weights")]

@@ -1,16 +1,22 @@
-"""A revoked certificate loses what it opened within seconds, also for a peer that is connected already."""
+"""A revoked certificate loses what it opened within seconds, also for a peer that is connected already, or
+that has filled etcd (real etcd with TLS, users and roles)."""
 
 import json
+import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from harness.clusters import Cluster, Plan, run_irdmafs
 from harness.mountpoint import eventually
+from harness.secure_cluster import SecureCluster
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.kv import Put
+from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.leases import LEASE_BITS
+from irdmafs.backend.kv import NoSpace, Put
 from irdmafs.backend.model.records import MountRecord, decode, pin_key
 from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.security import Credentials, identity_in
@@ -95,9 +101,7 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     assert "it may not accept our certificate" in thief.log_tail()
 
 
-async def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(
-    cluster: Cluster,
-) -> None:
+async def test_an_open_connection_of_a_revoked_certificate_is_cut(cluster: Cluster) -> None:
     """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
     issue(cluster, "w2")
     cluster.add_mount(certificate="mount-w2").kill9()
@@ -199,3 +203,44 @@ def test_revoking_what_is_not_there_or_gone_already_says_so(cluster: Cluster) ->
     assert "were revoked already" in refused("w4")
     assert "--yes agrees to cutting them off" in refused("mount")
     assert [one["state"] for one in members(cluster) if one["name"] == "mount"] == ["valid"]
+
+
+QUOTA_BYTES = 24 << 20
+VALUE_BYTES = 500_000
+
+
+async def fill(engine: EtcdEngine) -> None:
+    """Write own keys until etcd takes no more."""
+    session = b"p" + (engine.leases.owner << LEASE_BITS | 99).to_bytes(8, "big")
+    for number in range(2 * QUOTA_BYTES // VALUE_BYTES):
+        value = secrets.token_bytes(VALUE_BYTES)
+        await engine.transact((), [Put(session + number.to_bytes(8, "big"), value)])
+
+
+async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Path) -> None:
+    with SecureCluster(tmp_path, QUOTA_BYTES) as made:
+        made.cert("greedy", "mount")
+        async with made.engine("mount", "mount") as engine:
+            async with made.engine("greedy", "mount") as greedy:
+                with pytest.raises(NoSpace):
+                    await fill(greedy)
+                with pytest.raises(NoSpace, match="repair-etcd"):
+                    await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
+                shown = made.irdmafs("status")
+                assert shown.returncode == 2
+                assert "irdmafs cluster repair-etcd" in shown.stdout
+
+                refused = made.irdmafs("revoke", "greedy")
+                assert refused.returncode == 1
+                assert (
+                    "irdmafs cluster repair-etcd; irdmafs cluster revoke greedy" in refused.stderr
+                )
+                assert not await engine.range(b"p", b"q")
+                repaired = made.irdmafs("repair-etcd")
+                assert repaired.returncode == 0, repaired
+                await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
+                with pytest.raises(PermissionError):
+                    await fill(greedy)
+            revoked = made.irdmafs("revoke", "greedy")
+            assert revoked.returncode == 0, revoked
+            assert "ALARM" not in made.irdmafs("status").stdout

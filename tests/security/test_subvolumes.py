@@ -190,9 +190,7 @@ async def forge(mount: ClusterMount, *puts: Put) -> None:
         await engine.transact((), puts)
 
 
-async def test_a_forged_name_does_not_take_the_file_of_others(
-    whole: Path, kept: ClusterMount
-) -> None:
+async def test_a_forged_name_takes_no_file_of_others(whole: Path, kept: ClusterMount) -> None:
     top, victim = os.stat(whole / "models").st_ino, os.stat(whole / "others/small").st_ino
     forged = whole / "models/forged"
     for target in (victim, os.stat(whole / "others").st_ino, ROOT_INO):

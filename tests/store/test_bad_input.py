@@ -125,6 +125,44 @@ def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
     assert process().do(look, file=str(file)) == (b"begin", size - 3, b"end", size)
 
 
+def fill(directory: Path) -> None:
+    """Take all room, also that of names."""
+    with contextlib.suppress(OSError), (directory / "large").open("wb") as large:
+        while True:
+            large.write(bytes(1 << 20))
+    for number in range(100_000):
+        try:
+            (directory / f"{number:0200}").mkdir()
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            return
+    raise AssertionError("it is not full")
+
+
+def test_a_full_store_is_unmounted_in_order(new_mount: NewMount) -> None:
+    mount = new_mount(store_size="24m")
+    small = [mount.path / f"small{number}" for number in range(50)]
+    for path in small:
+        path.write_text("a")
+        os.utime(path, (0, 0))
+    fill(mount.path)
+    for path in small:
+        assert path.read_text() == "a"
+    mount.unmount()
+    assert "Traceback" not in mount.log_tail()
+    assert "unmounted" in mount.log_tail()
+
+
+@pytest.mark.kernel_session("pyfuse3 does not hand fallocate on")
+def test_room_that_is_not_there_is_not_reserved(new_mount: NewMount) -> None:
+    mount = new_mount(store_size="24m")
+    with (mount.path / "file").open("wb") as file:
+        with fails_with(errno.ENOSPC):
+            os.posix_fallocate(file.fileno(), 0, 32 << 20)
+        os.posix_fallocate(file.fileno(), 0, 4 << 20)
+    assert (mount.path / "file").stat().st_size == 4 << 20
+
+
 # -- a damaged store -------------------------------------------------------------------------
 
 
@@ -143,9 +181,7 @@ def test_damaged_namespace_refuses_to_mount_with_one_line(own_mount: Mount) -> N
 
 
 @pytest.mark.kernel_session("decided below the sessions")
-def test_missing_extent_is_an_error_of_that_file_only(
-    own_mount: Mount, process: TakeProcess
-) -> None:
+def test_missing_extent_is_error_of_that_file_only(own_mount: Mount, process: TakeProcess) -> None:
     (own_mount.path / "good").write_bytes(pattern(1, 10_000))
     before = set(own_mount.extents())
     (own_mount.path / "bad").write_bytes(pattern(2, 10_000))

@@ -147,9 +147,7 @@ def test_push_of_a_worker_that_leaves_does_not_count(run: Path, reductions: list
     assert same_bits(found, plainly(run, {"a": gradients(0, 1), "b": gradients(1, 1)}))
 
 
-def test_another_directory_in_place_of_a_push_is_what_counts(
-    run: Path, reductions: list[bool]
-) -> None:
+def test_another_directory_in_place_of_a_push_counts(run: Path, reductions: list[bool]) -> None:
     start(run, model(), shards=SHARDS)
     other = start(run.with_name("other"), model(), shards=SHARDS)
     with Worker(other, "a") as worker:
@@ -215,9 +213,7 @@ def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], li
     assert same_bits(found, plainly(run, {"a": gradients(0, 1)}))
 
 
-def test_directories_with_other_names_do_not_stop_a_reducer(
-    run: Path, reductions: list[bool]
-) -> None:
+def test_directories_with_other_names_stop_no_reducer(run: Path, reductions: list[bool]) -> None:
     start(run, model(), shards=SHARDS)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         for staging in list((run / ".train" / "staging").iterdir()):
@@ -311,7 +307,6 @@ def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> Non
 
 
 def files_ahead(worker: Worker) -> list[ShardFile]:
-    """Return the files that a worker has fetched ahead."""
     assert worker._prefetch is not None
     return [one.file.result() for one in worker._prefetch._fetches.values()]
 

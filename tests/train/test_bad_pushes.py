@@ -262,9 +262,6 @@ def test_push_that_says_what_cannot_be_is_refused(place: Path) -> None:
         assert caught.value.errno == code
 
 
-# -- nobody reduces --------------------------------------------------------------------------------
-
-
 def test_worker_without_a_reducer_says_so_and_what_to_do(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

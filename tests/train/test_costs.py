@@ -1,12 +1,16 @@
-"""Trainings cost a cluster little beside the bytes of their parameters."""
+"""Trainings cost a cluster little beside the bytes of their parameters. A mount whose users do not train
+pays nothing."""
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from harness.cluster_mount import CLUSTER
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
-from harness.mountpoint import eventually
+from harness.mountpoint import NOT_BLOCKING, Mount, eventually
 from harness.training_runs import (
     fetched,
     model,
@@ -26,7 +30,7 @@ from irdmafs.train.liveness import Lock
 
 pytestmark = pytest.mark.usefixtures("looks_often")
 
-
+SESSIONS = ("kernel", CLUSTER)
 PLAN = Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=LONG_LEASE_S)
 
 
@@ -138,3 +142,52 @@ def test_who_takes_over_knows_the_version_that_came_while_it_did_not_look(cluste
         worker.push(ones())  # on the base of version 1
         reduce_until(second, lambda: newest(run) == 2, "the next push counts")
         worker.pull()
+
+
+# The kernel asks again for what it has not asked for a second.
+ASKS_AGAIN = {"LOOKUP", "GETATTR"}
+TIMES = 50
+
+
+def cost_of(mount: Mount, use: Callable[[], object]) -> tuple[Counter[str], dict[str, int]]:
+    """Return the requests of a use that is warm, and what it asked of etcd and of store nodes."""
+    use()
+    before = mount.status().get("cluster", {})
+    with mount.requests() as counted:
+        use()
+    after = mount.status().get("cluster", {})
+    for kind in (*NOT_BLOCKING, *ASKS_AGAIN):
+        counted.pop(kind, None)
+    names = ("transactions", "round_trips", "lease_transactions")
+    return counted, {name: after[name] - before[name] for name in names if before}
+
+
+def test_use_of_a_mount_costs_the_same_with_a_run_elsewhere_on_it(
+    new_mount: Callable[..., Mount],
+) -> None:
+    with new_mount() as mount:
+        folder = mount.path / "folder"
+        folder.mkdir()
+        (folder / "file").write_bytes(b"x" * 1000)
+
+        def opens() -> None:
+            for _ in range(TIMES):
+                (folder / "file").read_bytes()
+
+        def publishes() -> None:
+            for _ in range(TIMES):
+                (folder / "new").write_bytes(b"y")
+
+        def costs() -> list[tuple[Counter[str], dict[str, int]]]:
+            return [cost_of(mount, use) for use in (opens, publishes)]
+
+        before = costs()
+        while (again := costs()) != before:
+            before = again
+        run = start(mount.path / "run")
+        with Reducer(run) as reducer, Worker(run, "w") as worker:
+            worker.push(ones())
+            reduce_until(reducer, lambda: newest(run) == 1, "a version is made")
+            worker.pull(timeout_s=60)
+            # A mount gives up what it has not used for a while, and others may ask how it is.
+            eventually(lambda: costs() == before, f"it costs {before} again", 60)

@@ -152,9 +152,7 @@ def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
         ("refused", "{1}.x"), ("next", "{1}.x"), ("versions", "{1}.x"),
     ],
 )  # fmt: skip
-def test_reducer_goes_on_whatever_is_put_beside_its_files(
-    run: Path, folder: str, name: str
-) -> None:
+def test_reducer_goes_on_whatever_lies_beside_its_files(run: Path, folder: str, name: str) -> None:
     start(run, sync="async")
     train = TrainDirectory(run)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
@@ -313,9 +311,6 @@ def test_layout_of_another_model_refuses_pushes(run: Path) -> None:
     os.replace(other / ".train" / "layout.json", run / ".train" / "layout.json")
     with Worker(run, "w") as worker, pytest.raises(Refused, match="no parameter"):
         worker.push(ones())
-
-
-# -- any bytes -------------------------------------------------------------------------------------
 
 
 def damaged(content: bytes, changes: list[tuple[int, bytes]], length: int | None) -> bytes:

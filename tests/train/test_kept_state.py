@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.training_runs import newest, ones, parameters, push_and_reduce, start, state_of, zeros
+from harness.training_runs import (
+    BF16,
+    newest,
+    ones,
+    parameters,
+    push_and_reduce,
+    start,
+    state_of,
+    zeros,
+)
 from safetensors import safe_open
 
 from irdmafs.train import Reducer, TrainConfig, Worker
@@ -32,6 +41,7 @@ def kept(run: Path) -> Sequence[str]:
         (np.float32, {"rule": "sum"}, []),
         (np.float16, {"rule": "sum"}, ["master"]),
         (np.float32, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq"]),
+        (BF16, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq", "master"]),
     ],
 )
 def test_only_what_is_kept_has_a_file(

@@ -57,9 +57,7 @@ def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Clu
     process.kill9()
 
 
-def test_reducer_whose_host_reaches_no_store_node_leaves_its_parts_to_another(
-    cluster: Cluster,
-) -> None:
+def test_reducer_whose_host_reaches_no_node_leaves_its_parts_to_another(cluster: Cluster) -> None:
     here = cluster.mounts[0]
     (node,) = cluster.nodes
     fails = cluster.add_mount("--timeout", "1")

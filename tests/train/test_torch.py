@@ -312,9 +312,7 @@ def test_learning_rate_scheduler_rules_the_directory(place: Path) -> None:
     assert_close(parameters(model), train_alone(alone, expected, warm_up(expected)))
 
 
-def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_once(
-    place: Path,
-) -> None:
+def test_parameters_without_gradient_stay_and_newest_version_is_there_at_once(place: Path) -> None:
     model, other = make_model(), make_model()
     folder = begin_training(place / "run", model, TrainConfig(lr=0.1, workers=1))
     model[0].requires_grad_(False)
@@ -350,9 +348,6 @@ def test_parameters_that_the_directory_does_not_have_are_refused(place: Path) ->
     with pytest.raises(ValueError, match="named_parameters"):
         optimizers.ParameterServerOptimizer(model.parameters(), folder)
     assert os.listdir(TrainDirectory(folder).workers) == []
-
-
-# -- DiLoCo ---------------------------------------------------------------------------------------
 
 
 def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path) -> None:

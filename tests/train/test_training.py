@@ -74,17 +74,6 @@ def test_bf16_parameters_are_trained_with_master_weights_in_fp32(run: Path) -> N
     assert np.all(parameters(run)["p"].astype(np.float32) == 1 + 2.0**-7)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kept"),
-    [(np.float32, {"exp_avg", "exp_avg_sq"}), (BF16, {"master", "exp_avg", "exp_avg_sq"})],
-    ids=["F32", "BF16"],
-)
-def test_parameters_in_fp32_are_kept_once(run: Path, dtype: Any, kept: set[str]) -> None:
-    run_bsp(run, rule="adamw", shards=2, steps=1, dtype=dtype)
-    for state in (run / ".train" / "versions" / "1").glob("*/state/*"):
-        assert load_file(state).keys() == kept
-
-
 def test_clipping_is_that_of_the_whole_gradient(run: Path) -> None:
     before = model()
     start(run, before, rule="sgd", lr=1.0, clip_norm=0.5, shards=3)

@@ -16,19 +16,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import test_strangers as strangers
 import trio
 from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, random_bytes, until
-from test_strangers import (
-    CODEC,
-    TARGET,
-    connect,
-    data_connection,
-    frame,
-    hello,
-    is_closed,
-    receive_frame,
-    warnings,
-)
+from test_strangers import EXTENT, REQUESTS, TARGET
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
@@ -39,8 +30,6 @@ from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, serving, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES
 from irdmafs.backend.transport.tcp.serving import TcpServing
-from irdmafs.backend.transport.verbs import messages as verbs
-from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
 from irdmafs.backend.trust.security import Credentials
 
@@ -131,15 +120,16 @@ Attacked = Callable[..., AbstractAsyncContextManager[tuple[Place, Relay]]]
 
 
 @pytest.fixture
-def attacked(memory: Path, certificates: dict[str, Credentials]) -> Attacked:
+def attacked(
+    memory: Path, certificates: dict[str, Credentials], certified: dict[str, Any]
+) -> Attacked:
     """attacked(count=1, kind="data"): so many nodes, and a relay before that port of the first one."""
-    node, mount = certificates["node"], certificates["mount"]
 
     @asynccontextmanager
     async def make(count: int = 1, kind: str = "data") -> AsyncIterator[tuple[Place, Relay]]:
         async with (
-            in_cluster(memory, count, credentials=node, mount={"credentials": mount}) as cluster,
-            on_the_way(cluster, mount, kind) as (relay, peers),
+            in_cluster(memory, count, **certified) as cluster,
+            on_the_way(cluster, certificates["mount"], kind) as (relay, peers),
         ):
             with trio.fail_after(60):
                 yield Place(memory, peers, cluster.nodes), relay
@@ -148,7 +138,7 @@ def attacked(memory: Path, certificates: dict[str, Credentials]) -> Attacked:
 
 
 def header(op: wire.Op, extent: Extent, length: int) -> bytes:
-    return frame(wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), ""))
+    return strangers.frame(wire.Header(op, extent, TARGET, 7, length, length, ((0, length),), ""))
 
 
 def end_of_header(passed: bytearray, start: int = 0) -> int:
@@ -170,8 +160,8 @@ async def test_a_forged_request_in_an_idle_connection_is_not_served(
         [passage] = relay.passages
         before = len(passage.passed[TO_MOUNT])
         await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
-        await until(lambda: len(warnings(caplog)) == 1)
-        assert "not sent by the other end" in warnings(caplog)[0]
+        await until(lambda: len(strangers.warnings(caplog)) == 1)
+        assert "not sent by the other end" in strangers.warnings(caplog)[0]
         assert cluster.nodes[1].listener.host.counters.rejected_peers == 1
         assert len(passage.passed[TO_MOUNT]) == before
         # The mount takes another connection.
@@ -192,7 +182,7 @@ async def test_a_request_that_passed_is_not_served_again(
         assert len(request) == end_of_header(request)
         answered = len(passage.passed[TO_MOUNT])
         await passage.speak(TO_NODE, bytes(request))
-        await until(lambda: len(warnings(caplog)) == 1)
+        await until(lambda: len(strangers.warnings(caplog)) == 1)
         assert len(passage.passed[TO_MOUNT]) == answered
 
 
@@ -202,9 +192,9 @@ async def test_a_preamble_that_passed_opens_nothing(
     async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
-        stream = await connect(cluster, "tcp")
+        stream = await strangers.connect(cluster, "tcp")
         await stream.send_all(preamble + header(wire.Op.READ, Extent(1, 0), 6))
-        assert await is_closed(stream)
+        assert await strangers.is_closed(stream)
         await stream.aclose()
 
 
@@ -240,7 +230,7 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
             await cluster.write(Extent(1, 0), content, 2)
         await until(lambda: not any(cluster.service(node).leftovers for node in (1, 2)))
         assert not cluster.service(1).sealed + cluster.service(2).sealed
-        assert len(warnings(caplog)) == 1
+        assert len(strangers.warnings(caplog)) == 1
         relay.change = lambda direction, passage, data: data
         await cluster.write(Extent(1, 0), content, 2)
         assert cluster.have(Extent(1, 0), content) == [1, 2]
@@ -257,7 +247,7 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
         )
         with pytest.raises(Unreachable):
             await cluster.read(1, Extent(1, 0), 0, len(content))
-        assert len(warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
+        assert len(strangers.warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
         relay.change = lambda direction, passage, data: data
         assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
 
@@ -265,7 +255,7 @@ async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
 async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
     """The bytes never arrive, and somebody says that they did."""
     async with attacked() as (cluster, relay):
-        answer = frame(wire.Reply(wire.ReplyKind.OK)) + bytes(16)
+        answer = strangers.frame(wire.Reply(wire.ReplyKind.OK)) + bytes(16)
         answered: set[Passage] = set()
 
         def change(direction: int, passage: Passage, data: bytes) -> bytes:
@@ -284,9 +274,6 @@ async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
         assert not cluster.service(1).sealed
 
 
-# -- into a control connection -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
 async def test_what_is_said_in_a_control_connection_by_others_ends_it(
     attacked: Attacked, direction: int
@@ -296,7 +283,7 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
         [passage] = relay.passages
         control = cluster.peers.device(1).link._control
         assert control is not None
-        await passage.speak(direction, frame(messages.Abort(1)))
+        await passage.speak(direction, strangers.frame(messages.Abort(1)))
         # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections == 0)
@@ -306,39 +293,13 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
 
 # -- peers with a certificate --------------------------------------------------------------------
 
-EXTENT = Extent(5 << 24 | 1, 0)
-END = QueueEnd(bytes(16), 0, 5, 6, 1024, 16)
-REQUESTS: dict[type[messages.Message], messages.Request] = {
-    type(request): request
-    for request in (
-        messages.Ping(),
-        messages.Put(EXTENT, TARGET, b"data"),
-        messages.Get([EXTENT], 100),
-        messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
-        messages.Abort(EXTENT.content),
-        messages.Suspect(1, 2),
-        messages.Status(),
-        wire.Tickets(1),
-        verbs.Rails(),
-        messages.Doubt(EXTENT),
-        messages.Digest(EXTENT),
-        messages.Map(EXTENT),
-        messages.Share(EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
-        messages.Scrub(),
-        messages.AskEtcd("/etcdserverpb.KV/Range", b""),
-        verbs.Attach(END, 0, "rxe0", bytes(16)),
-        verbs.Expose(EXTENT, 0, 10, 0),
-        verbs.Reserve(EXTENT, TARGET, 10, 10, 2, 0),
-    )
-}
-
 
 async def asked(cluster: Place, role: str, request: messages.Request, **more: Any) -> Any:
     """The node's answer to a peer of a role."""
-    stream = await connect(cluster)
-    await stream.send_all(hello(cluster, role=role, **more) + frame(request))
-    decode_welcome(await receive_frame(stream))
-    answer = CODEC.decode_answer(await receive_frame(stream))
+    stream = await strangers.connect(cluster)
+    await stream.send_all(strangers.hello(cluster, role=role, **more) + strangers.frame(request))
+    decode_welcome(await strangers.receive_frame(stream))
+    answer = strangers.CODEC.decode_answer(await strangers.receive_frame(stream))
     await stream.aclose()
     return answer
 
@@ -348,7 +309,9 @@ def is_denied(answer: Any) -> bool:
 
 
 def test_every_request_is_tried() -> None:
-    assert set(REQUESTS) == {kind for kind in CODEC.rights if issubclass(kind, messages.Request)}
+    assert set(REQUESTS) == {
+        kind for kind in strangers.CODEC.rights if issubclass(kind, messages.Request)
+    }
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -357,7 +320,7 @@ async def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str
         Path(cluster.service(1).directory, f"incoming/{EXTENT.content:x}").write_bytes(b"copy")
         for kind, request in REQUESTS.items():
             answer = await asked(cluster, role, request, session=5)
-            assert is_denied(answer) == (may(CODEC.rights, role, kind) is Scope.NONE), (
+            assert is_denied(answer) == (may(strangers.CODEC.rights, role, kind) is Scope.NONE), (
                 role,
                 kind,
                 answer,
@@ -377,12 +340,12 @@ async def test_a_mount_is_refused_what_is_of_another_session(
     async with in_cluster(memory, 1) as cluster:
         cluster.service(1).owners = {5: b"the key of the victim's session", 6: key}
         for kind, request in REQUESTS.items():
-            if may(CODEC.rights, "mount", kind) is Scope.OWN:
+            if may(strangers.CODEC.rights, "mount", kind) is Scope.OWN:
                 assert is_denied(await asked(cluster, "mount", request, session=5, session_key=key))
         assert not cluster.service(1).sealed
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
-        told = warnings(caplog, "irdmafs.backend.transport.rights")
+        told = strangers.warnings(caplog, "irdmafs.backend.transport.rights")
         assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 5
 
 
@@ -395,7 +358,7 @@ async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         service = cluster.service(1)
         service.owners = {5: b"the key of the victim's session"}
         before = list(service.sealed)
-        connection = await data_connection(cluster)
+        connection = await strangers.data_connection(cluster)
         await connection.send(connection.framed(header(op, EXTENT, 9)[4:]) + b"malicious")
         reply = await connection.reply()
         if op is not wire.Op.READ:
@@ -408,14 +371,12 @@ async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
         assert cluster.have(EXTENT, b"published") == [1]
 
 
-async def test_the_rights_of_a_data_connection_end_with_its_control_connection(
-    memory: Path,
-) -> None:
+async def test_rights_of_a_data_connection_end_with_its_control_connection(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
-        connection = await data_connection(cluster)
+        connection = await strangers.data_connection(cluster)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections >= 2)
         await connection.control.aclose()
-        assert await is_closed(connection.stream)
+        assert await strangers.is_closed(connection.stream)
         await connection.aclose()
 
 
@@ -439,17 +400,17 @@ async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Pat
 
 async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
-        victim, greedy = await connect(cluster), await connect(cluster)
+        victim, greedy = await strangers.connect(cluster), await strangers.connect(cluster)
         for stream in (victim, greedy):
-            await stream.send_all(hello(cluster))
-            await receive_frame(stream)
-        await victim.send_all(frame(wire.Tickets(1)))
-        await receive_frame(victim)
+            await stream.send_all(strangers.hello(cluster))
+            await strangers.receive_frame(stream)
+        await victim.send_all(strangers.frame(wire.Tickets(1)))
+        await strangers.receive_frame(victim)
         office = cluster.nodes[1].serving(TcpServing)
         [number] = office.pending
         for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
-            await greedy.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
-            await receive_frame(greedy)
+            await greedy.send_all(strangers.frame(wire.Tickets(wire.TICKETS_MAX)))
+            await strangers.receive_frame(greedy)
         assert number in office.pending
         assert len(office.pending) == serving.TICKETS_OF_ONE_MAX + 1
         for stream in (victim, greedy):
@@ -458,7 +419,7 @@ async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
 
 @pytest.mark.parametrize("who", ["nobody", "mount"])
 async def test_what_a_connection_took_is_free_when_it_has_ended(
-    memory: Path, certificates: dict[str, Credentials], who: str
+    memory: Path, certificates: dict[str, Credentials], certified: dict[str, Any], who: str
 ) -> None:
     """Not when the garbage collector comes by, which does not see how large it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -480,8 +441,7 @@ async def test_what_a_connection_took_is_free_when_it_has_ended(
             issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects()
         )
 
-    mount = {"credentials": certificates["mount"]}
-    async with in_cluster(memory, 1, credentials=certificates["node"], mount=mount) as cluster:
+    async with in_cluster(memory, 1, **certified) as cluster:
         listener = cluster.nodes[1].listener
         await until(lambda: not listener.host.door.strangers)
         gc.collect()

@@ -30,7 +30,6 @@ from harness.transport_place import (
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
-from irdmafs.backend.trust.security import Credentials
 
 NEVER_S = 10_000.0
 STREAMS = 4
@@ -40,12 +39,11 @@ STREAMS = 4
 
 
 @pytest.fixture(params=["plain", "authenticated", "encrypted"])
-def security(request: Any, certificates: dict[str, Credentials]) -> dict[str, Any]:
+def security(request: Any, certified: dict[str, Any]) -> dict[str, Any]:
     """Options of a cluster."""
     if request.param == "plain":
         return {}
-    encrypt_data, mount = request.param == "encrypted", {"credentials": certificates["mount"]}
-    return {"encrypt_data": encrypt_data, "credentials": certificates["node"], "mount": mount}
+    return certified | {"encrypt_data": request.param == "encrypted"}
 
 
 @pytest.mark.long
@@ -338,9 +336,7 @@ async def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how:
         os.close(target)
 
 
-async def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(
-    memory: Path,
-) -> None:
+async def test_a_silent_node_fails_calls_and_is_left_alone_until_it_answers(memory: Path) -> None:
     async with with_processes(memory, 1) as (peers, nodes):
         await peers.ping(1)
         nodes[1].pause()
@@ -369,16 +365,13 @@ async def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers
 async def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
     memory: Path, chain: tuple[int, ...]
 ) -> None:
-    length = 8 * MiB
     last = 1 + len(chain)
     async with in_cluster(memory, last, timeout_s=NEVER_S) as cluster:
         cluster.service(last).may_seal = trio.Event()
-        source = full_file(memory / "source", length)
 
         async def write() -> None:
-            target, whole = Target(1, 1, chain), FileRange(source, 0, length)
             with pytest.raises(Unreachable) as caught:
-                await cluster.peers.device(1).write(Extent(1, 0), target, whole)
+                await cluster.write(Extent(1, 0), bytes(8 * MiB), *chain)
             assert caught.value.node == last
 
         async with trio.open_nursery() as nursery:
@@ -386,7 +379,6 @@ async def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
             await until(lambda: bool(cluster.service(last).created))
             (memory / "addresses" / f"{last:x}").unlink()
             (cluster.nodes[1].peers if chain else cluster.peers).node_changed(last)
-        os.close(source)
 
 
 async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
@@ -488,9 +480,7 @@ async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-async def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(
-    memory: Path, kind: str
-) -> None:
+async def test_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind: str) -> None:
     length = 1 << 29
 
     async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):

@@ -168,15 +168,10 @@ def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
     trio.run(main)
 
 
-# -- another member ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("what", ["exposed", "reserved"])
-def test_an_address_and_a_key_are_of_no_use_to_another_member(
-    memory: Path, way: str, what: str
-) -> None:
+def test_address_and_key_are_of_no_use_to_another_member(memory: Path, way: str, what: str) -> None:
     async def attack(scene: Scene) -> None:
         given = scene.exposed if what == "exposed" else scene.reserved
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
@@ -240,9 +235,6 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
             await scene.attacker.move("read", mine)
 
     on_scene(memory, attack)
-
-
-# -- on the way ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -21,15 +21,7 @@ import trio
 from harness.seeds import seeded
 from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, until
 
-from irdmafs.backend.transport import (
-    Distrusted,
-    Extent,
-    FileRange,
-    Target,
-    Unreachable,
-    door,
-    messages,
-)
+from irdmafs.backend.transport import Distrusted, Extent, Target, Unreachable, door, messages
 from irdmafs.backend.transport.frames import HELLO_BYTES_MAX, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
@@ -44,6 +36,31 @@ HUGE = 1 << 60
 TARGET = Target(1, 1, ())
 CODEC = codec_for(all_movers())
 Begin = Callable[[Place], Awaitable[trio.SocketStream]]
+EXTENT = Extent(5 << 24 | 1, 0)
+END = QueueEnd(bytes(16), 0, 5, 6, 1024, 16)
+REQUESTS: dict[type[messages.Message], messages.Request] = {
+    type(request): request
+    for request in (
+        messages.Ping(),
+        messages.Put(EXTENT, TARGET, b"data"),
+        messages.Get([EXTENT], 100),
+        messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
+        messages.Abort(EXTENT.content),
+        messages.Suspect(1, 2),
+        messages.Status(),
+        wire.Tickets(1),
+        verbs.Rails(),
+        messages.Doubt(EXTENT),
+        messages.Digest(EXTENT),
+        messages.Map(EXTENT),
+        messages.Share(EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
+        messages.Scrub(),
+        messages.AskEtcd("/etcdserverpb.KV/Range", b""),
+        verbs.Attach(END, 0, "rxe0", bytes(16)),
+        verbs.Expose(EXTENT, 0, 10, 0),
+        verbs.Reserve(EXTENT, TARGET, 10, 10, 2, 0),
+    )
+}
 
 
 def writing(total: int, *ranges: tuple[int, int]) -> wire.Header:
@@ -53,14 +70,8 @@ def writing(total: int, *ranges: tuple[int, int]) -> wire.Header:
 
 
 def hello(cluster: Place, **changes: Any) -> bytes:
-    fields = {
-        "version": messages.VERSION,
-        "role": "mount",
-        "name": "odd",
-        "session": 0,
-        "wanted": 1,
-    }
-    return frame(messages.Hello(**{**fields, **changes}))
+    usual = messages.Hello(messages.VERSION, "mount", "odd", session=0, wanted=1)
+    return frame(msgspec.structs.replace(usual, **changes))
 
 
 def frame(message: Any) -> bytes:
@@ -207,19 +218,14 @@ async def lose_connection(stream: trio.SocketStream, nonsense: bytes) -> None:
 @pytest.mark.parametrize("secured", [False, True])
 async def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     memory: Path,
-    certificates: dict[str, Credentials],
+    certified: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
     port: str,
     secured: bool,
 ) -> None:
     chooser = seeded()
     tries = 150
-    options: dict[str, Any] = {}
-    if secured:
-        options = {
-            "credentials": certificates["node"],
-            "mount": {"credentials": certificates["mount"]},
-        }
+    options = certified if secured else {}
     async with in_cluster(memory, 1, **options) as cluster:
         await cluster.peers.ping(1)
         before = Usage()
@@ -251,6 +257,14 @@ async def test_a_long_frame_is_refused_before_it_is_read(
         assert told in warnings(caplog)[0]
 
 
+async def silent_strangers(cluster: Place, port: str, count: int) -> list[trio.SocketStream]:
+    """Return connections that say one byte and no more."""
+    strangers = [await connect(cluster, port) for _ in range(count)]
+    for stream in strangers:
+        await stream.send_all(b"\0")
+    return strangers
+
+
 @pytest.mark.parametrize("port", ["control", "tcp"])
 async def test_slow_strangers_do_not_keep_members_out(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
@@ -258,11 +272,7 @@ async def test_slow_strangers_do_not_keep_members_out(
     # Nobody waits until they are cut off.
     monkeypatch.setattr(door, "HANDSHAKE_S", 60.0)
     async with in_cluster(memory, 1, timeout_s=10.0) as cluster:
-        strangers = []
-        for _ in range(door.STRANGERS_MAX + 50):
-            stream = await connect(cluster, port)
-            await stream.send_all(b"\0")
-            strangers.append(stream)
+        strangers = await silent_strangers(cluster, port, door.STRANGERS_MAX + 50)
         await cluster.write(Extent(1, 0), bytes(20 * MiB))
         assert 0 < len(cluster.nodes[1].listener.host.door.strangers) <= door.STRANGERS_MAX
         # The first ones had to go for those who came later.
@@ -278,12 +288,7 @@ async def test_who_does_not_say_who_it_is_is_cut_off(
 ) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
     async with in_cluster(memory, 1) as cluster:
-        strangers = []
-        for _ in range(door.STRANGERS_MAX):
-            stream = await connect(cluster, port)
-            await stream.send_all(b"\0")
-            strangers.append(stream)
-        for stream in strangers:
+        for stream in await silent_strangers(cluster, port, door.STRANGERS_MAX):
             assert await is_closed(stream)
             await stream.aclose()
 
@@ -312,15 +317,17 @@ async def test_who_does_not_fit_is_told_why(
 
 @pytest.mark.parametrize("who", ["foreign", "nobody", "plain node"])
 async def test_those_who_will_never_be_let_in_are_told_so(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture, who: str
+    memory: Path,
+    certificates: dict[str, Credentials],
+    certified: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    who: str,
 ) -> None:
     """Each side says which side is configured how; and waiting is of no use."""
     node, theirs = certificates["node"], certificates.get(who)
     if who == "plain node":
         theirs = certificates["mount"]
-    options: dict[str, Any] = {}
-    if who != "plain node":
-        options = {"credentials": node, "mount": {"credentials": certificates["mount"]}}
+    options = certified if who != "plain node" else {}
     async with in_cluster(memory, 1, **options):
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=theirs) as peers:
             for _ in range(2):
@@ -370,19 +377,15 @@ async def test_an_invalid_ticket_opens_nothing(
 
 
 async def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
-    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+    memory: Path, certified: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    member: dict[str, Any] = {"credentials": certificates["mount"]}
-    async with in_cluster(
-        memory, 1, credentials=certificates["node"], mount=member, encrypt_data=True
-    ) as cluster:
-        source = cluster.file("source", b"secret")
-        async with mounted(memory, timeout_s=TIMEOUT_S, **member) as peers:
+    options = certified | {"encrypt_data": True}
+    async with in_cluster(memory, 1, **options) as cluster:
+        async with mounted(memory, timeout_s=TIMEOUT_S, **options["mount"]) as peers:
             with pytest.raises(Unreachable):
-                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
+                await Place(memory, peers, cluster.nodes).write(Extent(1, 0), b"secret")
         assert "not encrypted" in warnings(caplog)[0]
-        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
-        os.close(source)
+        await cluster.write(Extent(1, 0), b"secret")
 
 
 # -- members that talk nonsense ------------------------------------------------------------------
@@ -411,29 +414,12 @@ async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chooser = seeded()
-    extent, target = Extent(3, 0), Target(1, 1, ())
-    requests: list[msgspec.Struct] = [
-        messages.Ping(),
-        messages.Put(extent, target, b"data"),
-        messages.Get([extent] * 5, 100),
-        messages.Adopt(extent, target, "7"),
-        messages.Abort(3),
-        messages.Suspect(1, 2),
-        messages.Status(),
-        wire.Tickets(2),
-        messages.Renewed(9),
-        verbs.Attach(QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
-        verbs.Expose(extent, 0, 1000, 3),
-        verbs.Reserve(extent, target, 1 << 20, 1 << 18, 13, 3),
-        verbs.Rails(),
-        verbs.Release(1),
-        verbs.Detach(3),
-    ]
+    said = [*REQUESTS.values(), messages.Renewed(9), verbs.Release(1), verbs.Detach(3)]
     async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
         before = Usage()
         for _ in range(300):
-            body = mutated(chooser, msgspec.msgpack.encode(chooser.choice(requests)))
+            body = mutated(chooser, msgspec.msgpack.encode(chooser.choice(said)))
             frame = len(body).to_bytes(4, "big") + body
             await lose_connection(await introduced(cluster), frame)
         assert not [record for record in caplog.records if record.exc_info]

@@ -5,9 +5,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import trio
+import trio.testing
 
 from irdmafs.backend.transport.tcp.authentication import Authentication
 from irdmafs.backend.transport.tcp.channel import Channel
@@ -17,6 +19,7 @@ from irdmafs.backend.transport.tcp.streams import (
     send_range,
     wait_for_reply,
 )
+from irdmafs.backend.transport.tcp.threads import in_threads
 from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind
 
 MiB = 1 << 20
@@ -141,3 +144,43 @@ def test_what_follows_the_last_bytes_is_no_reply_to_them(
     other.send_all(next_request)
     assert send_range(one, files[0], 0, 4096) is None
     assert one.receive_exactly(len(next_request)) == next_request
+
+
+def until(stopped: threading.Event, ended: list[str], name: str) -> Callable[[], str]:
+    """Return a work that ends when it is stopped."""
+
+    def work() -> str:
+        stopped.wait()
+        ended.append(name)
+        return name
+
+    return work
+
+
+def test_the_first_error_is_raised_when_all_were_stopped() -> None:
+    stopped, ended = threading.Event(), list[str]()
+
+    def fail() -> str:
+        raise OSError("the first one")
+
+    works = [until(stopped, ended, "one"), fail, until(stopped, ended, "other")]
+    with pytest.raises(OSError, match="the first one"):
+        trio.run(in_threads, works, stopped.set, None)
+    assert sorted(ended) == ["one", "other"]
+
+
+@pytest.mark.parametrize("places", [None, 1])
+async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int | None) -> None:
+    stopped, ended = threading.Event(), list[str]()
+
+    limit = trio.Semaphore(places) if places is not None else None
+    works = [until(stopped, ended, name) for name in ("one", "other")]
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_threads, works, stopped.set, limit)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    assert scope.cancelled_caught
+    # The second one has no place before the first one has ended.
+    assert sorted(ended) == ["one", "other"][: places or 2]
+    assert limit is None or limit.value == places

@@ -73,20 +73,12 @@ class TwoNodes(Place):
     async def there_and_back(self, number: int, length: int) -> None:
         """Write an extent to both nodes, read it from both."""
         data = Random(number).randbytes(4096) * (length // 4096) + bytes(length % 4096)
-        source = self.file(f"s{number}", data)
         extent = Extent(number, 0)
-        await self.peers.device(1).write(extent, Target(1, 1, (2,)), FileRange(source, 0, length))
-        for node, each in self.nodes.items():
-            assert Path(each.service.path(extent)).read_bytes() == data
-            target = self.file(f"t{number}")
-            await self.peers.device(node).read(extent, 0, FileRange(target, 0, length))
-            assert os.pread(target, length + 1, 0) == data
-            os.close(target)
-            os.unlink(self.memory / f"t{number}")
-        os.close(source)
-        os.unlink(self.memory / f"s{number}")
-        for each in self.nodes.values():
-            os.unlink(each.service.path(extent))
+        await self.write(extent, data, 2)
+        assert self.have(extent, data) == [1, 2]
+        for node in self.nodes:
+            assert await self.read(node, extent, 0, length) == data
+            os.unlink(self.service(node).path(extent))
 
 
 @asynccontextmanager
@@ -259,14 +251,10 @@ async def test_a_way_that_takes_the_control_connection_along_makes_the_node_unre
         await place.lanes(count=1)
         await place.there_and_back(1, MiB)
         lost = when_posted(monkeypatch, 2, lambda pair: change_address("del"))
-        source = place.file("source", bytes(5 * MiB))
         with pytest.raises(Unreachable):
-            await place.peers.device(1).write(
-                Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 5 * MiB)
-            )
+            await place.write(Extent(2, 0), bytes(5 * MiB))
         assert lost.is_set()
         monkeypatch.undo()
-        os.close(source)
         change_address("add")
         with trio.fail_after(60):
             while True:

@@ -245,9 +245,6 @@ def test_the_hardware_gives_a_silent_peer_up_before_we_do() -> None:
         assert patience_s / 4 < tries_s < patience_s
 
 
-# -- growth --------------------------------------------------------------------------------------
-
-
 async def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> None:
     growth = Growth(10)
     seen: list[int] = []
@@ -269,9 +266,6 @@ async def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> No
     assert await other.more_than(4) == 5
     with pytest.raises(OSError, match="lost"):
         await other.complete()
-
-
-# -- processes -----------------------------------------------------------------------------------
 
 
 def test_a_mount_that_requires_what_is_not_there_does_not_start(tmp_path: Path) -> None:

@@ -95,30 +95,22 @@ async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -
 
 async def test_what_is_short_goes_over_tcp(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
-        source = cluster.file("source", bytes(64 * KiB))
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB - 1))
+        await cluster.write(Extent(1, 0), bytes(64 * KiB - 1))
         assert cluster.peers.counters.moved_bytes["verbs"] == 0
-        await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB))
+        await cluster.write(Extent(2, 0), bytes(64 * KiB))
         assert cluster.peers.counters.moved_bytes["verbs"] == 64 * KiB
-        os.close(source)
 
 
 async def test_a_transfer_takes_one_round_trip_on_the_control_connection(memory: Path) -> None:
     """The node knows itself when all has arrived, and what is not needed any more it is told later."""
     async with on_adapter(memory) as cluster:
-        source = cluster.file("source", bytes(MiB))
-        device, counters = cluster.peers.device(1), cluster.peers.counters
         for number in range(1, 4):
-            await device.write(Extent(number, 0), Target(1, 1, (2,)), FileRange(source, 0, MiB))
-            before = counters.round_trips
-            await device.write(
-                Extent(number + 10, 0), Target(1, 1, (2,)), FileRange(source, 0, MiB)
-            )
-            assert counters.round_trips == before + 1
-            await device.read(Extent(number, 0), 0, FileRange(source, 0, MiB))
-            assert counters.round_trips == before + 2
-        os.close(source)
+            await cluster.write(Extent(number, 0), bytes(MiB), 2)
+            before = cluster.peers.counters.round_trips
+            await cluster.write(Extent(number + 10, 0), bytes(MiB), 2)
+            assert cluster.peers.counters.round_trips == before + 1
+            await cluster.read(1, Extent(number, 0), 0, MiB)
+            assert cluster.peers.counters.round_trips == before + 2
 
 
 async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
@@ -127,14 +119,9 @@ async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
 
         async def there_and_back(number: int) -> None:
             data = random.Random(number).randbytes(length)
-            source, target = cluster.file(f"s{number}", data), cluster.file(f"t{number}")
-            device = cluster.peers.device(1)
-            await device.write(Extent(number, 0), Target(1, 1, (2,)), FileRange(source, 0, length))
-            await device.read(Extent(number, 0), 0, FileRange(target, 0, length))
-            assert os.pread(target, length + 1, 0) == data
+            await cluster.write(Extent(number, 0), data, 2)
+            assert await cluster.read(1, Extent(number, 0), 0, length) == data
             assert cluster.have(Extent(number, 0), data) == [1, 2]
-            os.close(source)
-            os.close(target)
 
         async with trio.open_nursery() as nursery:
             for number in range(12):
@@ -191,40 +178,29 @@ async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_ext
     data = random_bytes(5 * MiB)
     async with on_adapter(memory) as cluster:
         cluster.service(2).limit_bytes = MiB
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
         with pytest.raises(OSError) as caught:
-            await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+            await cluster.write(Extent(1, 0), data, 2)
         assert caught.value.errno == errno.ENOSPC
         assert "store node 2" in str(caught.value)
         assert cluster.have(Extent(1, 0), data) == [1]
         cluster.service(2).limit_bytes = 1 << 30
         before = cluster.nodes[1].listener.host.counters.received_bytes
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(1, 0), data, 2)
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert cluster.nodes[1].listener.host.counters.received_bytes == before
-        os.close(source)
 
 
 async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         service = cluster.service(1)
         service.may_seal = trio.Event()
-        source = cluster.file("source", bytes(2 * MiB))
         async with trio.open_nursery() as nursery:
-
-            @nursery.start_soon
-            async def write() -> None:
-                await cluster.peers.device(1).write(
-                    Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 2 * MiB)
-                )
-
+            nursery.start_soon(cluster.write, Extent(1, 0), bytes(2 * MiB))
             await until(lambda: bool(service.created))
             nursery.cancel_scope.cancel()
         await cluster.peers.device(1).abort(1)
         await cluster.peers.ping(1)
         service.may_seal.set()
-        os.close(source)
     assert not list((memory / "1" / "incoming").iterdir())
 
 
@@ -233,23 +209,17 @@ async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path)
 
 async def test_a_file_without_a_name_does_not_stay_registered(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
-        source = cluster.file("source", bytes(MiB))
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
+        await cluster.write(Extent(1, 0), bytes(MiB))
         pinned_bytes = cluster.regions.pinned_bytes
         os.unlink(cluster.service(1).path(Extent(1, 0)))
         cluster.regions.drop_orphans()
         assert cluster.regions.pinned_bytes == pinned_bytes - MiB
-        os.close(source)
 
 
 async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
     async with on_adapter(memory, 1, Choice(limit_bytes=4 * MiB)) as cluster:
-        device = cluster.peers.device(1)
         for number in range(6):
-            source = cluster.file(f"source{number}", bytes(MiB))
-            await device.write(Extent(number, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
-            os.close(source)
+            await cluster.write(Extent(number, 0), bytes(MiB))
         assert cluster.regions.pinned_bytes <= 4 * MiB
         assert cluster.regions.evictions >= 4
         assert cluster.peers.counters.fallbacks == 0
@@ -258,17 +228,11 @@ async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
 async def test_what_cannot_be_registered_goes_over_tcp(memory: Path) -> None:
     data = random_bytes(4 * MiB)
     async with on_adapter(memory, choice=Choice(limit_bytes=MiB)) as cluster:
-        source = cluster.file("source", data)
-        device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
-        target = cluster.file("target")
-        await device.read(Extent(1, 0), 0, FileRange(target, 0, len(data)))
-        assert os.pread(target, len(data) + 1, 0) == data
+        await cluster.write(Extent(1, 0), data, 2)
+        assert await cluster.read(1, Extent(1, 0), 0, len(data)) == data
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert cluster.peers.counters.fallbacks == 2
         assert cluster.peers.counters.moved_bytes["verbs"] == 0
-        os.close(source)
-        os.close(target)
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
@@ -300,27 +264,22 @@ async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     monkeypatch.setattr(way_module, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
     async with on_adapter(memory) as cluster:
-        source, target = cluster.file("source", data), cluster.file("target")
-        device = cluster.peers.device(1)
         # All have their queue pairs.
-        await device.write(Extent(3, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(3, 0), data, 2)
         pairs = broken_while_posting(monkeypatch, 2)
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(1, 0), data, 2)
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert pairs
         await usable_again(cluster.nodes[1].peers, 2)
         await usable_again(cluster.peers, 1)
         pairs = broken_while_posting(monkeypatch, 2)
-        await device.read(Extent(1, 0), 0, FileRange(target, 0, len(data)))
-        assert os.pread(target, len(data) + 1, 0) == data
+        assert await cluster.read(1, Extent(1, 0), 0, len(data)) == data
         assert pairs
         assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
         await usable_again(cluster.peers, 1)
         before = cluster.peers.counters.moved_bytes["verbs"]
-        await device.write(Extent(2, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
+        await cluster.write(Extent(2, 0), data, 2)
         assert cluster.peers.counters.moved_bytes["verbs"] == before + len(data)
-        os.close(source)
-        os.close(target)
     for node in (1, 2):
         assert not list((memory / str(node) / "incoming").iterdir())
 
@@ -356,7 +315,6 @@ def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[Qu
 async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         service = cluster.service(1)
-        source = cluster.file("source", bytes(8 * MiB))
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
             way = dying.device(1).way(VerbsWay)
             assert await way.reach() is not None
@@ -368,7 +326,6 @@ async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> No
             assert exposed.wanted
             assert service.leftovers
         await until(lambda: not service.leftovers)
-        os.close(source)
 
 
 # -- a whole cluster -----------------------------------------------------------------------------

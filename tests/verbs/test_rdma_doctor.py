@@ -229,9 +229,7 @@ def test_a_device_file_without_permission_is_to_be_opened_up(port: Way) -> None:
 
 
 @pytest.mark.verbs
-def test_a_cluster_that_is_not_on_the_devices_network_is_told_apart(
-    port: Way, tmp_path: Path
-) -> None:
+def test_a_cluster_not_on_the_devices_network_is_told_apart(port: Way, tmp_path: Path) -> None:
     config = tmp_path / "cluster.toml"
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
     check = checks(*rdma_wanted(str(config), {}))["RDMA"]

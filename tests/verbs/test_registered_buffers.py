@@ -130,9 +130,7 @@ def test_a_buffer_is_filled_whole_while_links_fail(rdma_cluster: Cluster) -> Non
     wait_for_rdma(writer, reader)
 
 
-def test_a_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(
-    rdma_cluster: Cluster,
-) -> None:
+def test_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(rdma_cluster: Cluster) -> None:
     """soft-RoCE knows no dma-buf."""
     writer, reader = rdma_cluster.mounts
     careless = rdma_cluster.add_mount("--no-verify")

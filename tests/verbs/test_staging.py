@@ -150,9 +150,7 @@ async def test_memory_that_is_lent_is_registered_once(
         os.close(fd)
 
 
-async def test_memory_that_cannot_be_registered_is_filled_through_memory_that_is(
-    memory: Path,
-) -> None:
+async def test_memory_that_cannot_be_registered_is_filled_by_memory_that_is(memory: Path) -> None:
     data = random_bytes(MiB)
     async with with_worker(memory) as worker:
         await worker.write(1, data)

@@ -1,4 +1,4 @@
-"""Training steps by RDMA: what they register once the first versions were made."""
+"""Training by RDMA: what steps register once the first versions are there. A mount beside the device."""
 
 import json
 import os
@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.clusters import Cluster, ClusterMount
+from conftest import make_mount
+from harness.clusters import MIB, Cluster, ClusterMount
 from harness.parts import STATUS_XATTR
+from harness.patterns import pattern, version_of
+from harness.rdma import need_ports
 from harness.training_runs import reducing, start
 
 from irdmafs.backend.cluster.overview import ask_nodes
@@ -81,3 +84,13 @@ def test_steps_register_nothing_once_the_files_take_turns(rdma_cluster: Cluster)
         assert steady == STEADY_STEPS
         found = [figures(mount) for mount in mounts]
         assert all(each["rdma_bytes"] and not each["rdma_fallbacks"] for each in found)
+
+
+def test_mount_beside_the_device_passes_reads_and_writes_through() -> None:
+    need_ports()
+    with make_mount("kernel") as mount:
+        file = mount.path / "weights"
+        with mount.requests() as requests:
+            file.write_bytes(pattern(1, MIB))
+            assert version_of(file.read_bytes()) == 1
+        assert not {"READ", "WRITE"} & set(requests), requests

@@ -234,7 +234,6 @@ def loaded(text: str) -> Program:
 
 @contextlib.contextmanager
 def tmpfs_directory() -> Iterator[Path]:
-    """An empty directory on a tmpfs."""
     path = scratch_directory()
     try:
         yield path

@@ -74,7 +74,7 @@ ALLOWED: tuple[Allowed, ...] = (
     ),
     Allowed(
         "The kernel's FUSE knows of no data in a directory",
-        "test_differences_to_tmpfs.py, test_seeking_for_data_in_a_directory",
+        "test_as_tmpfs_does.py, test_seeking_for_data_in_a_directory",
         ("kernel", "pyfuse3", "cluster"),
         _seeks_in_directory,
     ),

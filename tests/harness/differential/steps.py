@@ -110,6 +110,7 @@ class Source(Protocol):
 
 # An argument is drawn from values, or by a method of the vocabulary.
 Drawn = Sequence[Any] | Callable[["Vocabulary", Source], Any]
+Arguments = dict[str, Drawn]
 
 
 class Guess:
@@ -123,7 +124,6 @@ class Guess:
         self.made: set[str] = set()
 
     def note(self, step: Step) -> None:
-        """Note that a step was added to the program."""
         words, held = step.arguments, self.held.get(step.actor, set())
         if step.op in ("open", "reopen", "dup"):
             held.add(words["slot"])
@@ -281,36 +281,26 @@ class Vocabulary:
 
 
 _ANY_SLOT, _SLOT, _WHERE = Vocabulary.any_slot, Vocabulary.slot, Vocabulary.where
+_FLAGS, _MODE, _MARK = Vocabulary.flags, Vocabulary.mode_of_open, Vocabulary.mark
 _ANY_NAME, _NEW_NAME, _NAME = Vocabulary.any_name, Vocabulary.new_name, Vocabulary.name
-_PLACE: dict[str, Drawn] = {"offset": OFFSETS, "length": LENGTHS}
-_OF_MAP: dict[str, Drawn] = {"offset": (0, 100, 4000, 5000), "length": (10, 9000)}
-_COPY: dict[str, Drawn] = {"source": _SLOT, "target": _SLOT, "length": LENGTHS}
+_PLACE: Arguments = {"offset": OFFSETS, "length": LENGTHS}
+_OF_MAP: Arguments = {"offset": (0, 100, 4000, 5000), "length": (10, 9000)}
+_COPY: Arguments = {"source": _SLOT, "target": _SLOT, "length": LENGTHS}
 _CREATES = (os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
 _TMPFILES = [os.O_TMPFILE | flags | more for flags in ACCESS for more in (0, 0, os.O_EXCL)]
-_VALUE: dict[str, Drawn] = {
-    "name": XATTRS,
-    "mark": Vocabulary.mark,
-    "length": (0, 4, 300),
-    "flags": (0, 0, 1, 2),
-}
-_NODES = [stat.S_IFREG | 0o644, stat.S_IFREG | 0o600] * 2 + [
-    stat.S_IFSOCK | 0o644,
-    stat.S_IFSOCK | 0o600,
-]
-_RANGE: dict[str, Drawn] = {
+_VALUE: Arguments = {"name": XATTRS, "mark": _MARK, "length": (0, 4, 300), "flags": (0, 0, 1, 2)}
+_KINDS_OF_NODES = (stat.S_IFREG, stat.S_IFREG, stat.S_IFSOCK)
+_NODES = [kind | mode for kind in _KINDS_OF_NODES for mode in (0o644, 0o600)]
+_WHENCES = (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END)
+_RANGE: Arguments = {
     "kind": ("read", "write", "none"),
     "start": (0, 10, 100),
     "length": (0, 10, 95),
     "ofd": (False, True),
 }
-ARGUMENTS: dict[str, dict[str, Drawn]] = {
+ARGUMENTS: dict[str, Arguments] = {
     # Opening and closing.
-    "open": {
-        "slot": _ANY_SLOT,
-        "path": _NAME,
-        "flags": Vocabulary.flags,
-        "mode": Vocabulary.mode_of_open,
-    },
+    "open": {"slot": _ANY_SLOT, "path": _NAME, "flags": _FLAGS, "mode": _MODE},
     "create": {"slot": _ANY_SLOT, "path": _ANY_NAME, "flags": _CREATES, "mode": (0o666,)},
     "tmpfile": {
         "slot": _ANY_SLOT,
@@ -328,18 +318,9 @@ ARGUMENTS: dict[str, dict[str, Drawn]] = {
     # Reading and writing.
     "read": {"slot": _SLOT, "length": LENGTHS},
     "pread": {"slot": _SLOT, "offset": OFFSETS, "length": (100, 200_000)},
-    "write": {"slot": _SLOT, "mark": Vocabulary.mark, "length": LENGTHS},
-    "pwrite": {
-        "slot": _SLOT,
-        "mark": Vocabulary.mark,
-        **_PLACE,
-        "flags": (0, 0, 0, 0, os.RWF_APPEND),
-    },
-    "lseek": {
-        "slot": _SLOT,
-        "offset": (*OFFSETS, -1, -100),
-        "whence": (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END),
-    },
+    "write": {"slot": _SLOT, "mark": _MARK, "length": LENGTHS},
+    "pwrite": {"slot": _SLOT, "mark": _MARK, **_PLACE, "flags": (0, 0, 0, 0, os.RWF_APPEND)},
+    "lseek": {"slot": _SLOT, "offset": (*OFFSETS, -1, -100), "whence": _WHENCES},
     "seek_data": {"slot": _SLOT, "offset": OFFSETS, "whence": (os.SEEK_DATA, os.SEEK_HOLE)},
     "copy_range": {**_COPY, "from_offset": (None, *OFFSETS), "to_offset": (None, *OFFSETS)},
     "sendfile": {**_COPY, "offset": (None, *OFFSETS)},
@@ -358,7 +339,7 @@ ARGUMENTS: dict[str, dict[str, Drawn]] = {
     },
     "munmap": {"where": _WHERE},
     "load": {"where": _WHERE, **_OF_MAP},
-    "store": {"where": _WHERE, "mark": Vocabulary.mark, **_OF_MAP},
+    "store": {"where": _WHERE, "mark": _MARK, **_OF_MAP},
     "msync": {"where": _WHERE, "flags": (1, 4)},
     # Names.
     "rename": {"path": _NAME, "new": _NEW_NAME, "flags": (0, 0, 0, 0, 1, 2)},

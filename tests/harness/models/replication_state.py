@@ -40,14 +40,9 @@ class Rules(NamedTuple):
 
 # What can happen, each as often as Bounds.events allows in all: a node's process dies; so does its host,
 # with the store; a node dies and its store is damaged; a session ends; a writer gives up; a reader pins.
-CRASH, LOSS, DAMAGE, EXPIRY, ABORT, PIN = EVENTS = (
-    "crash",
-    "loss",
-    "damage",
-    "expiry",
-    "abort",
-    "pin",
-)
+CRASH, LOSS, DAMAGE = "crash", "loss", "damage"
+EXPIRY, ABORT, PIN = "expiry", "abort", "pin"
+EVENTS = (CRASH, LOSS, DAMAGE, EXPIRY, ABORT, PIN)
 # Not one of the usual: all in sync are taken for dead and removed, and what only they have is given up.
 REMOVAL = "removal"
 
