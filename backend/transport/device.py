@@ -40,6 +40,7 @@ from .messages import (
     Map,
     Mapped,
     Put,
+    PutAll,
     Share,
 )
 from .prompt import acquire
@@ -156,6 +157,12 @@ class Device:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
         await self.link.ask(Put(extent, target, data), Done)
         self._counters.message_bytes += len(data)
+
+    async def put_all(self, puts: Sequence[Put]) -> None:
+        """Store small extents, PUTS_MAX at most and PUT_BYTES_MAX together, on this node; they are sealed
+        when this returns. Each may be there, or not, when it raises OSError."""
+        await self.link.ask(PutAll([*puts]), Done)
+        self._counters.message_bytes += sum(len(put.data) for put in puts)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         """Return small extents whole, in one round trip; None for those that the node does not have or

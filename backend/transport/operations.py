@@ -32,6 +32,7 @@ from .messages import (
     Mapped,
     Ping,
     Put,
+    PutAll,
     Renewed,
     Report,
     Request,
@@ -123,6 +124,12 @@ async def _put(host: Host, peer: Peer, request: Put) -> Done:
             await _both(store, forward)
         else:
             await store()
+    return Done()
+
+
+async def _put_all(host: Host, peer: Peer, request: PutAll) -> Done:
+    for put in request.puts:
+        await _put(host, peer, put)
     return Done()
 
 
@@ -234,6 +241,7 @@ OPERATIONS: dict[type[Request], Operation] = {
     Digest: Operation((ANY, NONE, NONE, NONE), Digested, _digest),
     # Writing.
     Put: Operation((ANY, OWN, NONE, NONE), Done, _put),
+    PutAll: Operation((NONE, OWN, NONE, NONE), Done, _put_all),
     Adopt: Operation((NONE, OWN, NONE, NONE), Done, _adopt),
     # Every mount may read every extent, so it may have one of its own with the same bytes.
     Share: Operation((NONE, OWN, NONE, NONE), Done, _share),

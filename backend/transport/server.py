@@ -24,8 +24,7 @@ from .messages import (
     RECEIVER_PATIENCE,
     REQUESTS_AT_ONCE,
     VERSION,
-    Abort,
-    AboutExtent,
+    AboutContents,
     Answer,
     Failed,
     Message,
@@ -337,13 +336,9 @@ class Control:
             return Failed(errno.EIO, self._host.service.node, "internal error; see its log")
 
     async def _do(self, request: Request) -> Answer | Lasting:
-        content: int | None = None
-        if isinstance(request, AboutExtent):
-            content = request.extent.content
-        elif isinstance(request, Abort):
-            content = request.content
+        contents = request.contents if isinstance(request, AboutContents) else ()
         peer, service = self._peer, self._host.service
-        await check_right(service, self._codec.rights, peer, type(request), content)
+        await check_right(service, self._codec.rights, peer, type(request), contents)
         operation = OPERATIONS.get(type(request))
         if operation is not None:
             return await operation.do(self._host, peer, request)

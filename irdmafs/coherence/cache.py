@@ -15,12 +15,14 @@ from ..callers.processes import Processes
 from ..inline import detach
 from .carried import Carried
 from .content import Content, State
+from .drafts import Drafts
 from .host import Host
 from .in_place import InPlace
 from .kernel_cache import KernelCache, Name
 from .looks import Looks
 from .nodes import Handle, Node
 from .publishing import Publisher
+from .put_off import PutOff
 from .references import References
 from .routes import Routes
 from .sharing import Sharing
@@ -57,7 +59,9 @@ class Cache:
         self.looks = Looks(host, sharing)
         self.references = References()
         self.in_place = in_place = InPlace(host, sharing)
-        self.publisher = publisher = Publisher(host, in_place, processes)
+        self.put_off = put_off = PutOff(host)
+        self.publisher = publisher = Publisher(host, in_place, put_off, processes)
+        self.drafts = Drafts(host, put_off, publisher, self.release)
         self.carried = Carried(host, sharing, in_place, publisher)
 
     # -- open ------------------------------------------------------------------------------------
@@ -191,6 +195,8 @@ class Cache:
         content = handle.content
         assert content is not None
         if handle.writing:
+            if self.put_off.handles and self.put_off.keeps(handle):
+                return
             content.leaving += 1
             try:
                 await self.publisher.last_release(handle, content)

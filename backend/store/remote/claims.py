@@ -34,7 +34,7 @@ from ...cluster.record_keeper import RecordKeeper
 from ...etcd.leases import LeaseEnded
 from ...kv import Compare, Conflict, Delete, Exists, Put
 from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
-from ...namespace import SharedCommitter
+from ...namespace import SharedCommitter, drafts
 from ...namespace.commit import Commit
 from ...namespace.deferred import Deferred
 from ...namespace.inode import inode_key
@@ -114,6 +114,8 @@ class Claims(RecordKeeper):
         # deleted one; until when it takes none under that.
         self._claimed_under = self._refused_under = self._doubted = 0
         self._doubted_until = 0.0
+        # What stores the files in a directory that are closed and not stored.
+        self._store_closed: Callable[[int], Awaitable[None]] | None = None
 
     # -- as etcd has them --------------------------------------------------------------------------
 
@@ -197,7 +199,9 @@ class Claims(RecordKeeper):
         made = commit.new if commit.new is not None and commit.new.is_dir else None
         if made and self._may_take() and all(map(self._leases.may_follow, directories)):
             taken.append(made.ino)
-            changes.append(_claim(made.ino, lease, exclusive=False))
+            tree, (parent, name, _) = self._member.tree, commit.names[0]
+            is_draft = tree.has_drafts and drafts.is_draft(tree.inodes, parent, name)
+            changes.append(_claim(made.ino, lease, exclusive=is_draft and self._defers))
         if taken:
             conditions.append(self._session.compare())
         self._taking.update(taken, ours)
@@ -218,6 +222,10 @@ class Claims(RecordKeeper):
             self._taking.difference_update(taken, ours)
             if not self._touched.isdisjoint(taken):
                 self.tell()  # somebody may want one already
+
+    def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
+        """Do as Store says."""
+        self._store_closed = store
 
     def making(self, directory: int) -> list[Put]:
         return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
@@ -415,6 +423,8 @@ class Claims(RecordKeeper):
     async def _share(self, directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
         try:
+            if self._store_closed is not None:
+                await self._store_closed(directory)
             await self._deferred.store()
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
@@ -429,6 +439,8 @@ class Claims(RecordKeeper):
     async def _store(self, directory: int) -> bool:
         """Store what this mount keeps to itself in a directory. Return whether that succeeded."""
         try:
+            if self._store_closed is not None:
+                await self._store_closed(directory)
             await self._committer.store(directory)
         except OSError as error:
             log.warning("new files in directory %d are not stored yet: %s", directory, error)

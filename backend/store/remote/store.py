@@ -105,6 +105,7 @@ class RemoteStore:
     reads_into = True
     waits = True
     size_max = SIZE_MAX
+    small_bytes: int
 
     def __init__(self, cluster: Cluster, rdma: Rdma) -> None:
         self._cluster = cluster
@@ -133,6 +134,11 @@ class RemoteStore:
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
+        self.publish_together, self.small_bytes = publisher.publish_together, cluster.small_bytes
+        self.holds_alone, self.before_looks = (
+            cluster.claims.is_exclusive,
+            cluster.claims.before_looks,
+        )
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open

@@ -290,7 +290,7 @@ class Data:
         channel.clean = False
         with logs.request(header.trace):
             try:
-                await check_right(self._service, RIGHTS, peer, header.op, header.extent.content)
+                await check_right(self._service, RIGHTS, peer, header.op, (header.extent.content,))
             except OSError as error:
                 if isinstance(error, PermissionError):
                     self._counters.denied_requests += 1
