@@ -73,6 +73,8 @@ class Cache:
 
         Raises OSError ESTALE when the kernel has to look the name up again.
         """
+        if self.put_off.handles:
+            inode = await self._stored(inode, flags)
         promise = self.routes.take(pid, inode.ino) if self.routes.promises else None
         try:
             empties_at_once = flags & _EMPTYING == os.O_TRUNC
@@ -92,6 +94,16 @@ class Cache:
             await self._make_ready(handle, content, cut=cut)
         return handle
 
+    async def _stored(self, inode: Inode, flags: int) -> Inode:
+        """Return the inode when its file may be opened so. One that was closed and is not stored yet may be
+        read, but not written."""
+        handle = self.put_off.handles.get(inode.ino)
+        if handle is None:
+            return inode
+        if flags & (os.O_ACCMODE | os.O_TRUNC) or handle not in self.put_off.released:
+            await self.drafts.store(inode.ino)
+        return self._inodes[inode.ino]
+
     async def _settled(self, inode: Inode, flags: int) -> Inode:
         """Return the inode when no store node is adopting the file that a writer would share. Descriptors
         that had that file open go on with it."""
@@ -107,6 +119,8 @@ class Cache:
 
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open the file for a request that accepts any node."""
+        if self.put_off.handles:
+            inode = await self._stored(inode, flags)
         inode = await self._settled(inode, flags)
         node, content, cut = self.routes.choose_any(inode, flags, pid)
         handle = self._open(node, content, flags, pid)

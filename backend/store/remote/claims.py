@@ -114,8 +114,6 @@ class Claims(RecordKeeper):
         # deleted one; until when it takes none under that.
         self._claimed_under = self._refused_under = self._doubted = 0
         self._doubted_until = 0.0
-        # What stores the files in a directory that are closed and not stored.
-        self._store_closed: Callable[[int], Awaitable[None]] | None = None
 
     # -- as etcd has them --------------------------------------------------------------------------
 
@@ -222,10 +220,6 @@ class Claims(RecordKeeper):
             self._taking.difference_update(taken, ours)
             if not self._touched.isdisjoint(taken):
                 self.tell()  # somebody may want one already
-
-    def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
-        """Do as Store says."""
-        self._store_closed = store
 
     def making(self, directory: int) -> list[Put]:
         return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
@@ -423,9 +417,7 @@ class Claims(RecordKeeper):
     async def _share(self, directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
         try:
-            if self._store_closed is not None:
-                await self._store_closed(directory)
-            await self._deferred.store()
+            await self._member.store_answered(directory)
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
             await self._member.replica.transact(conditions, [claim])
@@ -439,8 +431,7 @@ class Claims(RecordKeeper):
     async def _store(self, directory: int) -> bool:
         """Store what this mount keeps to itself in a directory. Return whether that succeeded."""
         try:
-            if self._store_closed is not None:
-                await self._store_closed(directory)
+            await self._member.store_answered(directory)
             await self._committer.store(directory)
         except OSError as error:
             log.warning("new files in directory %d are not stored yet: %s", directory, error)
