@@ -88,13 +88,12 @@ class Drafts(OnHost):
             raise errors[0]
 
     def _is_below(self, ino: int, directory: int) -> bool:
-        """Return whether a file, which may have lost its name, is below a directory."""
+        """Return whether a file is below a directory, or is the file `directory` itself."""
         while ino not in (directory, ROOT_INO):
-            inode = self._inodes.get(ino)
-            if inode is None or not inode.nlink:
+            ino = self._inodes[ino].parent  # 0 for one that has lost its name
+            if not ino:
                 break
-            ino = inode.parent
-        return ino == directory
+        return directory in (ino, ROOT_INO)
 
     def _is_small(self, handle: Handle) -> bool:
         """Return whether a file may be stored with others."""

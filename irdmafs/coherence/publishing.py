@@ -332,6 +332,8 @@ class Publisher(OnHost):
                     ending.callback(content.locked().release)
                     ending.callback(self._end_turn, content.ino, self._begin_turn(content))
                     stats[content] = self._table.stat(content)
+            if not stats:
+                return
             versions = [self._version_of(each, status, None, 0) for each, status in stats.items()]
             inodes = await self._store.publish_together(versions)
             for (content, status), inode in zip(stats.items(), inodes, strict=True):

@@ -25,7 +25,8 @@ class PutOff(OnHost):
         self.handles: dict[int, Handle] = {}
         self.released: set[Handle] = set()
         self.any, self.many = trio.Event(), trio.Event()
-        self._bytes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._bytes = 0
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
@@ -40,10 +41,10 @@ class PutOff(OnHost):
         ):
             return False
         size = self._table.stat(content).st_size
-        others = sum(self._bytes.values()) - self._bytes.get(inode.ino, 0)
-        if len(self.handles) >= _FILES_MAX or others + size > _BYTES_MAX:
+        total = self._bytes - self._sizes.get(inode.ino, 0) + size
+        if len(self.handles) >= _FILES_MAX or total > _BYTES_MAX:
             return False
-        self.handles[inode.ino], self._bytes[inode.ino] = handle, size
+        self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
         self.any.set()
         if len(self.handles) >= _MANY:
             self.many.set()
@@ -66,7 +67,8 @@ class PutOff(OnHost):
 
     def end(self, handle: Handle) -> None:
         """Note that a file is stored, or lost."""
-        del self.handles[handle.node.ino], self._bytes[handle.node.ino]
+        del self.handles[handle.node.ino]
+        self._bytes -= self._sizes.pop(handle.node.ino)
         if not self.handles:
             self.any = trio.Event()
         if len(self.handles) < _MANY:

@@ -32,6 +32,7 @@ def census(
         "bytes_carried": cache.carried.bytes,
         "nodes": len(cache.nodes.by_id),
         "open_handles": len(handles),
+        "files_to_store": len(cache.put_off.handles),
         "locks": locking.count(),
         **coherence.count(),
     }

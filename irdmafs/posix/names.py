@@ -192,15 +192,15 @@ class Names(Part):
             self._since.refuse(source, name_old)
             self._since.refuse(target, name_new)
         moved = self._namespace.lookup(old, name_old)
-        if moved is not None and moved.is_file and not self._cache.put_off.stays(moved.ino, new):
-            await self._cache.publisher.publish_now(moved.ino)
+        if moved is not None and not self._cache.put_off.stays(moved.ino, new):
+            await self._cache.drafts.store(moved.ino)
+            if moved.is_file:
+                await self._cache.publisher.publish_now(moved.ino)
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         exchanged = self._namespace.lookup(new, name_new) if flags & RENAME_EXCHANGE else None
-        if self._cache.put_off.handles:
-            for inode in (moved, exchanged):
-                if inode is not None and inode.is_dir:
-                    await self._cache.drafts.store(inode.ino)
+        if exchanged is not None:
+            await self._cache.drafts.store(exchanged.ino)
         names = (old, name_old), (new, name_new)
         with self._coherence.changing(ctx.pid, *names):
             unnamed = await self._namespace.rename(
