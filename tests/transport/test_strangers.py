@@ -413,6 +413,7 @@ async def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
     requests: list[msgspec.Struct] = [
         messages.Ping(),
         messages.Put(extent, target, b"data"),
+        messages.PutAll([messages.Put(extent, target, b"data")] * 2),
         messages.Get([extent] * 5, 100),
         messages.Adopt(extent, target, "7"),
         messages.Abort(3),
