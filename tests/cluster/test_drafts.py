@@ -2,14 +2,13 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 from harness.claims import often
-from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern
@@ -45,7 +44,7 @@ def written(directory: Path, count: int, size: int = 1000) -> dict[str, bytes]:
 
 def waiting(place: Path) -> int:
     """Return how many files of a mount are closed and not stored yet."""
-    return int(json.loads(os.getxattr(place, "user.irdmafs.status"))["files_to_store"])
+    return int(status_at(place)["files_to_store"])
 
 
 @pytest.mark.parametrize("followed", [False, True])
