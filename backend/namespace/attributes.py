@@ -7,6 +7,7 @@
     user.irdmafs.follow        off: hosts do not follow what is below (backend.store.remote.leases) because
                                it is read often, nor claim it (backend.store.remote.claims); for what
                                exists, too
+    user.irdmafs.drafts        see drafts
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
     user.irdmafs.awaits        the name of a directory beside this one: names in this one lead to names in
                                that one, also to those that are yet to come (irdmafs.posix.since)
@@ -22,6 +23,8 @@ from contextlib import suppress
 from ..model.policy import REPLICAS_MAX, Policy, parse_policy
 from ..model.records import Settings
 from ..model.values import parse_size
+from . import drafts
+from .drafts import DRAFTS
 from .inode import ROOT_INO
 from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit
@@ -57,6 +60,8 @@ def check(name: bytes, value: bytes) -> None:
         raise ValueError(
             f"user.irdmafs.awaits is the name of a directory beside this one, not {_text(value)!r}"
         )
+    elif name == DRAFTS:
+        drafts.check(value)
     elif name == AWAITS_TIMEOUT:
         awaits_timeout_s(value)
 

@@ -198,6 +198,21 @@ class Namespace:
             return self._link(version.ino, plan, guards)
         return self._change(version.ino, plan, guards)
 
+    async def publish_together(
+        self, versions: Sequence[NewVersion], guards: Sequence[Compare]
+    ) -> list[Inode]:
+        """Do as `publish` does for several files, in one transaction: all of them, or none."""
+        published: Sequence[Inode] = ()
+
+        def plan() -> Commit:
+            nonlocal published
+            commit = self._planner.publish_together(versions)
+            published = commit.inodes
+            return commit
+
+        await self._carry_out(plan, guards)
+        return [*published]
+
     async def check_room(self, ino: int, blocks: int) -> None:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
         sent."""

@@ -13,7 +13,7 @@ place: two moves at once could otherwise make a cycle.
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -390,6 +390,15 @@ class Planner:
         commit.urgent = size < found.size or not found.version
         if self._quotas.in_use and version.in_quotas and commit.charge is None:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
+        return commit
+
+    def publish_together(self, versions: Sequence[NewVersion]) -> Commit:
+        """Make extents the next versions of several files that have names. Raises as `publish` does."""
+        commit = Commit()
+        commit.inodes = [self.publish(version).inodes[0] for version in versions]
+        if not all(inode.nlink for inode in commit.inodes):
+            raise fail(errno.ESTALE, "a file has lost its name")
+        commit.urgent = True
         return commit
 
     def change(

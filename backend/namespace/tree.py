@@ -23,6 +23,7 @@ from ..kv.map import Map
 from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .commit import Commit
+from .drafts import DRAFTS
 from .events import Listener, changes_of, differences, misplaced, removals_first, time_of
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
@@ -78,6 +79,8 @@ class Tree(Names):
         self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.parents_of)
+        # A directory has, or had, the attribute of drafts.
+        self.has_drafts = False
 
     def load_quotas(self) -> None:
         """Note the quotas of a map that was filled before."""
@@ -357,6 +360,7 @@ class Tree(Names):
         self.damaged.pop(ino, None)
 
     def _take_limits(self, directory: Inode) -> None:
+        self.has_drafts |= DRAFTS in directory.xattrs
         key = _quota_key(directory.ino)
         if any(name in directory.xattrs for name in QUOTA_NAMES):
             self.records.put(key, b"")

@@ -3,7 +3,7 @@ both stores have."""
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..files.extents import ExtentStore
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .remote.locks import SharedLocks
     from .remote.versions import Freshness
 
+# etcd takes 128 compares in a transaction: two for each file, and those of groups and directories.
+TOGETHER_MAX = 30
 _TRIES_MAX = 100
 
 
@@ -33,6 +35,8 @@ class Store(Protocol):
     sends: bool = False
     # `read_into` reads files: they may not be on this host.
     reads_into: bool = False
+    # `publish_together` takes contents up to this size; 0: none.
+    small_bytes: int = 0
     # The locks that other hosts see, too; None where there are no others.
     locks: "SharedLocks | None" = None
     # Tells how far the namespace may be believed; None where nobody else changes it.
@@ -69,6 +73,21 @@ class Store(Protocol):
         content is not kept.
 
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
+
+    async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
+        """Do as `publish` does, all at once, with contents of `small_bytes` at most, of files that have
+        their names and no version; TOGETHER_MAX at most. Raises OSError, or kv.Conflict: then none of
+        them is known to be a version."""
+        raise fail(errno.EOPNOTSUPP)
+
+    def holds_alone(self, directory: int) -> bool:
+        """Return whether no other host looks into a directory before `before_looks` has returned."""
+        return False
+
+    def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
+        """Have `store` awaited, with its number, before other hosts may look into a directory that this
+        host held alone."""
+        return
 
     def may_have_published(self, extent: ContentId) -> bool:
         """Return whether `publish` of this content failed, although it may have become a version."""

@@ -140,6 +140,12 @@ class Device:
         await self.link.ask(messages.Put(extent, target, data), messages.Done)
         self._counters.message_bytes += len(data)
 
+    async def put_all(self, puts: Sequence[messages.Put]) -> None:
+        """Store small extents, PUTS_MAX at most and PUT_BYTES_MAX together, on this node; they are sealed
+        when this returns. Each may be there, or not, when it raises OSError."""
+        await self.link.ask(messages.PutAll([*puts]), messages.Done)
+        self._counters.message_bytes += sum(len(put.data) for put in puts)
+
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         """Return small extents whole, in one round trip; None for those that the node does not have or
         that are longer than `limit` bytes."""

@@ -10,7 +10,7 @@ import msgspec
 import trio
 from msgspec.msgpack import Decoder, Encoder
 
-from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Welcome
+from .messages import AboutContents, Answer, Hello, Message, Refused, Welcome
 from .prompt import PromptStream
 from .rights import OWN, Row
 
@@ -106,7 +106,7 @@ class Frames:
 class MessageSet(NamedTuple):
     """The messages of one part of the transport. `rights` has a row for each message to a node; a message
     that is no Request has no answer, and a Request that only the owner of a content may make is
-    AboutExtent."""
+    AboutContents."""
 
     rights: Mapping[type[Message], Row]
     answers: tuple[type[Answer], ...]
@@ -119,7 +119,7 @@ class Codec:
         every = tuple(sets)
         self.rights = {kind: row for each in every for kind, row in each.rights.items()}
         for kind, row in self.rights.items():
-            if OWN in row and not issubclass(kind, (AboutExtent, Abort)):
+            if OWN in row and not issubclass(kind, AboutContents):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
         self._asked: Decoder[Message] = _decoder(self.rights)
         self._answers: Decoder[Answer] = _decoder(kind for each in every for kind in each.answers)

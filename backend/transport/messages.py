@@ -8,6 +8,7 @@ that sends one loses its connection.
 
 import errno
 import os
+from collections.abc import Collection
 from enum import IntEnum
 from typing import Annotated, TypeAlias
 
@@ -20,6 +21,7 @@ from . import Extent, Fenced, Number, Target, Unreachable
 VERSION = 9
 
 PUT_BYTES_MAX = 1 << 20
+PUTS_MAX = 64
 # An answer to Get ends when it is this long; the caller requests the rest again.
 GET_BYTES_MAX = 8 << 20
 GET_EXTENTS_MAX = 4096
@@ -89,10 +91,22 @@ class Request(Message, kw_only=True):
         """Raise BadMessage for values of several fields that do not fit each other."""
 
 
-class AboutExtent(Request):
+class AboutContents(Request):
+    """The base of requests about contents, to which a peer may have a right for its own ones only."""
+
+    @property
+    def contents(self) -> Collection[int]:
+        raise NotImplementedError
+
+
+class AboutExtent(AboutContents):
     """The base of requests about one extent."""
 
     extent: Extent
+
+    @property
+    def contents(self) -> Collection[int]:
+        return (self.extent.content,)
 
 
 class ToTarget(AboutExtent):
@@ -122,8 +136,22 @@ class Adopt(ToTarget, tag=13):
     name: Name
 
 
-class Abort(Request, tag=14):
+class Abort(AboutContents, tag=14):
     content: Number
+
+    @property
+    def contents(self) -> Collection[int]:
+        return (self.content,)
+
+
+class PutAll(AboutContents, tag=43):
+    """Stores several extents, each on its own; the first error is the answer."""
+
+    puts: Annotated[list[Put], Meta(max_length=PUTS_MAX)]
+
+    @property
+    def contents(self) -> Collection[int]:
+        return {put.extent.content for put in self.puts}
 
 
 class Suspect(Request, tag=15):

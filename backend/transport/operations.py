@@ -99,6 +99,12 @@ async def _put(host: Host, peer: Peer, request: messages.Put) -> messages.Done:
     return messages.Done()
 
 
+async def _put_all(host: Host, peer: Peer, request: messages.PutAll) -> messages.Done:
+    for put in request.puts:
+        await _put(host, peer, put)
+    return messages.Done()
+
+
 async def _adopt(host: Host, peer: Peer, request: messages.Adopt) -> messages.Done:
     extent, target, service = request.extent, request.target, host.service
     await service.admit(extent, target)
@@ -207,6 +213,7 @@ OPERATIONS: dict[type[messages.Request], Operation] = {
     messages.Digest: Operation((ANY, NONE, NONE, NONE), messages.Digested, _digest),
     # Writing.
     messages.Put: Operation((ANY, OWN, NONE, NONE), messages.Done, _put),
+    messages.PutAll: Operation((NONE, OWN, NONE, NONE), messages.Done, _put_all),
     messages.Adopt: Operation((NONE, OWN, NONE, NONE), messages.Done, _adopt),
     # Every mount may read every extent, so it may have one of its own with the same bytes.
     messages.Share: Operation((NONE, OWN, NONE, NONE), messages.Done, _share),

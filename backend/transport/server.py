@@ -317,13 +317,9 @@ class Control:
             return messages.Failed(errno.EIO, here, "internal error; see its log")
 
     async def _do(self, request: messages.Request) -> messages.Answer | Lasting:
-        content: int | None = None
-        if isinstance(request, messages.AboutExtent):
-            content = request.extent.content
-        elif isinstance(request, messages.Abort):
-            content = request.content
+        contents = request.contents if isinstance(request, messages.AboutContents) else ()
         peer, service = self._peer, self._host.service
-        await check_right(service, self._codec.rights, peer, type(request), content)
+        await check_right(service, self._codec.rights, peer, type(request), contents)
         operation = OPERATIONS.get(type(request))
         if operation is not None:
             return await operation.do(self._host, peer, request)

@@ -1,6 +1,6 @@
 """The part of a store node that its transport calls: the protocol `Service`."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from . import Extent, Target
@@ -122,10 +122,14 @@ async def begin(
 
 
 async def check_right(
-    service: Service[Any], rights: Mapping[Any, Row], peer: Peer, asked: Asked, content: int | None
+    service: Service[Any],
+    rights: Mapping[Any, Row],
+    peer: Peer,
+    asked: Asked,
+    contents: Collection[int],
 ) -> None:
-    """Check the right of a peer to ask for something about a content (None: about no content). Raises
-    OSError EACCES, and as Service.check_owner."""
+    """Check the right of a peer to ask for something about contents. Raises OSError EACCES, and as
+    Service.check_owner."""
     if need(rights, peer.role, asked) is Scope.OWN:
-        assert content is not None, "only requests about a content are limited to a peer's own"
-        await service.check_owner(peer, content)
+        for content in contents:
+            await service.check_owner(peer, content)

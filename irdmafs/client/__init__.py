@@ -38,6 +38,11 @@ of a file on its host; files that several processes read are better read from th
 >>> seen = client.wait("/mnt/params/model.safetensors")             # waits until there is one
 >>> seen = client.wait("/mnt/params/model.safetensors", seen)       # waits for the next
 
+**Drafts.** A directory appears whole when its block ends, and replaces the one that was there:
+
+>>> with client.draft("/mnt/params/checkpoint") as directory:
+...     model.save_pretrained(directory)
+
 **bfloat16 and 8-bit floats** are arrays of the package ml_dtypes. torch tensors of these types are
 published as what they are.
 """
@@ -47,11 +52,12 @@ from __future__ import annotations
 import os
 
 from ._buffer import Buffer
+from ._drafts import draft
 from ._files import FormatError
 from ._store import Store
 from ._waiting import Seen, wait, watch
 
-__all__ = ["Buffer", "FormatError", "Seen", "Store", "open", "wait", "watch"]
+__all__ = ["Buffer", "FormatError", "Seen", "Store", "draft", "open", "wait", "watch"]
 
 
 def open(path: str | os.PathLike[str]) -> Store:

@@ -33,6 +33,8 @@ NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 # Small buffers are gathered up to this size before they are written.
 _GATHER_BYTES = 1 << 20
 
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+_AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -239,6 +241,14 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def rename(path: StrPath, new: StrPath, flags: int) -> None:
+    """Do as renameat2(2). Raises OSError."""
+    names = os.fsencode(path), os.fsencode(new)
+    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
 
 
 def discard(fd: int) -> None:

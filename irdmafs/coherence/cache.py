@@ -15,12 +15,14 @@ from ..callers.processes import Processes
 from ..inline import detach
 from .carried import Carried
 from .content import Content, State
+from .drafts import Drafts
 from .host import Host
 from .in_place import InPlace
 from .kernel_cache import KernelCache, Name
 from .looks import Looks
 from .nodes import Handle, Node
 from .publishing import Publisher
+from .put_off import PutOff
 from .references import References
 from .routes import Routes
 from .sharing import Sharing
@@ -57,7 +59,9 @@ class Cache:
         self.looks = Looks(host, sharing)
         self.references = References()
         self.in_place = in_place = InPlace(host, sharing)
-        self.publisher = publisher = Publisher(host, in_place, processes)
+        self.put_off = put_off = PutOff(host)
+        self.publisher = publisher = Publisher(host, in_place, put_off, processes)
+        self.drafts = Drafts(host, put_off, publisher, self.release)
         self.carried = Carried(host, sharing, in_place, publisher)
 
     # -- open ------------------------------------------------------------------------------------
@@ -69,6 +73,8 @@ class Cache:
 
         Raises OSError ESTALE when the kernel has to look the name up again.
         """
+        if self.put_off.handles:
+            inode = await self._stored(inode, flags)
         promise = self.routes.take(pid, inode.ino) if self.routes.promises else None
         try:
             empties_at_once = flags & _EMPTYING == os.O_TRUNC
@@ -88,6 +94,16 @@ class Cache:
             await self._make_ready(handle, content, cut=cut)
         return handle
 
+    async def _stored(self, inode: Inode, flags: int) -> Inode:
+        """Return the inode when its file may be opened so. One that was closed and is not stored yet may be
+        read, but not written."""
+        handle = self.put_off.handles.get(inode.ino)
+        if handle is None:
+            return inode
+        if flags & (os.O_ACCMODE | os.O_TRUNC) or handle not in self.put_off.released:
+            await self.drafts.store(inode.ino)
+        return self._inodes[inode.ino]
+
     async def _settled(self, inode: Inode, flags: int) -> Inode:
         """Return the inode when no store node is adopting the file that a writer would share. Descriptors
         that had that file open go on with it."""
@@ -103,6 +119,8 @@ class Cache:
 
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open the file for a request that accepts any node."""
+        if self.put_off.handles:
+            inode = await self._stored(inode, flags)
         inode = await self._settled(inode, flags)
         node, content, cut = self.routes.choose_any(inode, flags, pid)
         handle = self._open(node, content, flags, pid)
@@ -191,6 +209,8 @@ class Cache:
         content = handle.content
         assert content is not None
         if handle.writing:
+            if self.put_off.handles and self.put_off.keeps(handle):
+                return
             content.leaving += 1
             try:
                 await self.publisher.last_release(handle, content)

@@ -6,6 +6,7 @@ docs/sharing.md, "When a version is published", has the rules that this module c
 import errno
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 import trio
@@ -20,6 +21,7 @@ from .host import Host, OnHost
 from .in_place import InPlace
 from .kernel_cache import Name
 from .nodes import Handle
+from .put_off import PutOff
 from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
@@ -31,9 +33,12 @@ _FULL_BYTES = 64 * 1024
 class Publisher(OnHost):
     """Decides what is published when, and publishes it."""
 
-    def __init__(self, host: Host, in_place: InPlace, processes: Processes) -> None:
+    def __init__(
+        self, host: Host, in_place: InPlace, put_off: PutOff, processes: Processes
+    ) -> None:
         super().__init__(host)
         self._in_place = in_place
+        self._put_off = put_off
         self._processes = processes
         self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published
 
@@ -84,6 +89,8 @@ class Publisher(OnHost):
         if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
+            return
+        if self._put_off.takes(handle, content, inode):
             return
         try:
             stays = content.writers > 1
@@ -167,6 +174,8 @@ class Publisher(OnHost):
             # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._table.may_hide_writes(content))
+        if changed and self._put_off.takes(handle, content, inode):
+            return
         if changed or self._is_to_be_compared(content):
             await self.publish(content, stays=True, changed=changed, pid=handle.pid)
         else:
@@ -174,6 +183,8 @@ class Publisher(OnHost):
 
     async def show_name(self, ino: int) -> None:
         """Let other hosts see the name of a new file that is empty, or is about to be locked."""
+        if (handle := self._put_off.handles.get(ino)) is not None and handle.content is not None:
+            await self.publish(handle.content, stays=True)
         if self._inodes[ino].maker:
             for name in self._store.namespace.names_of(ino):
                 await self._store.namespace.show(*name)
@@ -310,6 +321,25 @@ class Publisher(OnHost):
                 content.leaves = False
                 lock.release()
 
+    async def publish_together(self, contents: Iterable[Content]) -> None:
+        """Publish small contents of new files, of which no descriptor is open, in one transaction; those
+        that are not busy. Raises OSError, Conflict: see Store.publish_together."""
+        with ExitStack() as ending:
+            stats: dict[Content, os.stat_result] = {}
+            for content in contents:
+                if not content.is_busy and content.ino not in self._turns:
+                    content.locked().acquire_nowait()
+                    ending.callback(content.locked().release)
+                    ending.callback(self._end_turn, content.ino, self._begin_turn(content))
+                    stats[content] = self._table.stat(content)
+            if not stats:
+                return
+            versions = [self._version_of(each, status, None, 0) for each, status in stats.items()]
+            inodes = await self._store.publish_together(versions)
+            for (content, status), inode in zip(stats.items(), inodes, strict=True):
+                self._table.published[content.ino] = inode.version
+                self._become_version(content, inode, stamp_of(status), by_copy=False)
+
     async def _is_found_changed(self, content: Content) -> bool:
         """Return whether the content was written since it was published, as far as a comparison of bytes
         with the version can tell."""
@@ -349,16 +379,12 @@ class Publisher(OnHost):
         """Have a content made the file's next version. Raises Outdated if another host has published since
         the version's base."""
         ino = content.ino
-        # One content of a file is published at a time: while another one is on its way, nobody could tell
-        # that the newest version is this host's own.
         turn = self._turns.get(ino)
         if turn is not None:
             await turn.acquire()
-        elif self._store.waits:
-            turn = self._turns[ino] = trio.Lock()
-            turn.acquire_nowait()
-        if turn is not None:
             self._table.publishing[ino] = content
+        elif self._store.waits:
+            turn = self._begin_turn(content)
         try:
             while True:
                 try:
@@ -372,12 +398,23 @@ class Publisher(OnHost):
                     version = version._replace(base=newest.version)
         finally:
             if turn is not None:
-                del self._table.publishing[ino]
-                turn.release()
-                if not turn.locked():
-                    del self._turns[ino]
+                self._end_turn(ino, turn)
         self._table.published[ino] = inode.version
         return inode
+
+    def _begin_turn(self, content: Content) -> trio.Lock:
+        """Begin to publish a content of a file of which no other one is being published. While one is on
+        its way, nobody could tell that the newest version is this host's own."""
+        turn = self._turns[content.ino] = trio.Lock()
+        turn.acquire_nowait()
+        self._table.publishing[content.ino] = content
+        return turn
+
+    def _end_turn(self, ino: int, turn: trio.Lock) -> None:
+        del self._table.publishing[ino]
+        turn.release()
+        if not turn.locked():
+            del self._turns[ino]
 
     def _is_own(self, inode: Inode) -> bool:
         """Return whether this host has published the newest version, whether or not it was told so."""

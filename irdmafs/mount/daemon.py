@@ -140,6 +140,12 @@ class _Daemon:
                 log.warning("taking the pyfuse3 session; %s", self._reason)
         return self._with_portable_session()
 
+    async def _store_drafts(self) -> None:
+        try:
+            await self._drafts.store()
+        except OSError as error:
+            log.error("files of drafts are lost: %s", error)
+
     async def store_reads(self) -> None:
         """Store, after the unmount, when files were last read, if there is room and etcd answers."""
         try:
@@ -202,6 +208,8 @@ class _Daemon:
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Coherence(store.namespace, cache)
+        self._drafts = cache.drafts
+        store.before_looks(cache.drafts.store)
         block = Superblock(cache, coherence, self._atimes, options)
         filesystem = Filesystem(block, locking, self._report, acls=acls)
         self._census = filesystem.census
@@ -216,8 +224,10 @@ class _Daemon:
             async with trio.open_nursery() as nursery, self._metrics():
                 nursery.start_soon(self._stop_on_signal)
                 nursery.start_soon(self._announce, ready)
+                nursery.start_soon(self._drafts.run)
                 await self._session.run()
                 tell_manager("STOPPING=1", status="unmounted; what was written is being stored")
+                await self._store_drafts()
                 nursery.cancel_scope.cancel()
         finally:
             self._unmount()

@@ -58,6 +58,7 @@ class Filesystem:
             "bytes_carried": self.cache.carried.bytes,
             "nodes": len(nodes.by_id),
             "open_handles": len(nodes.handles),
+            "files_to_store": len(self.cache.put_off.handles),
             "locks": self.locking.count(),
             **self.coherence.count(),
         }

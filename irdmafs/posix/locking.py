@@ -185,7 +185,7 @@ class Locking(LockHolder):
         if self._contents.is_changed_in_place(ino) or not shared.is_alone(ino):
             await detach(any_signal=any_signal)
             await self._contents.publish_in_place(ino, begun=not closing, pid=lock.pid)
-        await shared.store_names()
+        await shared.store_answered()
 
     def _refuse(self) -> None:
         if self._scope == "refuse":
@@ -227,7 +227,7 @@ class Locking(LockHolder):
                 yield
                 writes = any(self.posix.writes(ino, owner, all_of_it) for owner in owners)
                 if writes and self._shared is not None:
-                    await self._shared.store_names()
+                    await self._shared.store_answered()
             finally:
                 # Left are read locks of owners whose closes were not reported, and open file descriptions'.
                 for owner in owners:

@@ -172,7 +172,8 @@ class Metadata:
         else:
             self._namespace.check_writable(inode.ino)
             inode = await self._coherence.bring(inode, content=size > 0)
-            await self._cache.carried.truncate(inode, size)
+            await self._cache.drafts.store(inode.ino)
+            await self._cache.carried.truncate(self._inodes[inode.ino], size)
 
     async def lose_privileges(self, ino: int, ctx: Caller, *, set_ids: bool | None = None) -> None:
         """Take the privileges of a file whose content is about to change (see permissions), with or without

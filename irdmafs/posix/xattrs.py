@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ..backend.namespace import ROOT_INO, Inode, Namespace, acl, fail
 from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, FOLLOW, ISOLATION, NAMES, check
+from ..backend.namespace.drafts import DRAFTS
 from ..backend.namespace.quotas import QUOTA_NAMES
 from ..callers.processes import CAP_SYS_ADMIN, ids_of, open_thread
 from ..coherence.content import Content
@@ -60,7 +61,7 @@ _TELLING = {
     *(CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH),
     *(USED_BYTES, USED_INODES),
 }
-_OF_DIRECTORIES = {FOLLOW, ISOLATION, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
+_OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
 _SETTABLE = {DISCARD, *_KEPT}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..client._files import look_up
+from ..client._files import RENAME_NOREPLACE, look_up, rename
 from . import pushes
 from .config import TrainConfig
 from .directory import (
@@ -30,7 +30,6 @@ from .directory import (
     put_aside,
     remove,
     remove_aside,
-    rename_new,
     replace,
 )
 from .errors import Refused, invalid
@@ -215,7 +214,7 @@ class Coordinator:
         del self._pushes[push.path]
         path = pushes.name_in_file(push._replace(step=step))
         try:
-            rename_new(self._train.push / push.path, self._train.push / path)
+            rename(self._train.push / push.path, self._train.push / path, RENAME_NOREPLACE)
         except FileExistsError:
             # Its worker has just pushed that step: this is the one after.
             return

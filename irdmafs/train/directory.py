@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -51,8 +50,6 @@ LOOK_S = 1.0
 _SMALL_MAX_BYTES = 16 << 20
 # So many plans are not read again.
 _PLANS_KEPT = 8
-_libc = ctypes.CDLL(None, use_errno=True)
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 
 
 class TrainDirectory:
@@ -281,14 +278,6 @@ def read_small(path: Path) -> bytes:
         os.close(fd)
 
 
-def rename_new(path: Path, new: Path) -> None:
-    """Give a file another name. Raises FileExistsError if something has it, and OSError."""
-    names = os.fsencode(path), os.fsencode(new)
-    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
-
-
 def move(path: Path, target: Path) -> None:
     """Rename a directory. Another host may have moved it to `path`, or something else to `target`. Raises
     FileExistsError if something is there, and OSError."""
@@ -333,7 +322,7 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
             raise
         temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
         temporary.write_bytes(b"".join(contents))
-        rename_new(temporary, path)
+        _files.rename(temporary, path, _files.RENAME_NOREPLACE)
         return
     try:
         _files.write_all(fd, contents)

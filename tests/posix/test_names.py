@@ -146,6 +146,12 @@ SCENARIOS = {
         a: os.utime('file')
         b: os.stat('file').st_mtime_ns > 10**18, os.stat('file').st_ctime_ns >= now.st_ctime_ns
     """,
+    "a time of a directory is that which was set last, also while a file in it is written": """
+        a: fd = open_fd('file', os.O_WRONLY | os.O_CREAT); os.utime('.', ns=(1, 2))
+        b: os.stat('.').st_mtime_ns
+        a: os.close(fd); os.utime('.', ns=(3, 4))
+        b: os.stat('.').st_mtime_ns
+    """,
     "changes move times": """
         a: write('file')
         a: moved('file', lambda: write('file', 'y'))

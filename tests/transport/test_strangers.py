@@ -43,6 +43,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
     for request in (
         messages.Ping(),
         messages.Put(EXTENT, TARGET, b"data"),
+        messages.PutAll([messages.Put(EXTENT, TARGET, b"data")]),
         messages.Get([EXTENT], 100),
         messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
         messages.Abort(EXTENT.content),

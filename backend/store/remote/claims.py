@@ -37,6 +37,7 @@ from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace import SharedCommitter
 from ...namespace.commit import Commit
 from ...namespace.deferred import Deferred
+from ...namespace.drafts import is_draft
 from ...namespace.inode import inode_key
 from ...pauses import Rests
 from .leases import REST_MAX_S, REST_S, Leases
@@ -106,6 +107,9 @@ class Claims(RecordKeeper):
         self._taking: set[int] = set()
         self._ending: set[int] = set()
         self._sharing: set[int] = set()
+        # Directories that this mount made with an exclusive claim: who follows one above knows of that, and
+        # follows the directory itself to look into it.
+        self._born: set[int] = set()
         # Directories that this mount has removed, and of which it may still have the claim.
         self._removed: set[int] = set()
         # Sessions whose mounts did not answer, and until when they are not waited for.
@@ -142,6 +146,8 @@ class Claims(RecordKeeper):
             self.claims[directory] = Claim(lease, revision)
             if value[8:] == EXCLUSIVE:
                 self.exclusive[directory] = lease
+                return
+        self._born.discard(directory)
 
     # -- what this mount keeps to itself -----------------------------------------------------------
 
@@ -171,8 +177,12 @@ class Claims(RecordKeeper):
             self.exclusive.get(directory) == self._session.lease
             and directory not in self._sharing
             and self.is_ours(directory)
-            and not self._leases.is_followed_by_others(directory)
+            and not self._is_looked_at(directory)
         )
+
+    def _is_looked_at(self, directory: int) -> bool:
+        """Return whether another mount looks into a directory of which this one has an exclusive claim."""
+        return self._leases.is_followed_by_others(directory, alone=directory in self._born)
 
     @contextmanager
     def taking(self, commit: Commit) -> Iterator[tuple[list[Compare], list[Put | Delete]]]:
@@ -197,7 +207,11 @@ class Claims(RecordKeeper):
         made = commit.new if commit.new is not None and commit.new.is_dir else None
         if made and self._may_take() and all(map(self._leases.may_follow, directories)):
             taken.append(made.ino)
-            changes.append(_claim(made.ino, lease, exclusive=False))
+            tree, (parent, name, _) = self._member.tree, commit.names[0]
+            exclusive = self._defers and tree.has_drafts and is_draft(tree.inodes, parent, name)
+            changes.append(_claim(made.ino, lease, exclusive=exclusive))
+            if exclusive:
+                self._born.add(made.ino)
         if taken:
             conditions.append(self._session.compare())
         self._taking.update(taken, ours)
@@ -220,7 +234,10 @@ class Claims(RecordKeeper):
                 self.tell()  # somebody may want one already
 
     def making(self, directory: int) -> list[Put]:
-        return [_claim(directory, self._session.lease, exclusive=True)] if self._may_take() else []
+        if not self._may_take():
+            return []
+        self._born.add(directory)
+        return [_claim(directory, self._session.lease, exclusive=True)]
 
     def removing(self, directory: int) -> list[Delete]:
         self._removed.add(directory)
@@ -382,7 +399,7 @@ class Claims(RecordKeeper):
                 elif (
                     directory in self.exclusive
                     and directory not in self._sharing
-                    and self._leases.is_followed_by_others(directory)
+                    and self._is_looked_at(directory)
                 ):
                     self._sharing.add(directory)
                     self._looks.begin(directory)
@@ -415,7 +432,7 @@ class Claims(RecordKeeper):
     async def _share(self, directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
         try:
-            await self._deferred.store()
+            await self._member.store_answered(directory)
             conditions = [(claim_key(directory), self.revision(directory)), self._session.compare()]
             claim = _claim(directory, self._session.lease, exclusive=False)
             await self._member.replica.transact(conditions, [claim])
@@ -429,6 +446,7 @@ class Claims(RecordKeeper):
     async def _store(self, directory: int) -> bool:
         """Store what this mount keeps to itself in a directory. Return whether that succeeded."""
         try:
+            await self._member.store_answered(directory)
             await self._committer.store(directory)
         except OSError as error:
             log.warning("new files in directory %d are not stored yet: %s", directory, error)

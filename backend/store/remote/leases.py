@@ -185,9 +185,10 @@ class Leases:
             self._kept[directory] -= 1
             self._kept = +self._kept
 
-    def is_followed_by_others(self, directory: int) -> bool:
-        """Return whether other mounts follow the directory, or one above it."""
-        return bool(self._members.followers_of(self._path(directory)) - {self._session.lease})
+    def is_followed_by_others(self, directory: int, *, alone: bool = False) -> bool:
+        """Return whether other mounts follow the directory or, unless it `alone` counts, one above it."""
+        followed = {directory} if alone else self._path(directory)
+        return bool(self._members.followers_of(followed) - {self._session.lease})
 
     async def follow(self, directory: int, *, for_good: bool = False) -> None:
         """Follow a directory and everything below it from now on."""

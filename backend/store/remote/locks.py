@@ -206,9 +206,9 @@ class SharedLocks(LockEntries):
                     await moved.wait()
             return None
 
-    async def store_names(self) -> None:
-        """Return when etcd has all changes of names that were answered before. Raises OSError."""
-        await self._member.deferred.store()
+    async def store_answered(self) -> None:
+        """Return when everything that was answered before is stored. Raises OSError."""
+        await self._member.store_answered()
 
     def shrunk(self, ino: int) -> None:
         """Note that processes gave locks back, and that what they wrote under them is published."""

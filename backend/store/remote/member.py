@@ -1,7 +1,7 @@
 """A mount's session in its cluster, the state that it shares with others through etcd, and who is told of
 changes of it on this host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import trio
@@ -15,7 +15,7 @@ from ...etcd.engine import EtcdEngine
 from ...kv import Event, KeyValue
 from ...kv.faults import Faults
 from ...model.records import ContentId, MountRecord, Settings
-from ...namespace import Inode, Tree
+from ...namespace import ROOT_INO, Inode, Tree
 from ...namespace.deferred import Deferred
 from ...namespace.numbers import ALL_INOS, numbers_of
 from ...trust.security import Renewal
@@ -115,10 +115,11 @@ class Member:
     """The state that a mount shares with others through etcd. Tasks run in `nursery`. Waits for etcd or for
     nodes end with OSError after `timeout_s`. `writable` are the numbers of the inodes that etcd lets this
     mount change. The `replica` of what etcd holds, and the changes that are `deferred`, are there when the
-    parts of the Cluster are made."""
+    parts of the Cluster are made. `store_closed` as for Store.before_looks."""
 
     replica: Replica
     deferred: Deferred
+    store_closed: Callable[[int], Awaitable[None]] | None = None
 
     def __init__(
         self,
@@ -166,3 +167,10 @@ class Member:
             return range(0)
         subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
         return numbers_of(subvolume) if subvolume else ALL_INOS
+
+    async def store_answered(self, below: int = ROOT_INO) -> None:
+        """Store what was answered before this call and is not stored yet: files that were closed below a
+        directory, and all changes of names. Raises OSError."""
+        if self.store_closed is not None:
+            await self.store_closed(below)
+        await self.deferred.store()

@@ -9,6 +9,7 @@ cannot be any more.
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -22,7 +23,7 @@ from ...namespace import Inode, NewVersion, Outdated, fail
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts, Space
-from .writer import Transfer
+from .writer import Transfer, put_together
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,39 @@ class Publisher:
                     self._published(version, transfer, before, inode)
                     return inode
                 await self._cluster.replica.barrier()
+
+    async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
+        """Make small contents the next versions of files that no other mount sees yet, in one transaction
+        (see Store.publish_together)."""
+        session = await self._session.wait_valid(self._cluster.timeout_s)
+        begun: list[tuple[NewVersion, Transfer, Inode]] = []
+        is_asked = False
+        with ExitStack() as ending:
+            for version in versions:
+                before = self._namespace.inode(version.ino)
+                placed = self._placed(version, before)
+                fd = await self._opened(placed, ending)
+                placed = self._numbered(placed, session, version.extent, ending)
+                begun.append((placed, Transfer(self._cluster, placed, fd), before))
+            try:
+                for placed, _, _ in begun:
+                    self._contents.publishing.add(placed.extent)
+                await put_together(self._cluster, [transfer for _, transfer, _ in begun])
+                guards: set[Compare] = {self._session.compare()}
+                for _, transfer, _ in begun:
+                    guards.update(await transfer.complete())
+                sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
+                is_asked = True
+                with trio.CancelScope(shield=True):
+                    inodes = await self._namespace.publish_together(sent, [*guards])
+            except BaseException as error:
+                is_asked = is_asked and not isinstance(error, Conflict)
+                for placed, transfer, _ in begun:
+                    self._failed(placed, transfer, error, is_asked=is_asked)
+                raise
+            for (placed, transfer, before), inode in zip(begun, inodes, strict=True):
+                self._published(placed, transfer, before, inode)
+        return inodes
 
     def _placed(self, version: NewVersion, before: Inode) -> NewVersion:
         """Return a version with the layout of its content. Raises OSError EFBIG."""

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from typing import Any
 
@@ -105,6 +105,7 @@ class RemoteStore:
     reads_into = True
     waits = True
     size_max = SIZE_MAX
+    small_bytes: int
 
     def __init__(self, cluster: Cluster, rdma: Rdma) -> None:
         self._cluster = cluster
@@ -133,11 +134,16 @@ class RemoteStore:
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
+        self.publish_together, self.small_bytes = publisher.publish_together, cluster.small_bytes
+        self.holds_alone = cluster.claims.is_exclusive
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
+
+    def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
+        self._cluster.store_closed = store
 
     async def forget(self, inode: Inode) -> None:
         if self.namespace.tree.drop(inode.ino):

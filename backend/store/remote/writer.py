@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import trio
 
@@ -21,6 +21,7 @@ from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
+from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -128,6 +129,24 @@ class Transfer:
         if not self._shared:
             return self._size
         return self._size - sum(self._layout.span(self._size, each)[1] for each in self._shared)
+
+    # -- many at a time --------------------------------------------------------------------------
+
+    def begin_small(self) -> tuple[GroupConfig, Put] | None:
+        """Return the members that a small content has to be put on, and the message for each of them; None
+        if its group does not exist. Call `put_on` for each one that has it, and `complete` in any case."""
+        group = group_of(self._layout, 0, self._cluster.buckets)
+        found = self._cluster.groups.get(group)
+        if found is None:
+            return None
+        config, revision = found
+        self.asked.update(config.members)
+        data = os.pread(self._fd, self._size, 0)
+        return config, Put(Extent(self._content, 0), Target(group, revision, ()), data)
+
+    def put_on(self, node: int, config: GroupConfig) -> None:
+        """Note that a node has the content, which it took under this configuration."""
+        self._acknowledged.setdefault(0, {})[node] = config
 
     # -- digests ---------------------------------------------------------------------------------
 
@@ -346,6 +365,48 @@ def _may_share(version: NewVersion, before: Inode) -> bool:
         and before.layout == version.layout
         and before.layout.stripes(before.size) > 1
     )
+
+
+async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
+    """Send small contents to their nodes, many in a message. What does not arrive is left to
+    `Transfer.complete`."""
+    by_node: dict[int, list[tuple[Transfer, GroupConfig, Put]]] = {}
+    for transfer in transfers:
+        begun = transfer.begin_small()
+        if begun is not None:
+            for node in begun[0].members:
+                by_node.setdefault(node, []).append((transfer, *begun))
+
+    async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
+        for some in _messages_of(parcels):
+            try:
+                await cluster.peers.device(node).put_all([put for _, _, put in some])
+            except OSError as error:
+                log.info("%d contents did not come to node %x together: %s", len(some), node, error)
+                return
+            for transfer, config, _ in some:
+                transfer.put_on(node, config)
+
+    async with trio.open_nursery() as nursery:
+        for node, parcels in by_node.items():
+            nursery.start_soon(send, node, parcels)
+
+
+def _messages_of(
+    parcels: list[tuple[Transfer, GroupConfig, Put]],
+) -> Iterator[list[tuple[Transfer, GroupConfig, Put]]]:
+    """Yield as many of them as a message takes."""
+    some: list[tuple[Transfer, GroupConfig, Put]] = []
+    size = 0
+    for parcel in parcels:
+        length = len(parcel[2].data)
+        if some and (len(some) == PUTS_MAX or size + length > PUT_BYTES_MAX):
+            yield some
+            some, size = [], 0
+        some.append(parcel)
+        size += length
+    if some:
+        yield some
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:

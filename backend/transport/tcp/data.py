@@ -287,7 +287,7 @@ class Data:
         channel.clean = False
         with logs.request(header.trace):
             try:
-                await check_right(service, RIGHTS, peer, header.op, content)
+                await check_right(service, RIGHTS, peer, header.op, (content,))
             except OSError as error:
                 if isinstance(error, PermissionError):
                     self._host.counters.denied_requests += 1

@@ -1,0 +1,35 @@
+"""Drafts: directories whose new files a mount may store a while after they are closed.
+
+The attribute user.irdmafs.drafts of a directory has patterns of names (fnmatch), with spaces between them.
+A directory below it whose name matches one is a draft while it has that name, and so is all that is below.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from .inode import ROOT_INO, Inode
+
+DRAFTS = b"user.irdmafs.drafts"
+
+
+def check(value: bytes) -> None:
+    """Raise ValueError unless this is a value of DRAFTS."""
+    if not value.split() or b"/" in value:
+        raise ValueError(
+            "user.irdmafs.drafts has patterns of the names of directories, such as *.tmp, with spaces "
+            f"between them; not {value.decode(errors='replace')!r}"
+        )
+
+
+def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool:
+    """Return whether a directory is a draft, or below one; or else one of the directories `below` it."""
+    names = [*below]
+    while (inode := inodes.get(directory)) is not None and inode.is_dir:
+        if DRAFTS in inode.xattrs:
+            patterns = inode.xattrs[DRAFTS].split()
+            return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+        if directory == ROOT_INO:
+            break
+        names.append(inode.name)
+        directory = inode.parent
+    return False

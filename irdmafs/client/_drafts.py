@@ -1,0 +1,43 @@
+"""A directory that appears whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from ._files import RENAME_EXCHANGE, StrPath, rename
+
+_DRAFTS_XATTR = "user.irdmafs.drafts"
+
+
+@contextlib.contextmanager
+def draft(path: StrPath) -> Iterator[str]:
+    """Give a new directory to fill, which is at ``path`` when the block ends, whole: one change, on every
+    host. A directory that is there goes, and who has its files open keeps them. After an exception nothing
+    has changed.
+
+    On a mount in a cluster files are closed without waiting for the store nodes, and stored together;
+    anywhere else it is a directory with another name. Raises OSError: NotADirectoryError if a file is at
+    ``path``.
+    """
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    place = tempfile.mkdtemp(prefix=f".{name}.draft-", dir=parent)
+    try:
+        with contextlib.suppress(OSError):  # it is not on a mount, or that cannot change attributes
+            os.setxattr(place, _DRAFTS_XATTR, b"*")
+        inside = os.path.join(place, name)
+        os.mkdir(inside)
+        yield inside
+        try:
+            os.rename(inside, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            rename(inside, path, RENAME_EXCHANGE)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

@@ -1,0 +1,151 @@
+"""Files of drafts: closed, and stored a moment later, many at a time.
+
+In a draft (backend/namespace/drafts) close() and fsync() of a new file return before it is stored, as long
+as no other host looks there without asking this one. Its handle stays, as if the program still had it open
+for writing, until the file is stored: soon; before another host looks into the directory; before a
+directory above gets another name; at umount.
+"""
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+import trio
+
+from ..backend.kv import Conflict
+from ..backend.namespace import ROOT_INO
+from ..backend.pauses import Pauses
+from ..backend.store.api import TOGETHER_MAX
+from ..inline import detach
+from .host import Host, OnHost
+from .nodes import Handle
+from .publishing import Publisher
+from .put_off import PutOff
+
+log = logging.getLogger(__name__)
+
+# A file waits so long for others, or until there are many.
+_GATHER_S = 0.2
+_AT_ONCE = 4
+_RETRY_FIRST_S = 0.1
+_RETRY_MAX_S = 5.0
+
+
+class Drafts(OnHost):
+    """Stores what was put off. `release` carries the release of a handle out."""
+
+    def __init__(
+        self,
+        host: Host,
+        put_off: PutOff,
+        publisher: Publisher,
+        release: Callable[[int], Awaitable[None]],
+    ) -> None:
+        super().__init__(host)
+        self._put_off = put_off
+        self._publisher = publisher
+        self._release = release
+        self._storing = trio.Lock()
+
+    async def run(self) -> None:
+        """Store what is put off, soon after it was."""
+        put_off, pauses = self._put_off, Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
+        while True:
+            await put_off.any.wait()
+            with trio.move_on_after(_GATHER_S):
+                await put_off.many.wait()
+            try:
+                await self.store()
+                pauses.begin_anew()
+            except OSError as error:
+                log.warning(
+                    "%d files of drafts are not stored yet: %s", len(put_off.handles), error
+                )
+                await pauses.wait()
+
+    async def store(self, below: int = ROOT_INO) -> None:
+        """Store the files below a directory. Raises the first OSError; what could not be stored stays put
+        off."""
+        put_off = self._put_off
+        wanted = [handle for ino, handle in put_off.handles.items() if self._is_below(ino, below)]
+        if not wanted:
+            return
+        await detach()
+        async with self._storing:
+            wanted = [each for each in wanted if put_off.handles.get(each.node.ino) is each]
+            small = [*filter(self._is_small, wanted)]
+            for first in range(0, len(small), TOGETHER_MAX):
+                await self._store_together(small[first : first + TOGETHER_MAX])
+            errors: list[OSError] = []
+            limit = trio.CapacityLimiter(_AT_ONCE)
+            async with trio.open_nursery() as nursery:
+                for handle in wanted:
+                    if handle in small and not self._has_to_be_stored(handle):
+                        await self._end(handle)
+                    else:
+                        nursery.start_soon(self._store_one, handle, limit, errors)
+        if errors:
+            raise errors[0]
+
+    def _is_below(self, ino: int, directory: int) -> bool:
+        """Return whether a file is below a directory, or is the file `directory` itself."""
+        while ino not in (directory, ROOT_INO):
+            ino = self._inodes[ino].parent  # 0 for one that has lost its name
+            if not ino:
+                break
+        return directory in (ino, ROOT_INO)
+
+    def _is_small(self, handle: Handle) -> bool:
+        """Return whether a file may be stored with others."""
+        content = handle.content
+        return (
+            content is not None
+            and handle in self._put_off.released
+            and content.writers == 1
+            and self._has_to_be_stored(handle)
+            and not self._store.hands_over(content.extent)
+            and 0 < self._table.stat(content).st_size <= self._store.small_bytes
+        )
+
+    def _has_to_be_stored(self, handle: Handle) -> bool:
+        content = handle.content
+        assert content is not None
+        return (
+            bool(self._inodes[content.ino].nlink)
+            and not content.state.ended
+            and self._table.is_written(content)
+        )
+
+    async def _store_together(self, handles: Iterable[Handle]) -> None:
+        contents = [handle.content for handle in handles if handle.content is not None]
+        try:
+            await self._publisher.publish_together(contents)
+        except (OSError, Conflict) as error:
+            log.info("%d files of drafts are stored one by one: %s", len(contents), error)
+
+    async def _store_one(
+        self, handle: Handle, limit: trio.CapacityLimiter, errors: list[OSError]
+    ) -> None:
+        content = handle.content
+        assert content is not None
+        try:
+            async with limit:
+                if self._has_to_be_stored(handle):
+                    stays = handle not in self._put_off.released
+                    await self._publisher.publish(content, stays=stays)
+        except OSError as error:
+            errors.append(error)
+            if error.errno != errno.ESTALE:
+                return
+            # Another host has the name, or a newer version.
+            handle.aborted = True
+            where = self._store.namespace.describe(content.ino)
+            log.error("%s: it was closed, and is lost: %s", where, error)
+        await self._end(handle)
+
+    async def _end(self, handle: Handle) -> None:
+        """Carry out what was put off of a file that is stored."""
+        self._put_off.end(handle)
+        if handle in self._put_off.released:
+            self._put_off.released.discard(handle)
+            await self._release(handle.fh)

@@ -1,0 +1,75 @@
+"""The closes and fsyncs that are carried out later, in drafts (drafts.py)."""
+
+import trio
+
+from ..backend.namespace import Inode
+from ..backend.namespace.drafts import is_draft
+from ..backend.store.api import TOGETHER_MAX
+from .content import Content, State
+from .host import Host, OnHost
+from .nodes import Handle
+
+# So many are not waited for any longer.
+_MANY = 4 * TOGETHER_MAX
+# So many files wait, and so many bytes: who closes more of them stores his own.
+_FILES_MAX = 1000
+_BYTES_MAX = 256 << 20
+
+
+class PutOff(OnHost):
+    """The closes that are carried out later: `handles` by inode, the oldest first. `released` has those of
+    which no descriptor is open any more."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.handles: dict[int, Handle] = {}
+        self.released: set[Handle] = set()
+        self.any, self.many = trio.Event(), trio.Event()
+        self._sizes: dict[int, int] = {}
+        self._bytes = 0
+
+    def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
+        """Return whether a close or fsync is carried out later."""
+        namespace = self._store.namespace
+        if (
+            not namespace.tree.has_drafts
+            or content.state is not State.NEW
+            or content.writers > 1
+            or not inode.maker
+            or namespace.quotas.in_use
+            or not self._is_held(inode.parent)
+        ):
+            return False
+        size = self._table.stat(content).st_size
+        total = self._bytes - self._sizes.get(inode.ino, 0) + size
+        if len(self.handles) >= _FILES_MAX or total > _BYTES_MAX:
+            return False
+        self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
+        self.any.set()
+        if len(self.handles) >= _MANY:
+            self.many.set()
+        return True
+
+    def stays(self, ino: int, directory: int) -> bool:
+        """Return whether a file that gets a name in this directory is stored later all the same."""
+        return ino in self.handles and self._is_held(directory)
+
+    def _is_held(self, directory: int) -> bool:
+        """Return whether a directory is a draft in which no other host looks."""
+        return self._store.holds_alone(directory) and is_draft(self._inodes, directory)
+
+    def keeps(self, handle: Handle) -> bool:
+        """Return whether the release of a handle is carried out later."""
+        if self.handles.get(handle.node.ino) is not handle:
+            return False
+        self.released.add(handle)
+        return True
+
+    def end(self, handle: Handle) -> None:
+        """Note that a file is stored, or lost."""
+        del self.handles[handle.node.ino]
+        self._bytes -= self._sizes.pop(handle.node.ino)
+        if not self.handles:
+            self.any = trio.Event()
+        if len(self.handles) < _MANY:
+            self.many = trio.Event()

@@ -1,0 +1,261 @@
+"""Drafts: directories whose new files are closed at once, and stored a moment later, many together."""
+
+import errno
+import fcntl
+import os
+import re
+from pathlib import Path
+
+import pytest
+from harness.claims import often
+from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
+from harness.errors import fails_with
+from harness.mountpoint import eventually
+from harness.patterns import pattern
+from harness.processes import Process
+from harness.seeds import seeded
+
+from irdmafs.client import draft
+
+FILES = 200
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def patterns(request: pytest.FixtureRequest) -> None:
+    for directory in {"here", "apart"}.intersection(request.fixturenames):
+        found = request.getfixturevalue(directory)
+        os.setxattr(
+            found if isinstance(found, Path) else found[1], "user.irdmafs.drafts", b"*.tmp x"
+        )
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in os.listdir(directory)}
+
+
+def written(directory: Path, count: int, size: int = 1000) -> dict[str, bytes]:
+    """Make files in a directory, and return their contents."""
+    made = {f"{number:03}": pattern(number, size) for number in range(count)}
+    for name, data in made.items():
+        (directory / name).write_bytes(data)
+    return made
+
+
+def waiting(place: Path) -> int:
+    """Return how many files of a mount are closed and not stored yet."""
+    return int(status_at(place)["files_to_store"])
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_many_files_cost_few_transactions_and_messages(
+    here: Path, there: Path, followed: bool
+) -> None:
+    """`followed`: by a host that looks often for what is to come."""
+    if followed:
+        often(lambda: (there / "final").exists())
+        eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
+    before = counters(here)
+    (here / "files.tmp" / "below").mkdir(parents=True)
+    made = written(here / "files.tmp", FILES)
+    below = written(here / "files.tmp" / "below", FILES)
+    (here / "files.tmp").rename(here / "final")
+    after = counters(here)
+    assert after["transactions"] - before["transactions"] < FILES * 2 / 10
+    assert after["round_trips"] - before["round_trips"] < FILES * 2
+    assert contents(there / "final" / "below") == below
+    (there / "final" / "below").rename(there / "moved")
+    assert contents(there / "final") == made
+
+
+def test_each_file_that_was_closed_is_seen_by_every_look_of_another_host(
+    here: Path, there: Path
+) -> None:
+    (here / "a.tmp").mkdir()
+    for number in range(20):
+        name, data = f"{number}", pattern(number, 1 + 5_000 * number)
+        (here / "a.tmp" / name).write_bytes(data)
+        if number % 3:
+            assert (there / "a.tmp" / name).read_bytes() == data
+        else:
+            assert contents(there / "a.tmp")[name] == data
+
+
+def test_others_see_what_was_closed_while_any_look_waits(here: Path, there: Path) -> None:
+    """Each change is one that a tmpfs would have had, too, when it returned."""
+    chooser, (here_now, model) = seeded(), (here / "random.tmp", dict[str, bytes]())
+    here_now.mkdir()
+    for step in range(300):
+        name, other = (f"{chooser.randrange(12)}" for _ in range(2))
+        data = pattern(step, chooser.choice((1, 1000, 70_000, 200_000)))
+        match chooser.randrange(8):
+            case 0 | 1 | 2:
+                (here_now / name).write_bytes(data)
+                model[name] = data
+            case 3:
+                with (here_now / name).open("ab") as file:
+                    file.write(data)
+                model[name] = model.get(name, b"") + data
+            case 4 if name in model:
+                (here_now / name).rename(here_now / other)
+                model[other] = model.pop(name)
+            case 5 if name in model:
+                (here_now / name).unlink()
+                del model[name]
+            case 6 if name in model:
+                os.truncate(here_now / name, 10)
+                model[name] = model[name][:10].ljust(10, b"\0")
+            case 7:
+                assert contents(chooser.choice((here, there)) / "random.tmp") == model
+    here_now.rename(here / "random")
+    assert contents(there / "random") == model
+
+
+def test_a_reader_keeps_what_it_opened_before_it_was_stored(
+    here: Path, reader: Process, writer: Process
+) -> None:
+    file = here / "a.tmp" / "file"
+    file.parent.mkdir()
+    file.write_bytes(b"closed")
+    reader.do("file = open(path, 'rb')", path=str(file))
+    writer.do("open(file, 'wb').write(b'new')", file=str(file))
+    assert reader.do("file.read()") == b"closed"
+    assert file.read_bytes() == b"new"
+
+
+def test_what_is_synced_is_seen_and_stays_while_its_writer_goes_on(here: Path, there: Path) -> None:
+    (here / "a.tmp").mkdir()
+    with (here / "a.tmp" / "file").open("wb") as file:
+        file.write(b"synced")
+        file.flush()
+        os.fsync(file.fileno())
+        assert (there / "a.tmp" / "file").read_bytes() == b"synced"
+        file.write(b", and closed")
+    assert (there / "a.tmp" / "file").read_bytes() == b"synced, and closed"
+
+
+def test_a_file_that_is_locked_is_stored(here: Path, there: Path) -> None:
+    (here / "a.tmp").mkdir()
+    (here / "a.tmp" / "file").write_bytes(b"content")
+    with (here / "a.tmp" / "file").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with (there / "a.tmp" / "file").open("r+b") as other:
+            assert other.read() == b"content"
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_file_that_leaves_the_draft_or_gets_another_name_is_stored(
+    here: Path, there: Path
+) -> None:
+    (here / "a.tmp").mkdir()
+    for number in range(3):
+        (here / "a.tmp" / f"{number}").write_bytes(b"%d" % number)
+    (here / "a.tmp" / "0").rename(here / "0")
+    os.link(here / "a.tmp" / "1", here / "1")
+    (here / "a.tmp" / "2").rename(here / "a.tmp" / "3")
+    assert ((there / "0").read_bytes(), (there / "1").read_bytes()) == (b"0", b"1")
+    assert contents(there / "a.tmp") == {"1": b"1", "3": b"2"}
+
+
+def test_a_draft_that_is_removed_leaves_nothing(here: Path, there: Path) -> None:
+    (here / "a.tmp").mkdir()
+    written(here / "a.tmp", 20)
+    for path in (here / "a.tmp").iterdir():
+        path.unlink()
+    (here / "a.tmp").rmdir()
+    eventually(lambda: not waiting(here), "nothing waits to be stored")
+    assert os.listdir(there) == []
+
+
+def test_a_pattern_is_of_names(here: Path) -> None:
+    for wrong in (b"", b" ", b"a/b"):
+        with fails_with(errno.EINVAL):
+            os.setxattr(here, "user.irdmafs.drafts", wrong)
+
+
+# -- when a host dies --------------------------------------------------------------------------------
+
+Apart = tuple[ClusterMount, Path, Path]
+
+
+@pytest.fixture
+def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
+    name = re.sub(r"\W+", "_", request.node.name)
+    here, there = (mount.path / name for mount in failing.mounts)
+    here.mkdir()
+    return failing.mounts[0], here, there
+
+
+@pytest.mark.parametrize("by", ["rename", "umount", "unlocking"])
+def test_what_was_closed_before_it_survives(failing: Cluster, apart: Apart, by: str) -> None:
+    holder, here, there = apart
+    (here / "lock").write_bytes(b"")
+    (here / "a.tmp").mkdir()
+    with (here / "lock").open("r+b") as lock, (there / "lock").open("r+b") as other:
+        if by == "unlocking":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        made = written(here / "a.tmp", 50)
+        if by == "rename":
+            (here / "a.tmp").rename(here / "final")
+        elif by == "unlocking":
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(other, fcntl.LOCK_EX)
+    if by == "umount":
+        holder.terminate()
+    else:
+        failing.lose(holder)
+    assert contents(there / ("final" if by == "rename" else "a.tmp")) == made
+
+
+def test_a_host_that_dies_leaves_whole_files_or_none(failing: Cluster, apart: Apart) -> None:
+    holder, here, there = apart
+    (here / "a.tmp").mkdir()
+    made = written(here / "a.tmp", 300)
+    failing.lose(holder)
+    left = contents(there / "a.tmp")
+    assert left.items() <= made.items()
+
+
+def test_a_rename_fails_until_what_is_in_the_draft_can_be_stored() -> None:
+    with Cluster(Plan(nodes=2, store_bytes=48 * MIB, cache_bytes=256 * MIB)) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        os.setxattr(one, "user.irdmafs.drafts", b"*.tmp")
+        (one / "a.tmp").mkdir()
+        made = written(one / "a.tmp", 16, 8 * MIB)
+        with fails_with(errno.ENOSPC):
+            (one / "a.tmp").rename(one / "final")
+        assert contents(one / "a.tmp") == made
+        assert os.listdir(other) == ["a.tmp"]
+        for name in [*made][3:]:
+            (one / "a.tmp" / name).unlink()
+            del made[name]
+
+        def is_renamed() -> bool:
+            try:
+                (one / "a.tmp").rename(one / "final")
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                return False
+            return True
+
+        eventually(is_renamed, "there is room again", 20)
+        assert contents(other / "final") == made
+
+
+# -- by the client -----------------------------------------------------------------------------------
+
+
+def test_a_directory_appears_whole_and_replaces_another(here: Path, there: Path) -> None:
+    for version in range(2):
+        with draft(here / "model") as directory:
+            made = written(Path(directory), 3 + version)
+            assert (
+                len(os.listdir(there / "model")) == 3 if version else not (there / "model").exists()
+            )
+        assert contents(there / "model") == made
+    with pytest.raises(ZeroDivisionError), draft(here / "model") as directory:
+        written(Path(directory), 1)
+        raise ZeroDivisionError
+    assert contents(there / "model") == made
+    assert os.listdir(there) == ["model"]
