@@ -11,8 +11,6 @@ from contextlib import ExitStack
 
 import trio
 
-from ..backend.files.extents import copy_contents, when_unlocked
-from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, NewVersion, Outdated, fail
 from ..callers.processes import Processes
 from ..inline import detach
@@ -183,8 +181,8 @@ class Publisher(OnHost):
 
     async def show_name(self, ino: int) -> None:
         """Let other hosts see the name of a new file that is empty, or is about to be locked."""
-        if (handle := self._put_off.handles.get(ino)) is not None and handle.content is not None:
-            await self.publish(handle.content, stays=True)
+        if ino in self._put_off.handles:
+            await self.publish_now(ino)
         if self._inodes[ino].maker:
             for name in self._store.namespace.names_of(ino):
                 await self._store.namespace.show(*name)
@@ -299,7 +297,7 @@ class Publisher(OnHost):
             version = self._version_of(content, status, name, pid)
             try:
                 if copies:
-                    version = version.with_bytes_of(*await self._copy(content))
+                    version = version.with_bytes_of(*await self._in_place.copied(content))
                 inode = await self._store_version(content, version)
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
@@ -456,21 +454,6 @@ class Publisher(OnHost):
             return False  # another host has published since, and the store node here has freed the file
         return True
 
-    async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
-        """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for
-        bytes that were reserved and not written (posix_fallocate); the stat counts them."""
-        extent, fd = self._store.allocate(self._inodes[content.ino])
-        try:
-            with self._store.extents.opened(content.extent) as source:
-                await when_unlocked(copy_contents, source, fd)
-                blocks = os.fstat(source).st_blocks
-            return extent, os.stat_result(os.fstat(fd), {"st_blocks": blocks})
-        except BaseException:
-            self._store.extents.free(extent)
-            raise
-        finally:
-            os.close(fd)
-
     async def _conflict(
         self, content: Content, version: NewVersion, status: os.stat_result, outdated: Outdated
     ) -> OSError:
@@ -491,7 +474,7 @@ class Publisher(OnHost):
         newest version; `status` is the content's stat. Return the file's name."""
         try:
             if version.extent == content.extent:
-                version = version.with_bytes_of(*await self._copy(content))
+                version = version.with_bytes_of(*await self._in_place.copied(content))
             name = await self._store.save_aside(version)
         except BaseException:
             if version.extent != content.extent:
