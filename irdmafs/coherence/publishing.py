@@ -227,10 +227,8 @@ class Publisher(OnHost):
                 log.warning("%s: what was written when the lock was lost is in %s", where, name)
 
     async def show_newest(self, ino: int) -> None:
-        """Show the newest version, before a lock of the file is granted.
-
-        Raises OSError ESTALE if something else was written in place here; that is in a file beside it now.
-        """
+        """Show the newest version, before a lock of the file is granted. Raises OSError ESTALE if something
+        else was written in place here; that is in a file beside it now."""
         await self._in_place.refresh(ino)
         inode = self._inodes.get(ino)
         if inode is not None and self._in_place.is_behind(inode):
