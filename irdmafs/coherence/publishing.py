@@ -37,6 +37,7 @@ class Publisher(OnHost):
         super().__init__(host)
         self._in_place = in_place
         self._put_off = put_off
+        self._tree = host.store.namespace.tree
         self._processes = processes
         self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published
 
@@ -88,7 +89,7 @@ class Publisher(OnHost):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
             return
-        if self._put_off.takes(handle, content, inode):
+        if self._tree.has_drafts and self._put_off.takes(handle, content, inode):
             return
         try:
             stays = content.writers > 1
@@ -172,7 +173,7 @@ class Publisher(OnHost):
             # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._table.may_hide_writes(content))
-        if changed and self._put_off.takes(handle, content, inode):
+        if changed and self._tree.has_drafts and self._put_off.takes(handle, content, inode):
             return
         if changed or self._is_to_be_compared(content):
             await self.publish(content, stays=True, changed=changed, pid=handle.pid)

@@ -30,13 +30,11 @@ class PutOff(OnHost):
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
-        namespace = self._store.namespace
         if (
-            not namespace.tree.has_drafts
-            or content.state is not State.NEW
+            content.state is not State.NEW
             or content.writers > 1
             or not inode.maker
-            or namespace.quotas.in_use
+            or self._store.namespace.quotas.in_use
             or not self._is_held(inode.parent)
         ):
             return False

@@ -180,14 +180,16 @@ class Names(Part):
             self._since.refuse(target, new_name)
         old, new = (source.ino, name), (target.ino, new_name)
         moved = self._namespace.lookup(*old)
-        if moved is not None and not self._cache.put_off.stays(moved.ino, target.ino):
-            await self._cache.drafts.store(moved.ino)
+        put_off = self._cache.put_off
+        if moved is not None and not (put_off.handles and put_off.stays(moved.ino, target.ino)):
+            if put_off.handles:
+                await self._cache.drafts.store(moved.ino)
             if moved.is_file:
                 await self._cache.publisher.publish_now(moved.ino)
         if len(new_name) > 255:
             raise fail(errno.ENAMETOOLONG)
         exchanged = self._namespace.lookup(*new) if flags & RENAME_EXCHANGE else None
-        if exchanged is not None:
+        if exchanged is not None and put_off.handles:
             await self._cache.drafts.store(exchanged.ino)
         with self._coherence.changing(ctx.pid, old, new):
             unnamed = await self._namespace.rename(
