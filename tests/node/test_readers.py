@@ -103,6 +103,11 @@ DENIED: dict[str, tuple[Method[Any], Message]] = {
     "to delete a range": (rpc.TXN, success(delete(range_end=PREFIX + b"q"))),
     "to delete another's key": (rpc.TXN, success(delete(THEIRS))),
     "to read outside": (rpc.TXN, success(read(b"\0", b"\0"))),
+    "to compare a range": (
+        rpc.TXN,
+        pb.TxnRequest(compare=[pb.Compare(key=PREFIX, range_end=PREFIX + b"z")]),
+    ),
+    "to read a range": (rpc.TXN, success(read(PREFIX, PREFIX + b"z"))),
     "a put where a compare fails": (rpc.TXN, pb.TxnRequest(failure=[put()])),
     "a transaction in a transaction": (rpc.TXN, nested(success(put(THEIRS)))),
     "too many puts": (rpc.TXN, success(*(put(OWN + bytes([one])) for one in range(129)))),
