@@ -29,6 +29,8 @@ Serve: TypeAlias = Callable[[trio.socket.SocketType, str], Awaitable[None]]
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 128
 MEMBERS_MAX = 16384
+# All answers that wait for members to take them are no longer than this together.
+UNTAKEN_BYTES_MAX = 1 << 30
 _BACKLOG = 1024
 _SETBACK_S = 0.1
 _TLS_HANDSHAKE = 0x16
@@ -62,6 +64,8 @@ class Door:
         self._nursery = nursery
         self._counters = counters
         self.strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
+        self._untaken: dict[trio.CancelScope, int] = {}  # the oldest first
+        self._untaken_bytes = 0
 
     def open(self, listening: trio.socket.SocketType, serve: Serve) -> None:
         """Have `serve(sock, address)` called, in a task of its own, for each that connects. It ends the
@@ -116,6 +120,22 @@ class Door:
             yield
         finally:
             self._counters.connections -= 1
+
+    @contextmanager
+    def answer(self, size: int, patience_s: float) -> Iterator[trio.CancelScope]:
+        """Limit the time that a member takes inside to receive an answer of `size` bytes. If the answers of
+        all are too long together, the time of those that have waited longest is over at once."""
+        with trio.move_on_after(patience_s) as scope:
+            self._untaken[scope] = size
+            self._untaken_bytes += size
+            while self._untaken_bytes > UNTAKEN_BYTES_MAX:
+                oldest = next(iter(self._untaken))
+                self._untaken_bytes -= self._untaken.pop(oldest)
+                oldest.cancel()
+            try:
+                yield scope
+            finally:
+                self._untaken_bytes -= self._untaken.pop(scope, 0)
 
 
 def listen(address: str, port: int = 0) -> trio.socket.SocketType:

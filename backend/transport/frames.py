@@ -39,13 +39,14 @@ class Frames:
         self._outbox = bytearray()
         self._sending = trio.Lock()
 
-    def put(self, message: msgspec.Struct) -> None:
-        """Add a message to those that the next `flush` sends."""
+    def put(self, message: msgspec.Struct) -> int:
+        """Add a message to those that the next `flush` sends, and return its length."""
         body = _encode(message)
         if len(body) > FRAME_BYTES_MAX:
             raise ValueError(f"a message of {len(body)} bytes")
         self._outbox += len(body).to_bytes(LENGTH_BYTES, "big")
         self._outbox += body
+        return len(body)
 
     @property
     def has_unsent(self) -> bool:

@@ -288,9 +288,9 @@ class Control:
         self, number: int, answer: messages.Answer, connection: trio.CancelScope
     ) -> None:
         answer.number = number
-        self._frames.put(answer)
+        size = self._frames.put(answer)
         if not self._frames.flush_now():
-            with trio.move_on_after(self._patience_s) as sending:
+            with self._host.door.answer(size, self._patience_s) as sending:
                 await self._frames.flush()
             if sending.cancelled_caught:
                 log.warning("%s does not take its answers; it is cut off", self._peer)

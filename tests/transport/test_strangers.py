@@ -528,14 +528,17 @@ async def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(mem
         assert not any(service.sealed for service in services)
 
 
-async def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
-    async with in_cluster(memory, 1, timeout_s=0.5) as cluster:
+@pytest.mark.parametrize(("patience_s", "room_bytes"), [(0.5, 1 << 30), (60.0, 4 * MiB)])
+async def test_a_peer_that_takes_no_answers_is_cut_off(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, room_bytes: int
+) -> None:
+    monkeypatch.setattr(door, "UNTAKEN_BYTES_MAX", room_bytes, raising=False)
+    async with in_cluster(memory, 1, timeout_s=patience_s) as cluster:
         data = bytes(MiB)
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
         stream = await introduced(cluster)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = messages.Get([Extent(1, 0)] * 8, MiB)
-        for _ in range(8):
-            await stream.send_all(frame(asked))
+        await stream.send_all(frame(asked) * 8)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections == 1)
         await stream.aclose()
