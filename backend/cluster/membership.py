@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from ..etcd.engine import EtcdEngine
+from ..etcd.leases import LEASE_BITS
 from ..kv import Compare, Conflict, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.placement import Placement, Targets, policy_of
@@ -363,12 +364,17 @@ class Certificates(RecordKeeper):
         self._own = own
         self._loaded = False
         self.records: dict[str, CertificateRecord] = {}
+        self._kept: dict[int, int] = {}  # owner -> subvolume
         # Called with the serial number of a certificate that was revoked.
         self.revoked: list[Callable[[str], None]] = []
 
     def is_revoked(self, serial: str) -> bool:
         found = self.records.get(serial)
         return found is not None and found.revoked_s > 0
+
+    def kept_to(self, lease: int) -> int:
+        """Return the subvolume that the mount with this lease is kept to, 0: none."""
+        return self._kept.get(lease >> LEASE_BITS, 0)
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         super().load(records, revision)
@@ -384,6 +390,7 @@ class Certificates(RecordKeeper):
             log.error("certificate %s is revoked in etcd no more: it stays so here", serial)
             return
         self.records[serial] = record
+        self._kept[record.owner] = record.subvolume
         if record.revoked_s and not before:
             self._tell(serial, record)
             for listener in self.revoked:

@@ -21,7 +21,7 @@ pending one. If the node died before it could set the mark, the extent stays as 
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +34,8 @@ from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, session_of
-from ..namespace import Inode
+from ..namespace import ROOT_INO, Inode
+from ..namespace.numbers import subvolume_of
 from ..observe.figures import count, gauge
 from ..transport import Extent
 from .files import Files, Incoming
@@ -73,7 +74,8 @@ class CatalogFigures:
 
 class Catalog:
     """`buckets` is the cluster's setting. Nothing is freed before `begin`. `wanted(group)` tells whether
-    this node may soon become a member again of a group that it has left."""
+    this node may soon become a member again of a group that it has left, `kept_to(lease)` which subvolume
+    a mount is kept to, 0: none."""
 
     prefixes = (b"i", b"p", b"m")
 
@@ -84,7 +86,9 @@ class Catalog:
         buckets: int,
         wanted: Callable[[int], bool] = lambda group: True,
         faults: Faults | None = None,
+        kept_to: Callable[[int], int] = lambda lease: 0,
     ) -> None:
+        self._kept_to = kept_to
         self._faults = faults or Faults()
         self.files = files
         self._groups = groups
@@ -113,6 +117,15 @@ class Catalog:
 
     def is_named(self, content: int) -> bool:
         return content in self._named
+
+    def is_published(self, content: int) -> bool:
+        """Return whether a content of an open session was published. A mount that is kept to a subvolume
+        can name there what is another's, and not published yet."""
+        if content not in self._named:
+            return False
+        session, home = session_of(content), subvolume_of(self.ino_of(content))
+        writers = (lease for lease, number in self._leases.items() if number == session)
+        return home == ROOT_INO or home in map(self._kept_to, writers)
 
     def figures(self) -> CatalogFigures:
         return CatalogFigures(
@@ -249,22 +262,25 @@ class Catalog:
         return ()
 
     def _name(self, named: Named) -> None:
-        named = self._named.name(named)
+        self._named.name(named)
         self._found_unnamed.discard(named.content)
         if self._begun and named.content in self.files.quarantine.stripes:
             self._bring_back(named.content)
-        for stripe in self._unnamed.pop(named.content, ()):
-            self._settle(Extent(named.content, stripe), named)
+        stripes: Iterable[int] = self._unnamed.pop(named.content, ())
+        if named.content in self._named.also:
+            stripes = range(named.stripes)
+        for stripe in stripes:
+            self._settle(Extent(named.content, stripe))
 
     def _bring_back(self, content: int) -> int:
         """Take extents of a content that is named again, and belongs here, out of quarantine. Return how
         many."""
-        named, count = self._named.get(content), 0
-        if named is None:
+        count, quarantine = 0, self.files.quarantine
+        if content not in self._named:
             return 0
-        quarantine = self.files.quarantine
         for stripe in list(quarantine.stripes.get(content, ())):
             extent = Extent(content, stripe)
+            named = self._named_as(extent, quarantine.size(extent))
             group = named.group(stripe, self._buckets)
             is_right = quarantine.size(extent) == named.length(stripe)
             if extent in self.files or not is_right or not self.is_member(group):
@@ -274,7 +290,7 @@ class Catalog:
             except OSError as error:
                 log.error("extent %x.%x stays in quarantine: %s", *extent, error)
                 continue
-            self._settle(extent, named)
+            self._settle(extent)
             count += 1
         return count
 
@@ -331,9 +347,8 @@ class Catalog:
 
     def sealed(self, extent: Extent) -> None:
         """Note that an extent has just been sealed. Call it in the event loop."""
-        named = self._named.get(extent.content)
-        if named is not None:
-            self._settle(extent, named)
+        if extent.content in self._named:
+            self._settle(extent)
         elif extent in self.files:
             self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
             self._reconsider(extent.content)
@@ -400,14 +415,13 @@ class Catalog:
         if count := sum(map(self._bring_back, list(self.files.quarantine.stripes))):
             log.warning("%d extents are named again and taken out of quarantine", count)
         for extent in list(self.files):
-            named = self._named.get(extent.content)
-            if named is None:
+            if extent.content not in self._named:
                 self._found_unnamed.add(extent.content)
                 self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
                 if self.files.was_named(extent):
                     self._remember_gone(extent.content)
             else:
-                self._settle(extent, named)
+                self._settle(extent)
         before = len(self.files.quarantine)
         for content in list(self._unnamed):
             self._reconsider(content)
@@ -420,11 +434,22 @@ class Catalog:
                 self.files.quarantine.kept_s / 3600,
             )
 
-    def _settle(self, extent: Extent, named: Named) -> None:
+    def _named_as(self, extent: Extent, size: int) -> Named:
+        """Return the record that counts for an extent, which has so many bytes here."""
+
+        def fits(named: Named) -> bool:
+            is_mine = self.is_member(named.group(extent.stripe, self._buckets))
+            return is_mine and named.length(extent.stripe) == size
+
+        return self._named.fitting(extent.content, fits)
+
+    def _settle(self, extent: Extent) -> None:
         """Check whether a named extent that is here is right and belongs here."""
-        size = self.files.size(extent)
+        size, named = self.files.size(extent), self._named[extent.content]
         if size is None:
             return
+        if extent.content in self._named.also:
+            named = self._named_as(extent, size)
         expected = named.length(extent.stripe)
         if size != expected:
             log.error(

@@ -1,6 +1,6 @@
 """The contents that inodes name: which extents they have, and in which groups they are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import NamedTuple, Self
 
@@ -52,18 +52,19 @@ class NamedContents(dict[int, Named]):
     """By content, what an inode names. `buckets` is the cluster's setting.
 
     Of several inodes that name one content the first counts. A mount may name what is another's: so one
-    outside of subvolumes counts before those inside, which may be of a mount that is kept there.
+    outside of subvolumes counts before those inside, which may be of a mount that is kept there, and of
+    these one that fits the extents here (`fitting`). `also` are those that do not count, by content.
     """
 
     def __init__(self, buckets: int) -> None:
         super().__init__()
         self._buckets = buckets
-        self._also: dict[int, list[Named]] = {}  # by content, those that do not count
+        self.also: dict[int, list[Named]] = {}
         self.by_group: dict[int, set[int]] = {}  # group -> contents
 
     def clear(self) -> None:
         super().clear()
-        self._also.clear()
+        self.also.clear()
         self.by_group.clear()
 
     def name(self, named: Named) -> Named:
@@ -76,12 +77,23 @@ class NamedContents(dict[int, Named]):
             self._drop(known)
             self._put(named)
             known, named = named, known
-        self._also.setdefault(named.content, []).append(named)
+        self.also.setdefault(named.content, []).append(named)
+        return known
+
+    def fitting(self, content: int, fits: Callable[[Named], bool]) -> Named:
+        """Return the one that counts from now on: if the present one is in a subvolume, one that fits."""
+        known = self[content]
+        if subvolume_of(known.ino) != ROOT_INO and not fits(known):
+            for named in filter(fits, self.also.get(content, ())):
+                self.also[content].remove(named)
+                self._drop(known)
+                self._put(named)
+                return self.name(known)
         return known
 
     def unname(self, named: Named) -> bool:
         """Remove what an inode names. Return whether no other names it."""
-        also = self._also.pop(named.content, [])
+        also = self.also.pop(named.content, [])
         if self[named.content] is not named:
             also.remove(named)
         else:
@@ -89,7 +101,7 @@ class NamedContents(dict[int, Named]):
             if also:
                 self._put(also.pop(0))
         if also:
-            self._also[named.content] = also
+            self.also[named.content] = also
         return named.content not in self
 
     def _put(self, named: Named) -> None:

@@ -98,7 +98,7 @@ class NodeService(Service[Incoming]):
                 errno.EINVAL, f"node {self.node:x} is not a member of group {target.group:#x}"
             )
         self._check_wanted(extent)
-        if self._catalog.is_named(extent.content) and extent not in self._files:
+        if extent not in self._files and self._catalog.is_published(extent.content):
             raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:

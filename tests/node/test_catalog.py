@@ -15,6 +15,7 @@ from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import group_of
 from irdmafs.backend.model.records import Layout, key_of
 from irdmafs.backend.namespace import Inode
+from irdmafs.backend.namespace.numbers import SUBVOLUMES
 from irdmafs.backend.node import catalog as catalog_module
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.files import Files
@@ -197,6 +198,22 @@ def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
     assert world.has(content)
     world.delete(3)
     assert not world.has(content)
+
+
+@pytest.mark.parametrize("forged", [Layout(2), Layout(2, 10), Layout(3)], ids=str)
+def test_a_forged_name_in_another_subvolume_takes_no_extent_away(
+    world: World, forged: Layout
+) -> None:
+    content = world.session(5) << 24 | 1
+    world.name(SUBVOLUMES[0] + 1, content, 77 if forged == Layout(2) else 100, forged)
+    assert not world.catalog.is_published(content)
+    extent = world.keep(content)
+    world.name(SUBVOLUMES[1] + 1, content, 100, Layout(2))
+    for again in (None, world.reload, world.restart):
+        if again is not None:
+            again()
+        world.catalog.tidy(time.monotonic() + 1e6)
+        assert [*world.files] == [extent]
 
 
 def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World) -> None:

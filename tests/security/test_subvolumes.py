@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trio
 from harness.claims import claim_exclusively
 from harness.cluster import CLUSTER_NAME
 from harness.clusters import Cluster, ClusterMount, CommandFailed, Plan, counters
@@ -20,9 +21,19 @@ from harness.secure_cluster import SecureCluster
 from test_rights import allowed_writes
 
 from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.kv import Put
-from irdmafs.backend.model.lock_claims import guard_key
-from irdmafs.backend.model.records import NEXT_INO_KEY, claim_key, policy_key, pool_key, wish_key
+from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
+from irdmafs.backend.model.records import (
+    NEXT_INO_KEY,
+    ContentId,
+    MountRecord,
+    claim_key,
+    encode,
+    policy_key,
+    pool_key,
+    wish_key,
+)
 from irdmafs.backend.namespace.inode import ROOT_INO, Inode, inode_key, name_key, time_key
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 
@@ -201,14 +212,16 @@ async def test_a_forged_name_takes_no_file_of_others(whole: Path, kept: ClusterM
     assert (whole / "others/small").read_bytes() == b"s"
 
 
+def record_of(made: Cluster, path: Path) -> bytes:
+    records = made.etcd.get(f"/irdmafs/{CLUSTER_NAME}/i".encode())
+    return records[os.stat(path).st_ino.to_bytes(8, "big")]
+
+
 async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
     made: Cluster, whole: Path, kept: ClusterMount
 ) -> None:
     top, size = os.stat(whole / "models").st_ino, 300_000
-    record = made.etcd.get(f"/irdmafs/{CLUSTER_NAME}/i".encode())
-    victim = os.stat(whole / "others/large").st_ino
-    [value] = [value for key, value in record.items() if key == victim.to_bytes(8, "big")]
-    forged = top + (1 << 30)
+    value, forged = record_of(made, whole / "others/large"), top + (1 << 30)
     await forge(
         kept, Put(inode_key(forged), value), Put(name_key(top, b"copy"), forged.to_bytes(8, "big"))
     )
@@ -218,6 +231,46 @@ async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
     fresh = made.add_mount()
     assert (fresh.path / "others/large").read_bytes() == b"l" * size
     fresh.close()
+
+
+async def test_contents_that_it_names_first_are_published_by_their_writers(
+    made: Cluster, whole: Path, kept: ClusterMount
+) -> None:
+    give(made, "tenant", "apart")
+    tenant = made.add_mount(certificate="mount-tenant").path
+    for directory, first in ((whole / "others", 1 << 31), (tenant / "apart", 1 << 32)):
+        (directory / "before").write_bytes(b"b")
+        inode = Inode.decode(0, record_of(made, directory / "before"), 1)
+        inode.size = 77
+        puts = []
+        for number in range(1, 20):
+            inode.extent = ContentId(inode.extent + 1)
+            forged = os.stat(whole / "models").st_ino + first + number
+            puts.append(Put(inode_key(forged), inode.encode()))
+        await forge(kept, *puts)
+        (directory / "after").write_bytes(b"a" * 300_000)
+    made.nodes[0].terminate()
+    made.nodes[0].start()
+    made.wait_healthy()
+    fresh = made.add_mount()
+    for path in ("others/after", "apart/after"):
+        assert (fresh.path / path).read_bytes() == b"a" * 300_000
+    made.remove_mount()
+    made.remove_mount()
+
+
+async def test_an_entry_for_a_file_elsewhere_locks_nothing(whole: Path, kept: ClusterMount) -> None:
+    section = ClusterConfig.load(os.fspath(kept.config)).cluster
+    async with section.engine("mount") as engine, trio.open_nursery() as nursery:
+        session = Session(engine, MOUNT, MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
+        await nursery.start(session.run)
+        key = entry_key(os.stat(whole / "others/small").st_ino, session.lease)
+        put = Put(key, encode(Entry(sole=True)), session.lease)
+        await engine.transact((), [put])
+        with open(whole / "others/small", "rb+") as locked:
+            # In a thread: the session is renewed meanwhile.
+            await trio.to_thread.run_sync(fcntl.flock, locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        nursery.cancel_scope.cancel()
 
 
 async def test_etcd_refuses_it_the_keys_of_all_else(tmp_path: Path) -> None:

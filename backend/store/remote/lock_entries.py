@@ -1,23 +1,27 @@
 """The locks of all hosts as etcd has them, kept up to date through the replica hub."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ...cluster.record_keeper import RecordKeeper
 from ...kv.faults import Faults
 from ...model.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
+from ...namespace.numbers import subvolume_of
 
 _NONE: Mapping[int, Entry] = {}
 
 
 class LockEntries(RecordKeeper):
     """Every host's entries, including this one's. `left_behind` tells since when (time.monotonic()) an
-    inode has had a guard and no entry."""
+    inode has had a guard and no entry. `kept_to` as for Catalog: such a mount locks nothing elsewhere."""
 
     prefixes = (GUARD, ENTRY)
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    def __init__(
+        self, faults: Faults | None = None, kept_to: Callable[[int], int] = lambda lease: 0
+    ) -> None:
         super().__init__(faults)
+        self._kept_to = kept_to
         self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry
         self._revisions: dict[tuple[int, int], int] = {}  # (inode, lease) -> that of the entry
         self._guards: dict[int, int] = {}
@@ -63,6 +67,8 @@ class LockEntries(RecordKeeper):
                 self._revisions.pop((ino, lease), None)
                 if not entries:
                     del self._entries[ino]
+        elif self._kept_to(lease) not in (0, subvolume_of(ino)):
+            self.faults.add(key, "its mount is kept to another directory")
         else:
             entry = self.faults.sound(key, value, Entry)
             if entry is None:

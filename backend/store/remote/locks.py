@@ -80,7 +80,7 @@ class SharedLocks(LockEntries):
     this host only."""
 
     def __init__(self, member: Member) -> None:
-        super().__init__(member.faults)
+        super().__init__(member.faults, member.certificates.kept_to)
         self._member = member
         self._session = member.session
         self._writable = member.writable
