@@ -364,17 +364,18 @@ def remove_aside(path: Path) -> None:
     while the files of the inner directory are being removed, it would publish the rest of them. So each
     inner directory gets another name first: the other process renames it whole, or does not find it.
     """
-    # A file has no tree.
-    with contextlib.suppress(FileNotFoundError, TrainError):
-        there = look(path)
+    # A file has no tree. A link that a member has put there would lead to that of somebody else.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, TrainError):
+        opened = Directory(path)
+        there = look(opened.path)
         for name in there.folders:
             gone = path.with_name(f"@{secrets.token_hex(8)}")
             with contextlib.suppress(FileNotFoundError):
-                move(path / name, gone)
+                move(opened.path / name, gone)
                 remove(gone)
         for name in there.files:
             with contextlib.suppress(OSError):
-                os.unlink(path / name)
+                os.unlink(opened.path / name)
     remove(path)
 
 

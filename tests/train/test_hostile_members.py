@@ -202,6 +202,18 @@ def test_reasons_are_kept_in_no_directory_that_a_link_leads_to(run: Path, place:
     assert sorted(os.listdir(victim)) == before
 
 
+def test_what_a_link_in_staging_leads_to_is_not_removed_with_it(run: Path, place: Path) -> None:
+    start(run)
+    victim, link = place / "victim", TrainDirectory(run).staging / "w@1"
+    (victim / "folder").mkdir(parents=True)
+    for file in (victim / "file", victim / "folder/file"):
+        file.write_bytes(b"precious")
+    link.symlink_to(victim)
+    with Reducer(run) as reducer:
+        reduce_until(reducer, lambda: not link.is_symlink(), "the link is gone")
+    assert {*victim.rglob("*")} == {victim / name for name in ("file", "folder", "folder/file")}
+
+
 NAMES = [
     "x" * 243 + ".safetensors", "w.safetensors", "w@1.safetensors", "w@7.safetensors", "w@x.safetensors",
     "@1.safetensors", ".safetensors", "-.safetensors", "w@99999999999999999999.safetensors",
