@@ -79,6 +79,8 @@ class Carried(OnHost):
         """Call `change` with a descriptor of the content's file, for a request of a handle."""
         content = handle.content
         assert content is not None
+        if content.state is State.REPLACING:
+            content.touch()  # also if this is refused
         await self._in_place.change(content, change, handle.node)
         handle.since = None
 

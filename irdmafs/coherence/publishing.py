@@ -24,9 +24,6 @@ from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
 
-# A store with less room than this is full: a write may just have failed.
-_FULL_BYTES = 64 * 1024
-
 
 class Publisher(OnHost):
     """Decides what is published when, and publishes it."""
@@ -79,11 +76,9 @@ class Publisher(OnHost):
                 and await self._has_duplicate(pid, content.ino)
             ):
                 return
-            replaces = content.state is State.REPLACING
-            if replaces and not handle.node.cached and self._is_full():
-                # The daemon does not see a write that the kernel refused for lack of room.
-                handle.aborted = True
-                raise fail(errno.ENOSPC, "the store is full; the version before stays")
+            replaces = content.state is State.REPLACING and not handle.node.cached
+            if replaces and self._table.may_lack_bytes(content):
+                raise self._starved(handle)
         changed = self._table.is_changed(handle, content)
         if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
@@ -124,10 +119,11 @@ class Publisher(OnHost):
         process = await self._processes.of(pid)
         return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
 
-    def _is_full(self) -> bool:
-        room = self._store.extents.statvfs()
-        # f_blocks is 0 on a tmpfs without a limit.
-        return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
+    @staticmethod
+    def _starved(handle: Handle) -> OSError:
+        """Have nothing of a private content that may lack bytes published, and return the error of it."""
+        handle.aborted = True
+        return fail(errno.ENOSPC, "the store is full; the version before stays")
 
     async def last_release(self, handle: Handle, content: Content) -> None:
         """Publish the rest when the last descriptor of the only writer, and its mappings, are gone.
@@ -168,6 +164,9 @@ class Publisher(OnHost):
             return  # nobody else can open it
         if content.state.ended and not self._table.is_written(content):
             return
+        replaces = content.state is State.REPLACING and not handle.node.cached
+        if replaces and self._table.may_lack_bytes(content):
+            raise self._starved(handle)
         changed = self._table.is_changed(handle, content)
         if not self._store.sends:
             # There is no other copy, but processes that wait for versions must be told of this one.

@@ -16,6 +16,8 @@ from ..backend.store.api import Store
 from .content import Content, Stamp
 from .nodes import Handle
 
+# A store with less room than this is full: a write may just have failed.
+_FULL_BYTES: Final = 64 * 1024
 # The unit of st_blocks.
 BLOCK_BYTES = 512
 # The limit of descriptors kept for contents that are being written, so that no program exhausts them.
@@ -50,6 +52,7 @@ class ContentTable:
         self.store = store
         self._inodes = store.namespace.inodes
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
+        self._full_ns = 0  # when the store was last found full
         self.current: dict[int, Content] = {}
         # Contents that replace their files when they are published, the newest one last.
         self.private: dict[int, list[Content]] = {}
@@ -111,6 +114,16 @@ class ContentTable:
         if (status.st_size, status.st_mtime_ns) != (content.seen or content.begun):
             return True
         return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
+
+    def may_lack_bytes(self, content: Content) -> bool:
+        """Return whether the kernel may have refused a write to a content that began empty, unseen by the
+        daemon: the store is full, or was found so since. Also such a write moves a time."""
+        room = self.store.extents.statvfs()
+        # f_blocks is 0 on a tmpfs without a limit.
+        if room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES:
+            self._full_ns = time.time_ns()
+        begun_ns = content.begun[1] if content.begun else self._full_ns
+        return begun_ns < self._full_ns and (self._grain_ns > 0 or self.is_written(content))
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""

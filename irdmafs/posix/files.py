@@ -84,9 +84,14 @@ class Files(Part):
                     layout=self._store.layout(directory.ino, name),
                     seen=not (self._store.sends and self._cache.sharing.isolates_below(directory.ino)),
                 )  # fmt: skip
-                return self._created(inode, flags, ctx, (directory.ino, name))
             except FileExistsError:
                 if flags & os.O_EXCL:
+                    raise
+            else:
+                try:
+                    return self._created(inode, flags, ctx, (directory.ino, name))
+                except OSError:  # there is no room for its content
+                    await self._take_back(inode, directory.ino, name)
                     raise
             # Another host may be making the file: two that open it share it.
             await self._namespace.show(directory.ino, name)
@@ -100,6 +105,9 @@ class Files(Part):
                     if error.errno != errno.ESTALE:  # another host has removed it
                         raise
         raise fail(errno.EEXIST)
+
+    async def _take_back(self, inode: Inode, parent: int, name: bytes) -> None:
+        await self._namespace.unlink_if(parent, name, lambda found: found.ino == inode.ino)
 
     async def _open_found(self, found: Inode, flags: int, ctx: Caller, name: Name) -> Opened:
         """Open the file that a name led to by the time that it was to be created."""

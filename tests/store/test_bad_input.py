@@ -153,6 +153,47 @@ def test_a_full_store_is_unmounted_in_order(new_mount: NewMount) -> None:
     assert "unmounted" in mount.log_tail()
 
 
+@pytest.mark.kernel_session("pyfuse3 reports a refused write by write(2) alone")
+def test_versions_stay_if_room_comes_between_a_refused_write_and_the_close(
+    new_mount: NewMount,
+) -> None:
+    top = new_mount(store_size="24m").path
+    paths = [top / name for name in ("one", "two", "three")]
+    for path in paths:
+        path.write_bytes(b"a")
+    writers = [os.open(path, os.O_WRONLY | os.O_TRUNC) for path in paths]
+    for writer in writers:
+        with fails_with(errno.ENOSPC):
+            while True:
+                os.write(writer, bytes(MIB))
+    with fails_with(errno.ENOSPC):
+        os.fsync(writers[-1])
+    for writer in writers:
+        with fails_with(errno.ENOSPC):
+            os.close(writer)
+        eventually(lambda: os.statvfs(top).f_bavail > 0, "its bytes are freed")
+    assert {path.read_bytes() for path in paths} == {b"a"}
+
+
+def test_a_file_is_emptied_in_a_full_store(new_mount: NewMount) -> None:
+    path = new_mount(store_size="24m").path
+    fill(path)
+    (path / "large").write_bytes(b"")
+    assert (path / "large").stat().st_size == 0
+
+
+def test_a_file_without_room_for_its_content_gets_no_name(new_mount: NewMount) -> None:
+    path = new_mount(store_size="24m,nr_inodes=16").path
+    written = 0
+    with fails_with(errno.ENOSPC):
+        for written in range(16):
+            (path / f"{written}").write_text("a")
+    assert len(os.listdir(path)) == written
+    (path / "0").unlink()
+    eventually(lambda: os.statvfs(path).f_ffree > 0, "its inode is freed")
+    (path / "0").write_text("a")
+
+
 @pytest.mark.kernel_session("pyfuse3 does not hand fallocate on")
 def test_room_that_is_not_there_is_not_reserved(new_mount: NewMount) -> None:
     mount = new_mount(store_size="24m")
