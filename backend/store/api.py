@@ -107,6 +107,10 @@ class Store(Protocol):
         for the inode's version again. A copy does not."""
         return False
 
+    def is_as_left(self, extent: ContentId) -> bool:
+        """Return whether the file of a version is still the one that was written on this host."""
+        return True
+
     def is_lent(self, extent: ContentId) -> bool:
         """Return whether the extent is the very file of a store node on this host."""
         return False

@@ -48,7 +48,8 @@ class InPlace(OnHost):
             self._sharing.allocate(content, inode)
             return
         before = content.extent
-        is_version = content.seen is None or not self._table.is_written(content)
+        is_known = content.seen is not None and self._store.is_as_left(before)
+        is_version = not (is_known and self._table.is_written(content))
         is_copied = self._store.is_lent(before)
         written = None if is_version else self._table.stat(content)
         extent = await self._store.begin_in_place(inode, before)

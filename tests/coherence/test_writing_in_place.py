@@ -148,6 +148,23 @@ def test_what_came_back_after_it_had_left_the_cache_is_written_in_place(
         small.terminate()
 
 
+def test_what_left_the_cache_of_its_writer_is_opened_without_a_change(
+    cluster: Cluster, pair: list[Path]
+) -> None:
+    mount = cluster.add_mount("--cache-size", "16M")
+    own, large = (mount.path / pair[0].name / name for name in ("own", "large"))
+    try:
+        own.write_bytes(bytes(MIB))
+        large.write_bytes(bytes(20 * MIB))
+        (own.parent / "other").write_bytes(bytes(MIB))
+        before = own.stat().st_mtime_ns
+        with own.open("r+b"), fails_with(errno.EFBIG):
+            large.open("r+b").close()
+        assert own.stat().st_mtime_ns == before
+    finally:
+        mount.terminate()
+
+
 def test_truncating_by_name_beside_a_close_leaves_one_length_everywhere(
     pair: list[Path], writer: Process
 ) -> None:

@@ -41,6 +41,8 @@ class Contents(ExtentStore, Pinned):
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
         self._kept: OrderedDict[ContentId, int] = OrderedDict()
+        # Versions whose files were written here, and have not been fetched since.
+        self.written_here: set[ContentId] = set()
         # Working copies that are being published, which count as published contents here: other hosts may
         # know them as versions before we do.
         self.publishing: set[ContentId] = set()
@@ -127,6 +129,7 @@ class Contents(ExtentStore, Pinned):
             and self.borrow(extent, place.store)
         ):
             place.free()  # of an earlier attempt that failed
+        self.written_here.add(extent)
         self.keep(extent, size)
 
     def renumber(self, extent: ContentId) -> ContentId:
@@ -164,6 +167,7 @@ class Contents(ExtentStore, Pinned):
         if extent in self._places or number in self._places:
             return False
         os.rename(super().path(number), super().path(extent))
+        self.written_here.add(extent)
         self.keep(extent, self.stat(extent).st_blocks * 512)
         return True
 
@@ -177,8 +181,8 @@ class Contents(ExtentStore, Pinned):
 
     def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
-        self.sent.discard(extent)
-        self.uncounted.discard(extent)
+        for notes in (self.sent, self.uncounted, self.written_here):
+            notes.discard(extent)
         place = self._places.pop(extent, None)
         if place is None:
             super().free(extent)
@@ -257,6 +261,7 @@ class Contents(ExtentStore, Pinned):
     def lose(self, extent: ContentId) -> None:
         """Note that a content is no longer in the store directory where it was."""
         self._places.pop(extent).let_go()
+        self.written_here.discard(extent)
         self.kept_bytes -= self._kept.pop(extent, 0)
 
     def keep(self, extent: ContentId, size: int) -> None:

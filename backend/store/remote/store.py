@@ -131,6 +131,7 @@ class RemoteStore:
         self.pin, self.unpin, self.retire = contents.pin, contents.unpin, contents.retire
         self.lend, self.hands_over = contents.lend, contents.hands_over
         self.is_here, self.is_lent = contents.is_here, contents.is_lent
+        self.is_as_left = contents.written_here.__contains__
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
