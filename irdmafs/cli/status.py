@@ -105,6 +105,8 @@ def report(mount: Mount) -> MountReport:
         return MountReport(mount, "ok", {**found, "warnings": warnings})
     except TimeoutError:
         return MountReport(mount, "hung", {})
+    except PermissionError:  # of a mount that keeps others out; it answers statfs(2) all the same
+        return MountReport(mount, "denied", {})
     except (OSError, ValueError):
         try:
             return MountReport(mount, mount_state(mount.mountpoint), {})

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import Mount
+from harness.mountpoint import Mount, irdmafs
 from harness.patterns import pattern, version_of
 from harness.processes import AS_NOBODY_WHO_OPENS_ALL, NOBODY, Process
 
@@ -68,6 +68,8 @@ def test_unprivileged_user_mounts_uses_and_unmounts(nobody: Process) -> None:
         )
         assert status["session"] == "pyfuse3"
         assert status["session_reason"], "it must say why there is no passthrough"
+        denied = irdmafs("status", mount.path)
+        assert denied.returncode == 1 and "belongs to another user" in denied.stdout
         mount.unmount()
         assert os.listdir(mount.path) == []
         mount.remount()
