@@ -177,13 +177,12 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
     config, directory = _with_ca(config_path)
     if finish:
         finish_ca_change(directory)
-        say(f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, restart what runs")
+        say(f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart etcd")
         return
     begin_ca_change(directory, config.cluster.name)
     say(
-        f"{config.cluster.ca} holds both CAs: copy it to all hosts, those of etcd too, and restart what "
-        "runs; then give everybody a new certificate (irdmafs cluster cert), and finish with: irdmafs "
-        "cluster rotate-ca --finish"
+        f"{config.cluster.ca} holds both CAs: copy it to all hosts, and restart etcd; then give everybody "
+        "a new certificate (irdmafs cluster cert), and finish with: irdmafs cluster rotate-ca --finish"
     )
 
 

@@ -67,7 +67,7 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
         if left_s is not None and left_s <= 0.0:
             raise TimeoutError(errno.ETIMEDOUT, f"Nothing new in {timeout:g} s", os.fspath(path))
         with contextlib.suppress(InterruptedError, FileNotFoundError):
-            _changes(top, f".{before}" if left_s is None else f".{before}.{left_s:.3f}")
+            _changes(top, f".{before}" if left_s is None else f".{before}.{min(1e6, left_s):.3f}")
 
 
 def watch(
