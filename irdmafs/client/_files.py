@@ -139,13 +139,16 @@ def look_up(
 
 
 @contextlib.contextmanager
-def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else."""
+def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
+    """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else. With
+    O_NOFOLLOW in `flags` also for a link."""
     with naming(path):
         try:
             # Opening a FIFO would wait for its writer.
-            fd = look_up(os.open, path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except NotADirectoryError as error:
+            fd = look_up(os.open, path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         try:
             status = os.fstat(fd)
@@ -157,12 +160,12 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
 
 
 @contextlib.contextmanager
-def open_privately(path: str) -> Iterator[tuple[int, os.stat_result]]:
+def open_privately(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
     """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
     socket or device: when it is closed and unmapped, a store node here may use its memory again."""
     with contextlib.suppress(OSError):
         os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
-    with open_to_read(path) as found:
+    with open_to_read(path, flags) as found:
         yield found
 
 

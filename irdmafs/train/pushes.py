@@ -153,7 +153,7 @@ def inspect(
     try:
         if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
             return _inspect_shards(layout, path, folder)
-        with _files.open_to_read(os.fspath(path)) as (fd, status):
+        with _files.open_to_read(os.fspath(path), os.O_NOFOLLOW) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
             return read_file(layout, name, fd, finite=finite)

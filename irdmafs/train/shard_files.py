@@ -46,12 +46,12 @@ class ShardFile:
         `version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
         given to programs, which may send them from where they lie; otherwise nobody does, which is promised
         by a path in a private view. Raises FileNotFoundError, also if it is of another version, and
-        FormatError, also for a longer header."""
+        FormatError, also for a longer header. No link is followed: it may lead to what is the owner's."""
         view = None if shown or directory is None else directory.view
         name = os.path.join((view or directory.path) if directory is not None else "", path)
         open_file = _files.open_privately if view is None and not shown else _files.open_to_read
         self.shown = shown
-        with open_file(name) as (fd, status):
+        with open_file(name, os.O_NOFOLLOW) as (fd, status):
             self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):

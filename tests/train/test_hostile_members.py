@@ -30,9 +30,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from irdmafs.client._files import open_to_read
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
 from irdmafs.train.pushes import inspect
+from irdmafs.train.shard_files import ShardFile
 
 
 def entry(first: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, object]:
@@ -379,3 +381,15 @@ def test_check_of_any_bytes_ends_with_a_verdict(
         assert refused.errno in (errno.EINVAL, errno.EPERM, errno.ESTALE)
     finally:
         os.close(fd)
+
+
+def test_a_link_that_takes_the_place_of_a_push_after_it_was_looked_at_is_not_read(
+    tmp_path: Path,
+) -> None:
+    save_file({"slope": np.ones(1, np.float32)}, tmp_path / "secret.safetensors")
+    link = tmp_path / "w.safetensors"
+    link.symlink_to("secret.safetensors")
+    with pytest.raises(FileNotFoundError):
+        ShardFile(link)
+    with pytest.raises(FileNotFoundError), open_to_read(str(link), os.O_NOFOLLOW):
+        pass
