@@ -90,9 +90,10 @@ class Drafts(OnHost):
     def _is_below(self, ino: int, directory: int) -> bool:
         """Return whether a file is below a directory, or is the file `directory` itself."""
         while ino not in (directory, ROOT_INO):
-            ino = self._inodes[ino].parent  # 0 for one that has lost its name
-            if not ino:
-                break
+            inode = self._inodes.get(ino)
+            if inode is None or not inode.parent:
+                return directory == ROOT_INO  # it has lost its name
+            ino = inode.parent
         return directory in (ino, ROOT_INO)
 
     def _is_small(self, handle: Handle) -> bool:
@@ -104,6 +105,7 @@ class Drafts(OnHost):
             and content.writers == 1
             and self._has_to_be_stored(handle)
             and not self._store.hands_over(content.extent)
+            and not self._store.namespace.quotas.of(content.ino)
             and 0 < self._table.stat(content).st_size <= self._store.small_bytes
         )
 

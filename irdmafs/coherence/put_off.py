@@ -11,9 +11,10 @@ from .nodes import Handle
 
 # So many are not waited for any longer.
 _MANY = 4 * TOGETHER_MAX
-# So many files wait, and so many bytes: who closes more of them stores his own.
+# So many files wait, and so many bytes: who closes more of them stores his own. Another host that looks
+# waits for all of them, and takes a host that needs longer than two leases for dead.
 _FILES_MAX = 1000
-_BYTES_MAX = 256 << 20
+_BYTES_MAX = 128 << 20
 
 
 class PutOff(OnHost):
@@ -34,7 +35,6 @@ class PutOff(OnHost):
             content.state is not State.NEW
             or content.writers > 1
             or not inode.maker
-            or self._store.namespace.quotas.in_use
             or not self._is_held(inode.parent)
         ):
             return False
@@ -53,8 +53,12 @@ class PutOff(OnHost):
         return ino in self.handles and self._is_held(directory)
 
     def _is_held(self, directory: int) -> bool:
-        """Return whether a directory is a draft in which no other host looks."""
-        return self._store.holds_alone(directory) and is_draft(self._inodes, directory)
+        """Return whether a directory is a draft in which no other host looks, and no quota counts."""
+        return (
+            self._store.holds_alone(directory)
+            and is_draft(self._inodes, directory)
+            and not self._store.namespace.quotas.above(directory)
+        )
 
     def keeps(self, handle: Handle) -> bool:
         """Return whether the release of a handle is carried out later."""

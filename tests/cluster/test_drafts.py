@@ -168,6 +168,19 @@ def test_a_draft_that_is_removed_leaves_nothing(here: Path, there: Path) -> None
     assert os.listdir(there) == []
 
 
+def test_nothing_is_put_off_below_a_quota(here: Path, there: Path) -> None:
+    """But in other drafts."""
+    (here / "limited").mkdir()
+    os.setxattr(here / "limited", "user.irdmafs.quota_bytes", b"100k")
+    for directory, stored in ((here / "limited" / "a.tmp", True), (here / "b.tmp", False)):
+        directory.mkdir()
+        before = counters(here)["transactions"]
+        written(directory, 15)
+        assert (counters(here)["transactions"] - before >= 15) is stored
+    with fails_with(errno.EDQUOT):
+        written(here / "limited" / "a.tmp", 40)
+
+
 def test_a_pattern_is_of_names(here: Path) -> None:
     for wrong in (b"", b" ", b"a/b"):
         with fails_with(errno.EINVAL):

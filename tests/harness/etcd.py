@@ -34,18 +34,23 @@ ALONE_ELECTION_MS = 100
 # History is dropped all the time, so that whoever cannot stand that fails here.
 KEPT_REVISIONS = 5000
 
+_given: set[int] = set()
+
 
 def free_port(address: str = "127.0.0.1") -> int:
     """A port below those that the kernel gives to outgoing connections, so that it stays free while
-    a server that was killed is not running. Each worker of pytest-xdist has ports of its own."""
+    a server that was killed is not running. Each worker of pytest-xdist has ports of its own, and gets none
+    twice: a server may choose two, and then begin."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports = range(10_000 + worker % workers, 32_000, workers)
     for _ in range(1000):
         port = random.SystemRandom().choice(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((address, port))
-            return port
+            if port not in _given:
+                probe.bind((address, port))
+                _given.add(port)
+                return port
     raise AssertionError("no free port")
 
 
