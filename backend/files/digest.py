@@ -43,10 +43,12 @@ _THREADS_MAX = 4
 
 
 class _OfThread(threading.local):
-    """A buffer that each thread has of its own, in pages of its own, as O_DIRECT needs it."""
+    """A buffer that each thread has of its own, also in a process that is forked. It is in pages of its own,
+    as O_DIRECT needs it."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=private))
 
 
 of_thread: Final = _OfThread()

@@ -20,6 +20,17 @@ from irdmafs.backend.namespace.inode import Inode
 FILE = 0o100644
 
 
+def test_a_forked_process_has_a_buffer_of_its_own() -> None:
+    """The main thread's is made at import, so before a daemon goes into the background."""
+    buffer = digest.of_thread.buffer
+    buffer[0] = 1
+    if not (child := os.fork()):
+        buffer[0] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert buffer[0] == 1
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks() -> Iterator[None]:
     """So that little data has many blocks, read in many pieces, by several threads."""
