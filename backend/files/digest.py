@@ -43,8 +43,8 @@ _THREADS_MAX = 4
 
 
 class _OfThread(threading.local):
-    """A buffer that each thread has of its own, also in a process that is forked. It is in pages of its own,
-    as O_DIRECT needs it."""
+    """A buffer that each thread has of its own, also in a forked process. It is in pages of its own, as
+    O_DIRECT needs it."""
 
     def __init__(self) -> None:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
