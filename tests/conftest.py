@@ -18,7 +18,7 @@ import trio
 from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
-from harness.clusters import LONG_LEASE_S, Cluster, ClusterMount, Plan
+from harness.clusters import LONG_LEASE_S, Apart, Cluster, ClusterMount, Plan
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
@@ -400,6 +400,15 @@ def failing(shared_failing_cluster: SharedCluster) -> Iterator[Cluster]:
         mount.log.write_text("")
     yield cluster
     cluster.mend()
+
+
+@pytest.fixture
+def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
+    """The first mount of that cluster, and a directory as it and another mount see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    here, there = (mount.path / name for mount in failing.mounts)
+    here.mkdir()
+    return failing.mounts[0], here, there
 
 
 @pytest.fixture(scope="module")

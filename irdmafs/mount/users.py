@@ -154,7 +154,7 @@ def _users(mountpoint: str) -> Iterator[MountUser]:
 
 def _paths_used_by(pid: int) -> Iterator[tuple[str, str]]:
     links = [("cwd", "cwd"), ("root", "root"), ("program", "exe")]
-    # What cannot be read is another user's, or has gone.
+    # A process of another user cannot be read, nor one that has gone.
     with suppress(OSError):
         links += [("file", f"fd/{descriptor}") for descriptor in os.listdir(f"/proc/{pid}/fd")]
     for how, link in links:

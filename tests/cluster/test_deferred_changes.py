@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import stat
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.claims import claim_exclusively, often
-from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
 from harness.processes import Program
@@ -289,18 +288,6 @@ def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(h
         (here / "file").unlink()
         (here / "file").write_bytes(b"content")
         assert counters(here)["transactions"] < before + 8
-
-
-Apart = tuple[ClusterMount, Path, Path]
-
-
-@pytest.fixture
-def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
-    """The first mount of that cluster, and a directory as it and another mount see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    here, there = (mount.path / name for mount in failing.mounts)
-    here.mkdir()
-    return failing.mounts[0], here, there
 
 
 @pytest.mark.parametrize("by", ["fsync of a file", "fsync of a directory", "a version", "umount"])

@@ -3,12 +3,11 @@
 import errno
 import fcntl
 import os
-import re
 from pathlib import Path
 
 import pytest
 from harness.claims import often
-from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
+from harness.clusters import Apart, Cluster, Plan, counters, status_at
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern
@@ -188,16 +187,6 @@ def test_a_pattern_is_of_names(here: Path) -> None:
 
 
 # -- when a host dies --------------------------------------------------------------------------------
-
-Apart = tuple[ClusterMount, Path, Path]
-
-
-@pytest.fixture
-def apart(failing: Cluster, request: pytest.FixtureRequest) -> Apart:
-    name = re.sub(r"\W+", "_", request.node.name)
-    here, there = (mount.path / name for mount in failing.mounts)
-    here.mkdir()
-    return failing.mounts[0], here, there
 
 
 @pytest.mark.parametrize("by", ["rename", "umount", "unlocking"])

@@ -22,6 +22,7 @@ from harness.training import train
 __all__ = [
     "LONG_LEASE_S",
     "MIB",
+    "Apart",
     "ClusterMount",
     "CommandFailed",
     "Daemon",
@@ -31,6 +32,10 @@ __all__ = [
     "run_irdmafs",
     "train",
 ]
+
+
+# A mount, and a directory as it and another mount see it.
+Apart = tuple[ClusterMount, Path, Path]
 
 
 def counters(place: ClusterMount | Path) -> dict[str, Any]:

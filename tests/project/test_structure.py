@@ -16,7 +16,7 @@ PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "te
 LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went, and never raised.
 PRODUCT_LINES_MAX = 53_311
-TEST_LINES_MAX = 53_900
+TEST_LINES_MAX = 53_890
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.

@@ -34,7 +34,7 @@ SIZES = [1000, 300_000]
 BUCKETS = 8
 PLAN = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
 STRIPE_SIZE = b"1M"
-# Of whoever is waited for when something changes.
+# Said of a mount that is waited for when something changes.
 COMPLAINT = "has acknowledged nothing"
 
 

@@ -154,7 +154,7 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(
     place: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    arguments = ("--workers=2", "--steps=30", "--lr=0.01", "--sync=bsp", "--sync=async")
+    arguments = ("--workers=2", "--steps=80", "--lr=0.01", "--sync=bsp", "--sync=async")
     printed = run("images.py", place / "run", *arguments, f"--out={out}")
     found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))
     assert found.keys() == {"bsp", "async"}
