@@ -164,7 +164,7 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(
         for x in ("seconds", "bytes"):
             rows = (out / f"images-{y}-{x}.csv").read_text().splitlines()
             assert rows[0] == f"curve,{x},{y}"
-            assert len(rows) == 1 + 2 * 6
+            assert len(rows) == 1 + 2 * 16
 
 
 @needs("torch")
