@@ -1,4 +1,4 @@
-"""What the documentation names exists: pages, modules, tests and classes. What is installed is locked."""
+"""Pages, modules, tests and classes that the documentation names exist. What is installed is locked."""
 
 import configparser
 import re
