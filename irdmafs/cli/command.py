@@ -22,13 +22,14 @@ from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
 from ..mount_options import MountConfig, MountError, MountFlags, parse_mount_options
 from . import status
-from .cluster import ask, config_option, load, mount_of, print_json, rdma_wanted, say, size_of
+from .cluster import config_option, load, mount_of, print_json, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
 from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .serve import serve
 from .train import train
+from .versions import diff, hold, publish, rollback, versions
 from .watch import watch
 
 if TYPE_CHECKING:
@@ -349,19 +350,6 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
 
 
 @main.command()
-@click.argument("path", metavar="PATH")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def versions(path: str, as_json: bool) -> None:
-    """List the versions kept of the file PATH: the current one and those that are open."""
-    otherwise = "it is no regular file; name a file in it, each has versions of its own"
-    data = status.parsed(ask(path, mounting.VERSIONS_XATTR, "list the versions of", otherwise))
-    if as_json:
-        print_json(data)
-    else:
-        status.print_versions(path, data)
-
-
-@main.command()
 @config_option
 @section_flags("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -389,5 +377,6 @@ def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flag
 
 for _command in (admit, drain, remove, scrub):
     cluster.add_command(_command)
-for _command in (cluster, install, prefetch, rebalance, serve, train, uninstall, watch):
+for _command in (cluster, diff, hold, install, prefetch, publish, rebalance, rollback, serve, train,
+                 uninstall, versions, watch):  # fmt: skip
     main.add_command(_command)

@@ -9,7 +9,6 @@ import json
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, TypedDict
 
 import click
@@ -300,21 +299,6 @@ def _rdma(cluster: Mapping[str, Any]) -> str:
         return f"not used: {cluster.get('rdma', '-')}"
     rails = ", ".join(cluster.get("rdma_rails") or ()) or "no port yet"
     return f"{human_bytes(cluster.get('rdma_bytes'))} moved by {rails}"
-
-
-def print_versions(path: str, data: Mapping[str, Any]) -> None:
-    """Print the versions kept of one file, the newest first."""
-    rows = []
-    for entry in data.get("versions") or ():
-        mtime_ns = entry.get("mtime_ns")
-        when = "-"
-        if isinstance(mtime_ns, int):
-            when = datetime.fromtimestamp(mtime_ns / 1e9).isoformat(" ", "milliseconds")
-        openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
-        first = [shown(cell, entry) for cell in ("{version}", "{state}", "{size:bytes}")]
-        rows.append((*first, when, openers))
-    columns = ("version", "state", "size", "modified", "open in processes")
-    print_table(columns, rows, title=f"{path} (inode {data.get('ino', '-')})")
 
 
 def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
 
 import click
 
-from ..mount_options import MountError
 from . import status
 from .cluster import say
+from .versions import failing
 
 
 @click.command()
@@ -33,10 +31,10 @@ def watch(
     """
     from ..client import _waiting
 
-    with _failing(path):
+    with failing(path):
         seen = _waiting.look(path)
     while True:
-        with _failing(path):
+        with failing(path):
             seen = _waiting.wait(path, seen, timeout=timeout)
         click.echo(f"{seen.version} {status.printable(path)}")
         code = 0
@@ -47,12 +45,3 @@ def watch(
                 say(f"{command}: exit code {code}", err=True)
         if once:
             ctx.exit(code)
-
-
-@contextlib.contextmanager
-def _failing(path: str) -> Iterator[None]:
-    """Have errors fail the command, with the path in them."""
-    try:
-        yield
-    except OSError as error:
-        raise MountError(f"{path}: {error.strerror}") from None

@@ -43,6 +43,14 @@ of a file on its host; files that several processes read are better read from th
 >>> with client.draft("/mnt/params/checkpoint") as directory:
 ...     model.save_pretrained(directory)
 
+**Versions of directories.** Each is whole, and stays while somebody holds it:
+
+>>> run = client.Versions("/mnt/params/run", keep=3)
+>>> with run.draft() as directory:                          # trainer: the next version at the end
+...     model.save_pretrained(directory)
+>>> with run.hold(newer_than=seen) as version:              # worker: waits for a newer one
+...     model, seen = load(version.path), version.number
+
 **bfloat16 and 8-bit floats** are arrays of the package ml_dtypes. torch tensors of these types are
 published as what they are.
 """
@@ -55,9 +63,12 @@ from ._buffer import Buffer
 from ._drafts import draft
 from ._files import FormatError
 from ._store import Store
+from ._versions import Version, Versions
 from ._waiting import Seen, wait, watch
 
-__all__ = ["Buffer", "FormatError", "Seen", "Store", "draft", "open", "wait", "watch"]
+__all__ = [
+    "Buffer", "FormatError", "Seen", "Store", "Version", "Versions", "draft", "open", "wait", "watch",
+]  # fmt: skip
 
 
 def open(path: str | os.PathLike[str]) -> Store:

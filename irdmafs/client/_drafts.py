@@ -28,16 +28,21 @@ def draft(path: StrPath) -> Iterator[str]:
     parent, name = os.path.split(path)
     place = tempfile.mkdtemp(prefix=f".{name}.draft-", dir=parent)
     try:
-        with contextlib.suppress(OSError):  # it is not on a mount, or that cannot change attributes
-            os.setxattr(place, _DRAFTS_XATTR, b"*")
+        store_together(place)
         inside = os.path.join(place, name)
         os.mkdir(inside)
         yield inside
         try:
-            os.rename(inside, path)
+            rename(inside, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             rename(inside, path, RENAME_EXCHANGE)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def store_together(directory: str) -> None:
+    """Make all directories below a directory drafts, whose files are closed before they are stored."""
+    with contextlib.suppress(OSError):  # it is not on a mount, or that cannot change attributes
+        os.setxattr(directory, _DRAFTS_XATTR, b"*")

@@ -246,12 +246,19 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
             raise
 
 
-def rename(path: StrPath, new: StrPath, flags: int) -> None:
+def rename(path: StrPath, new: StrPath, flags: int = 0) -> None:
     """Do as renameat2(2). Raises OSError."""
     names = os.fsencode(path), os.fsencode(new)
-    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags):
+    for _ in range(_LOOKUPS_MAX):
+        if not _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags):
+            return
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
+        if code != errno.ESTALE:
+            break
+        # The kernel has to look up what another host has moved: it cannot while it holds a rename's locks.
+        os.path.lexists(path)
+        os.path.lexists(new)
+    raise OSError(code, os.strerror(code), os.fspath(path))
 
 
 def discard(fd: int) -> None:

@@ -282,23 +282,11 @@ def move(path: Path, target: Path) -> None:
     """Rename a directory. Another host may have moved it to `path`, or something else to `target`. Raises
     FileExistsError if something is there, and OSError."""
     try:
-        try:
-            os.rename(path, target)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-            _files.look_up(_look_and_rename, path, target)
+        _files.rename(path, target)
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         raise
-
-
-def _look_and_rename(path: Path, target: Path) -> None:
-    """Have the kernel see where both names lead now: it cannot while it holds the locks of a rename."""
-    os.stat(path)
-    os.path.lexists(target)
-    os.rename(path, target)
 
 
 def replace(path: Path, data: bytes) -> None:

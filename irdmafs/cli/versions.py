@@ -1,0 +1,172 @@
+"""The commands of versions: `irdmafs versions`, and of those in several files `publish`, `rollback`, `hold`
+and `diff`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import click
+
+from ..mount import mounting
+from ..mount_options import MountError
+from . import status
+from .cluster import ask, print_json
+
+_expected_option = click.option(
+    "--expected", metavar="N", type=int,
+    help="Fail if the newest version is not N: somebody else has published one.",
+)  # fmt: skip
+_keep_option = click.option(
+    "--keep", metavar="K", type=click.IntRange(1), default=3, show_default=True,
+    help="Remove what came before the newest K versions, unless somebody holds it.",
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def versions(path: str, as_json: bool) -> None:
+    """List the versions of the file PATH that are kept, the current one and those that are open; or those
+    that `irdmafs publish` made in the directory PATH, and which of them are held."""
+    if os.path.isdir(path):
+        data = _versions_in(path)
+    else:
+        otherwise = "it is neither a regular file nor a directory"
+        data = status.parsed(ask(path, mounting.VERSIONS_XATTR, "list the versions of", otherwise))
+    if as_json:
+        print_json(data)
+        return
+    columns = ["version", "state", "size", "modified", "open in processes"]
+    rows = [_row(entry) for entry in data.get("versions") or ()]
+    if os.path.isdir(path):
+        columns[3:], rows = ["published"], [row[:4] for row in rows]
+    status.print_table(columns, rows, title=f"{path} (inode {data.get('ino', '-')})")
+
+
+def _row(entry: Mapping[str, Any]) -> list[str]:
+    mtime_ns, when = entry.get("mtime_ns"), "-"
+    if isinstance(mtime_ns, int):
+        when = datetime.fromtimestamp(mtime_ns / 1e9).isoformat(" ", "milliseconds")
+    openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
+    first = [status.shown(cell, entry) for cell in ("{version}", "{state}", "{size:bytes}")]
+    return [*first, when, openers]
+
+
+def _versions_in(directory: str) -> dict[str, Any]:
+    """Return what is told of the versions in a directory, the newest first."""
+    from ..client._versions import Versions, files_below
+
+    found = list[dict[str, Any]]()
+    with failing():
+        made = Versions(directory)
+        for number in reversed(made.numbers()):
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                state = "held" if made.is_held(number) else "kept" if found else "current"
+                # It was renamed when it was published.
+                when_ns = os.stat(made.path(number)).st_ctime_ns
+                size = sum(os.lstat(file).st_size for file in files_below(made.path(number)))
+                found.append({"version": number, "state": state, "size": size, "mtime_ns": when_ns})
+    if not found:
+        raise MountError(
+            f"{directory} has no versions: `irdmafs publish SOURCE {directory}` makes one"
+        )
+    return {"ino": os.stat(directory).st_ino, "versions": found}
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("directory", metavar="DIR")
+@_expected_option
+@_keep_option
+def publish(source: str, directory: str, expected: int | None, keep: int) -> None:
+    """Make the directory SOURCE the next version of DIR, DIR/versions/N, in one change; print its path.
+
+    SOURCE is on the same mount, and loses its name. Readers use `irdmafs hold`, or irdmafs.client.Versions.
+    """
+    from ..client import Versions
+
+    with failing():
+        made = Versions(directory, keep=keep)
+        click.echo(status.printable(made.path(made.publish(source, expected=expected))))
+
+
+@click.command()
+@click.argument("directory", metavar="DIR")
+@click.argument("number", metavar="N", type=int)
+@_expected_option
+@_keep_option
+def rollback(directory: str, number: int, expected: int | None, keep: int) -> None:
+    """Publish version N of DIR again, as its newest version; print its path. No bytes are copied."""
+    from ..client import Versions
+
+    with failing():
+        made = Versions(directory, keep=keep)
+        click.echo(status.printable(made.path(made.roll_back(number, expected=expected))))
+
+
+@click.command()
+@click.argument("directory", metavar="DIR")
+@click.argument("command", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--version", "number", metavar="N", type=int, help="This version  [default: the newest]"
+)
+@click.option(
+    "--newer-than", metavar="N", type=int, default=0, help="Wait for one after version N."
+)
+@click.option("--timeout", metavar="S", type=float, help="Fail if there is none for S seconds.")
+@click.option("--local", is_flag=True, help="Bring all of it to this host first.")
+def hold(
+    directory: str,
+    command: tuple[str, ...],
+    number: int | None,
+    newer_than: int,
+    timeout: float | None,
+    local: bool,
+) -> None:
+    """Run COMMAND while a version of DIR stays, whole, whatever is published and removed meanwhile.
+
+    COMMAND finds the version's directory in IRDMAFS_PATH, its number in IRDMAFS_VERSION. It is held until
+    COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
+    """
+    from ..client import Versions
+
+    made = Versions(directory)
+    with failing(), made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
+        told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
+        os.set_inheritable(held.fd, True)
+        with failing(command[0]):
+            os.execvpe(command[0], command, {**os.environ, **told})
+
+
+@click.command()
+@click.argument("directory", metavar="DIR")
+@click.argument("old", metavar="OLD", type=int)
+@click.argument("new", metavar="NEW", type=int)
+@click.pass_context
+def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
+    """List the files of DIR that differ between versions OLD and NEW, and tensors of .safetensors files:
+    + came, - went, ~ changed. The exit code is 1 if anything differs."""
+    from ..client import Versions
+    from ..client._differences import differences
+
+    code = 0
+    with failing(), contextlib.ExitStack() as held:
+        first, second = (held.enter_context(Versions(directory).hold(one)) for one in (old, new))
+        for sign, name in differences(first.path, second.path):
+            click.echo(f"{sign} {status.one_line(name)}")
+            code = 1
+    ctx.exit(code)
+
+
+@contextlib.contextmanager
+def failing(path: str | None = None) -> Iterator[None]:
+    """Have errors fail the command, with the path in them."""
+    try:
+        yield
+    except OSError as error:
+        name = path or error.filename
+        raise MountError(f"{name}: {error.strerror}" if name else str(error.strerror)) from None

@@ -1,0 +1,251 @@
+"""A directory of numbered versions: each appears whole, and stays as long as a reader holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from ._drafts import store_together
+from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
+from ._waiting import Seen, wait
+
+log = logging.getLogger(__name__)
+
+# Files that are fetched at once.
+_AT_ONCE = 8
+
+
+class Version(NamedTuple):
+    """A version that is held: its number, the directory that has its files, and the descriptor of the lock
+    that holds it, also for a process that inherits it."""
+
+    number: int
+    path: str
+    fd: int
+
+
+class Versions:
+    """The versions of one thing in several files, such as a model: ``DIR/versions/1``, ``2`` and so on.
+
+    A version has its number when it is whole. Nobody writes it from then on, and its number is not used
+    again. Who made it and who reads it may be on any host; all of it are files and locks on files (flock),
+    in ``DIR/.held``, so it works for programs of one host in any directory.
+    """
+
+    def __init__(self, directory: StrPath, *, keep: int = 3) -> None:
+        """``keep``: how many of the newest versions stay that nobody holds, at least 1."""
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, but the newest version always stays")
+        self.directory = os.path.abspath(directory)
+        self.keep = keep
+        self._versions, self._held, self._drafts = (
+            os.path.join(self.directory, name) for name in ("versions", ".held", ".drafts")
+        )
+
+    def path(self, number: int) -> str:
+        """Return the directory of a version, which may be gone, or yet to come."""
+        return os.path.join(self._versions, str(number))
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the versions that are there. Raises OSError."""
+        try:
+            names = os.listdir(self._versions)
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+    def newest(self) -> int:
+        """Return the number of the newest version that any host has published; 0 if there is none. Raises
+        OSError."""
+        newest = max(self.numbers(), default=0)
+        # A listing may be older by a moment; "no such file" never is.
+        while os.path.lexists(self.path(newest + 1)):
+            newest += 1
+        return newest
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def draft(self, *, expected: int | None = None) -> Iterator[str]:
+        """Give an empty directory to fill, which is the next version when the block ends; nothing is
+        published after an exception. ``expected``: as for publish(). Raises OSError."""
+        with self._drafted() as path:
+            yield path
+            self.publish(path, expected=expected)
+
+    def publish(self, directory: StrPath, *, expected: int | None = None) -> int:
+        """Make a directory of this filesystem the next version, and return its number. It loses its old
+        name. What came before the ``keep`` newest is removed.
+
+        Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
+        began with the same version one publishes; and OSError, after which nothing has changed.
+        """
+        self._make()
+        newest = self.newest()
+        while expected in (None, newest):
+            number = newest + 1
+            # Readers find the file to lock, also those that may not make it.
+            with self._locked(str(number), fcntl.LOCK_SH):
+                try:
+                    rename(directory, self.path(number), RENAME_NOREPLACE)
+                except FileExistsError:
+                    newest = self.newest()
+                else:
+                    self.tidy()
+                    return number
+        text = f"version {newest} is the newest, not {expected}"
+        raise FileExistsError(errno.EEXIST, text, self._versions)
+
+    def roll_back(self, number: int, *, expected: int | None = None) -> int:
+        """Publish an old version again, and return its new number. It has the same files: links, without
+        another copy of their bytes. Raises OSError as publish() does, and FileNotFoundError."""
+        with self.hold(number) as old, self._drafted() as path:
+            link = partial(os.link, follow_symlinks=False)
+            shutil.copytree(old.path, path, symlinks=True, copy_function=link, dirs_exist_ok=True)
+            return self.publish(path, expected=expected)
+
+    def tidy(self) -> None:
+        """Remove the versions before the ``keep`` newest, and the drafts of programs that were killed, but
+        nothing that somebody holds. What cannot be removed is logged. Raises OSError."""
+        numbers = [str(number) for number in self.numbers()]
+        old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
+        for name in {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept:
+            try:
+                self._remove(name, is_old=name in old)
+            except BlockingIOError:
+                pass  # somebody holds it
+            except OSError as error:
+                log.warning("%s stays: %s", os.path.join(self.directory, name), error)
+
+    def _remove(self, name: str, *, is_old: bool) -> None:
+        """Remove an old version or a draft, and the file by which it is held."""
+        version, aside = (os.path.join(at, name) for at in (self._versions, self._drafts))
+        with self._locked(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if is_old:
+                # In one change: nobody sees a part of it.
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(version, aside)
+            elif os.path.lexists(version):
+                return  # it was published since
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(aside)
+            os.unlink(os.path.join(self._held, name))
+
+    def _make(self) -> None:
+        for path in (self._versions, self._held):
+            os.makedirs(path, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._drafts)
+            store_together(self._drafts)
+
+    @contextlib.contextmanager
+    def _drafted(self) -> Iterator[str]:
+        """Give an empty directory, which is removed at the end if it has that name still."""
+        self._make()
+        name = secrets.token_hex(8)
+        with self._locked(name, fcntl.LOCK_EX):
+            path = os.path.join(self._drafts, name)
+            os.mkdir(path)
+            try:
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+                os.unlink(os.path.join(self._held, name))
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(
+        self,
+        number: int | None = None,
+        *,
+        newer_than: int = 0,
+        timeout: float | None = None,
+        local: bool = False,
+    ) -> Iterator[Version]:
+        """Give a version which stays until the block ends, whole, also if newer ones come: version
+        ``number``, or the newest one as soon as that is newer than ``newer_than``, for which it waits
+        ``timeout`` seconds at most. ``local``: when all of its files are on this host, as far as the cache
+        has room.
+
+        Raises FileNotFoundError if version ``number`` is not there, TimeoutError, and OSError: ENOTSUP if
+        it would have to wait in a directory that is not on a mount of irdmafs.
+        """
+        until_s = None if timeout is None else time.monotonic() + timeout
+        seen: Seen | None = None
+        while True:
+            found = self.newest() if number is None else number
+            if found > newer_than or number is not None:
+                with self._locked(str(found), fcntl.LOCK_SH) as fd:
+                    if os.path.isdir(self.path(found)):
+                        if local:
+                            _fetch(self.path(found))
+                        yield Version(found, self.path(found), fd)
+                        return
+                if number is not None or os.path.lexists(self.path(found)):
+                    text = f"There is no version {found}"
+                    raise FileNotFoundError(errno.ENOENT, text, self.path(found))
+                continue
+            left_s = None if until_s is None else until_s - time.monotonic()
+            try:
+                seen = wait(self._versions, seen, timeout=left_s)
+            except TimeoutError:
+                text = f"Nothing newer than version {newer_than} in {timeout:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, text, self._versions) from None
+
+    def is_held(self, number: int) -> bool:
+        """Return whether somebody holds a version. Raises OSError."""
+        try:
+            with self._locked(str(number), fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return False
+        except BlockingIOError:
+            return True
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, how: int) -> Iterator[int]:
+        """Lock the file by which a version or draft is held, which is made if there is none; return its
+        descriptor. Raises OSError, BlockingIOError if somebody has it."""
+        path = os.path.join(self._held, name)
+        while True:
+            try:
+                fd = look_up(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, how)
+                if os.fstat(fd).st_nlink:
+                    yield fd
+                    return
+            finally:
+                # By itself it ends when the mount has been told of the last close, which may be later.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                os.close(fd)
+
+
+def files_below(directory: str) -> list[str]:
+    """Return the paths of all that is below a directory and is no directory."""
+    return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
+
+
+def _fetch(directory: str) -> None:
+    """Have the mount fetch all files of a directory. Raises OSError."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch") as threads:
+        for _ in threads.map(_open_once, files_below(directory)):
+            pass
+
+
+def _open_once(path: str) -> None:
+    # Links that lead nowhere, FIFOs and the like have nothing to fetch.
+    with contextlib.suppress(FileNotFoundError), open_to_read(path):
+        pass

@@ -1,0 +1,190 @@
+"""Versions of directories (`client.Versions`): whole, numbered once, and there as long as they are held."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.beside import beside
+from harness.errors import fails_with
+from harness.mountpoint import irdmafs, one_line
+from harness.processes import TakeProcess
+from harness.seeds import seeded
+
+from irdmafs import client
+from irdmafs.client._files import RENAME_NOREPLACE, rename
+
+KILLS = 5
+FILES = 4
+# Much longer than anything takes here.
+LONG_S = 60.0
+
+
+def fill(directory: str, step: int) -> None:
+    for number in range(FILES):
+        Path(directory, f"{number}").write_bytes(b"%d " % step * 1000)
+
+
+def steps_in(directory: str) -> set[bytes]:
+    return {word for file in Path(directory).iterdir() for word in file.read_bytes().split()}
+
+
+def publish(versions: client.Versions, *steps: int, expected: int | None = None) -> None:
+    for step in steps:
+        with versions.draft(expected=expected) as directory:
+            fill(directory, step)
+
+
+def test_a_version_is_there_when_its_draft_ends(here: Path, there: Path) -> None:
+    writer, reader = client.Versions(here / "run"), client.Versions(there / "run")
+    assert reader.newest() == 0
+    with writer.draft() as directory:
+        fill(directory, 1)
+        assert reader.numbers() == []
+    with reader.hold() as version:
+        assert version[:2] == (1, os.fspath(there / "run" / "versions" / "1"))
+        assert steps_in(version.path) == {b"1"}
+    with pytest.raises(ZeroDivisionError), writer.draft() as directory:
+        fill(directory, 2)
+        raise ZeroDivisionError
+    assert reader.newest() == 1
+    assert not Path(directory).exists()
+    assert os.listdir(here / "run" / ".drafts") == []
+
+
+def test_of_writers_who_began_with_one_version_one_publishes(here: Path, there: Path) -> None:
+    first, second = client.Versions(here / "run"), client.Versions(there / "run")
+    publish(first, 1, expected=0)
+    publish(second, 2, expected=1)
+    with pytest.raises(FileExistsError, match="version 2 is the newest, not 1"):
+        publish(first, 3, expected=1)
+    assert first.numbers() == second.numbers() == [1, 2]
+    # Without it each has a number of its own. The second may have looked into a draft of the first.
+    with beside(lambda: publish(first, *range(10))):
+        publish(second, *range(10))
+    assert first.newest() == second.newest() == 22
+
+
+def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
+    writer, reader = client.Versions(here / "run", keep=1), client.Versions(there / "run")
+    publish(writer, 1)
+    with reader.hold() as version:
+        publish(writer, *range(2, 6))
+        assert writer.numbers() == [1, 5]
+        assert writer.is_held(1) and not writer.is_held(5)
+        assert steps_in(version.path) == {b"1"}
+        with reader.hold(1) as again:
+            assert again.path == version.path
+    writer.tidy()
+    assert writer.numbers() == [5]
+    assert os.listdir(here / "run" / ".held") == ["5"]
+    with pytest.raises(FileNotFoundError, match="no version 1"), reader.hold(1):
+        pass
+
+
+def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
+    writer, reader = client.Versions(here / "run"), client.Versions(there / "run")
+    (here / "run").mkdir()
+    seen: list[int] = []
+    with beside(lambda: publish(writer, *range(1, 11))):
+        while seen[-1:] != [10]:
+            newer_than = seen[-1] if seen else 0
+            with reader.hold(newer_than=newer_than, timeout=LONG_S, local=True) as version:
+                assert steps_in(version.path) == {b"%d" % version.number}
+                seen.append(version.number)
+    assert seen == sorted(set(seen))
+    with pytest.raises(TimeoutError), reader.hold(newer_than=10, timeout=0.01):
+        pass
+
+
+PUBLISH = """
+import os
+from irdmafs import client
+from irdmafs.client._files import RENAME_NOREPLACE, rename
+versions = client.Versions(place, keep=2)
+while True:
+    with versions.draft() as directory:
+        step = versions.newest() + 1
+        for number in range(files):
+            with open(f"{directory}/{number}", "wb") as file:
+                file.write(b"%d " % step * 1000)
+    with open(told, "w") as file:
+        file.write(str(step))
+"""
+
+
+def test_killed_writers_leave_whole_versions_and_nothing_else(
+    here: Path, there: Path, tmp_path: Path, process: TakeProcess
+) -> None:
+    random, told = seeded(), tmp_path / "told"
+    told.write_text("0")
+    reader = client.Versions(there / "run")
+    (here / "run").mkdir()
+    for _ in range(KILLS):
+        writer = process()
+        writer.start(PUBLISH, place=str(here / "run"), files=FILES, told=str(told))
+        for _ in range(random.randrange(1, 5)):
+            with reader.hold(newer_than=reader.newest(), timeout=LONG_S) as version:
+                assert steps_in(version.path) == {b"%d" % version.number}
+        with beside(writer.kill), reader.hold() as version:
+            assert steps_in(version.path) == {b"%d" % version.number}
+        assert reader.newest() >= int(told.read_text() or 0)
+    client.Versions(here / "run", keep=1).tidy()
+    assert reader.numbers() == [reader.newest()]
+    assert os.listdir(here / "run" / ".held") == [str(reader.newest())]
+    assert os.listdir(here / "run" / ".drafts") == []
+
+
+def test_a_draft_that_another_host_saw_is_found_under_its_number(here: Path, there: Path) -> None:
+    with client.Versions(here / "run").draft() as directory:
+        (there / "run" / ".drafts" / Path(directory).name).stat()
+    (there / "made").mkdir()
+    with fails_with(errno.EEXIST):
+        rename(there / "made", there / "run" / "versions" / "1", RENAME_NOREPLACE)
+
+
+def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> None:
+    versions = client.Versions(folder / "run")
+    publish(versions, 1, 2)
+    assert versions.roll_back(1, expected=2) == 3
+    assert steps_in(versions.path(3)) == {b"1"}
+    for name in os.listdir(versions.path(1)):
+        assert os.path.samefile(f"{versions.path(1)}/{name}", f"{versions.path(3)}/{name}")
+    with pytest.raises(FileNotFoundError, match="no version 7"):
+        versions.roll_back(7)
+
+
+def test_commands_publish_list_compare_hold_and_roll_back(folder: Path) -> None:
+    run, tensor = folder / "run", np.arange(4.0)
+    for step in (1, 2):
+        (folder / "made" / "below").mkdir(parents=True)
+        (folder / "made" / "below" / "config").write_text(f"{step}")
+        store = client.open(folder / "made")
+        store.publish_state_dict({"same": tensor, "other": tensor * step})
+        done = irdmafs("publish", folder / "made", run, "--expected", f"{step - 1}")
+        assert done.stdout == f"{run}/versions/{step}\n"
+    (folder / "made").mkdir()
+    refused = irdmafs("publish", folder / "made", run, "--expected", "1")
+    assert "version 2 is the newest, not 1" in one_line(refused)
+    assert irdmafs("diff", run, "2", "2").stdout == ""
+    assert irdmafs("diff", run, "1", "2").stdout.splitlines() == [
+        "~ below/config", "~ model.safetensors", "~ model.safetensors/other",
+    ]  # fmt: skip
+    assert irdmafs("rollback", run, "1").stdout == f"{run}/versions/3\n"
+    command = (
+        f"test $IRDMAFS_PATH = {run}/versions/3 && irdmafs versions {run} && exit $IRDMAFS_VERSION"
+    )
+    held = irdmafs("hold", run, "--", "sh", "-c", command).stdout.splitlines()
+    assert [line.split()[:2] for line in held[2:]] == [["3", "held"], ["2", "kept"], ["1", "kept"]]
+    listed = json.loads(irdmafs("versions", "--json", run).stdout)["versions"]
+    assert [one["state"] for one in listed] == ["current", "kept", "kept"]
+    unknown = irdmafs("hold", run, "no-such-command")
+    assert one_line(unknown) == "no-such-command: No such file or directory"
+    missing = irdmafs("hold", run, "--version", "7", "true")
+    assert one_line(missing) == f"{run}/versions/7: There is no version 7"
+    late = irdmafs("hold", run, "--newer-than", "3", "--timeout", "0.01", "true")
+    assert "Nothing newer than version 3 in 0.01 s" in one_line(late)
+    none = irdmafs("versions", folder)
+    assert f"`irdmafs publish SOURCE {folder}` makes one" in one_line(none)
