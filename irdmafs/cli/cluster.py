@@ -87,9 +87,13 @@ def mount_of(path: str) -> mounting.Mount:
     return found
 
 
+class Lacking(MountError):
+    """What is at a path has no such attribute."""
+
+
 def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
-    """Return an attribute that a mount gives what is at a path. Raises MountError, which names the purpose,
-    and what it is `otherwise` if it has none."""
+    """Return an attribute that a mount gives what is at a path. Raises MountError, which names the purpose;
+    Lacking if it has none, with what it is `otherwise`."""
     mount_of(path)
     try:
         return mounting.ask_mount(os.path.abspath(path), attribute)
@@ -98,7 +102,7 @@ def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
         if error.errno in mounting.STALE_ERRNOS:
             why = mounting.STALE_MESSAGE
         elif error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
-            why = otherwise
+            raise Lacking(f"cannot {purpose} {path}: {otherwise}") from error
         raise MountError(f"cannot {purpose} {path}: {why}") from error
 
 

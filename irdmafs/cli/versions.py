@@ -14,7 +14,7 @@ import click
 from ..mount import mounting
 from ..mount_options import MountError
 from . import status
-from .cluster import ask, print_json
+from .cluster import Lacking, ask, print_json
 
 _expected_option = click.option(
     "--expected", metavar="N", type=int,
@@ -32,18 +32,19 @@ _keep_option = click.option(
 def versions(path: str, as_json: bool) -> None:
     """List the versions of the file PATH that are kept, the current one and those that are open; or those
     that `irdmafs publish` made in the directory PATH, and which of them are held."""
-    if os.path.isdir(path):
-        data = _versions_in(path)
-    else:
-        otherwise = "it is neither a regular file nor a directory"
+    columns = ["version", "state", "size", "modified", "open in processes"]
+    otherwise = "it is no regular file, and `irdmafs publish` has made no version in it"
+    try:
         data = status.parsed(ask(path, mounting.VERSIONS_XATTR, "list the versions of", otherwise))
+    except Lacking:
+        data = _versions_in(path)
+        if not data["versions"]:
+            raise
+        columns[3:] = ["published"]
     if as_json:
         print_json(data)
         return
-    columns = ["version", "state", "size", "modified", "open in processes"]
-    rows = [_row(entry) for entry in data.get("versions") or ()]
-    if os.path.isdir(path):
-        columns[3:], rows = ["published"], [row[:4] for row in rows]
+    rows = [_row(entry)[: len(columns)] for entry in data.get("versions") or ()]
     status.print_table(columns, rows, title=f"{path} (inode {data.get('ino', '-')})")
 
 
@@ -70,10 +71,6 @@ def _versions_in(directory: str) -> dict[str, Any]:
                 when_ns = os.stat(made.path(number)).st_ctime_ns
                 size = sum(os.lstat(file).st_size for file in files_below(made.path(number)))
                 found.append({"version": number, "state": state, "size": size, "mtime_ns": when_ns})
-    if not found:
-        raise MountError(
-            f"{directory} has no versions: `irdmafs publish SOURCE {directory}` makes one"
-        )
     return {"ino": os.stat(directory).st_ino, "versions": found}
 
 

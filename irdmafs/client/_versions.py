@@ -94,15 +94,19 @@ class Versions:
         newest = self.newest()
         while expected in (None, newest):
             number = newest + 1
-            # Readers find the file to lock, also those that may not make it.
+            # Readers find the file to lock, also those that may not make it. Nobody removes this version
+            # from now on, so it was there before only if there are newer ones.
             with self._locked(str(number), fcntl.LOCK_SH):
+                newest = self.newest()
+                if newest >= number:
+                    continue
                 try:
                     rename(directory, self.path(number), RENAME_NOREPLACE)
                 except FileExistsError:
-                    newest = self.newest()
-                else:
-                    self.tidy()
-                    return number
+                    newest = number
+                    continue
+            self.tidy()
+            return number
         text = f"version {newest} is the newest, not {expected}"
         raise FileExistsError(errno.EEXIST, text, self._versions)
 
@@ -116,16 +120,15 @@ class Versions:
 
     def tidy(self) -> None:
         """Remove the versions before the ``keep`` newest, and the drafts of programs that were killed, but
-        nothing that somebody holds. What cannot be removed is logged. Raises OSError."""
-        numbers = [str(number) for number in self.numbers()]
-        old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
-        for name in {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept:
-            try:
-                self._remove(name, is_old=name in old)
-            except BlockingIOError:
-                pass  # somebody holds it
-            except OSError as error:
-                log.warning("%s stays: %s", os.path.join(self.directory, name), error)
+        nothing that somebody holds. What cannot be removed is logged."""
+        try:
+            numbers = [str(number) for number in self.numbers()]
+            old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
+            for name in {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept:
+                with contextlib.suppress(BlockingIOError):  # somebody holds it
+                    self._remove(name, is_old=name in old)
+        except OSError as error:
+            log.warning("old versions in %s stay: %s", self.directory, error)
 
     def _remove(self, name: str, *, is_old: bool) -> None:
         """Remove an old version or a draft, and the file by which it is held."""
@@ -134,7 +137,7 @@ class Versions:
             if is_old:
                 # In one change: nobody sees a part of it.
                 with contextlib.suppress(FileNotFoundError):
-                    os.rename(version, aside)
+                    rename(version, aside)
             elif os.path.lexists(version):
                 return  # it was published since
             with contextlib.suppress(FileNotFoundError):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,21 @@ def test_of_writers_who_began_with_one_version_one_publishes(here: Path, there: 
     with beside(lambda: publish(first, *range(10))):
         publish(second, *range(10))
     assert first.newest() == second.newest() == 22
+
+
+def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = client.Versions(here / "run"), client.Versions(here / "run", keep=1)
+    lock = slow._locked
+
+    def late(name: str, how: int) -> AbstractContextManager[int]:
+        if name == "1" and not fast.newest():
+            publish(fast, 1, 2)
+            assert fast.numbers() == [2]
+        return lock(name, how)
+
+    monkeypatch.setattr(slow, "_locked", late)
+    publish(slow, 3)
+    assert fast.numbers() == [2, 3]
 
 
 def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
@@ -187,4 +203,4 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path) -> None:
     late = irdmafs("hold", run, "--newer-than", "3", "--timeout", "0.01", "true")
     assert "Nothing newer than version 3 in 0.01 s" in one_line(late)
     none = irdmafs("versions", folder)
-    assert f"`irdmafs publish SOURCE {folder}` makes one" in one_line(none)
+    assert "`irdmafs publish` has made no version in it" in one_line(none)
