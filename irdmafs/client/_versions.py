@@ -39,7 +39,7 @@ class Versions:
 
     A version has its number when it is whole. Nobody writes it from then on, and its number is not used
     again. Who made it and who reads it may be on any host; all of it are files and locks on files (flock),
-    in ``DIR/.held``, so it works for programs of one host in any directory.
+    in ``DIR/.held``, so it works for programs of one host in any directory. ``DIR`` has to be there.
     """
 
     def __init__(self, directory: StrPath, *, keep: int = 3) -> None:
@@ -145,11 +145,12 @@ class Versions:
             os.unlink(os.path.join(self._held, name))
 
     def _make(self) -> None:
-        for path in (self._versions, self._held):
-            os.makedirs(path, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self._drafts)
-            store_together(self._drafts)
+        # The directory itself is not made: where nothing is mounted it would be in a strange place.
+        for path in (self._versions, self._held, self._drafts):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+                if path == self._drafts:
+                    store_together(path)
 
     @contextlib.contextmanager
     def _drafted(self) -> Iterator[str]:

@@ -39,24 +39,24 @@ def publish(versions: client.Versions, *steps: int, expected: int | None = None)
 
 
 def test_a_version_is_there_when_its_draft_ends(here: Path, there: Path) -> None:
-    writer, reader = client.Versions(here / "run"), client.Versions(there / "run")
+    writer, reader = client.Versions(here), client.Versions(there)
     assert reader.newest() == 0
     with writer.draft() as directory:
         fill(directory, 1)
         assert reader.numbers() == []
     with reader.hold() as version:
-        assert version[:2] == (1, os.fspath(there / "run" / "versions" / "1"))
+        assert version[:2] == (1, os.fspath(there / "versions" / "1"))
         assert steps_in(version.path) == {b"1"}
     with pytest.raises(ZeroDivisionError), writer.draft() as directory:
         fill(directory, 2)
         raise ZeroDivisionError
     assert reader.newest() == 1
     assert not Path(directory).exists()
-    assert os.listdir(here / "run" / ".drafts") == []
+    assert os.listdir(here / ".drafts") == []
 
 
 def test_of_writers_who_began_with_one_version_one_publishes(here: Path, there: Path) -> None:
-    first, second = client.Versions(here / "run"), client.Versions(there / "run")
+    first, second = client.Versions(here), client.Versions(there)
     publish(first, 1, expected=0)
     publish(second, 2, expected=1)
     with pytest.raises(FileExistsError, match="version 2 is the newest, not 1"):
@@ -69,7 +69,7 @@ def test_of_writers_who_began_with_one_version_one_publishes(here: Path, there: 
 
 
 def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast = client.Versions(here / "run"), client.Versions(here / "run", keep=1)
+    slow, fast = client.Versions(here), client.Versions(here, keep=1)
     lock = slow._locked
 
     def late(name: str, how: int) -> AbstractContextManager[int]:
@@ -84,7 +84,7 @@ def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
-    writer, reader = client.Versions(here / "run", keep=1), client.Versions(there / "run")
+    writer, reader = client.Versions(here, keep=1), client.Versions(there)
     publish(writer, 1)
     with reader.hold() as version:
         publish(writer, *range(2, 6))
@@ -95,14 +95,13 @@ def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
             assert again.path == version.path
     writer.tidy()
     assert writer.numbers() == [5]
-    assert os.listdir(here / "run" / ".held") == ["5"]
+    assert os.listdir(here / ".held") == ["5"]
     with pytest.raises(FileNotFoundError, match="no version 1"), reader.hold(1):
         pass
 
 
 def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
-    writer, reader = client.Versions(here / "run"), client.Versions(there / "run")
-    (here / "run").mkdir()
+    writer, reader = client.Versions(here), client.Versions(there)
     seen: list[int] = []
     with beside(lambda: publish(writer, *range(1, 11))):
         while seen[-1:] != [10]:
@@ -136,33 +135,32 @@ def test_killed_writers_leave_whole_versions_and_nothing_else(
 ) -> None:
     random, told = seeded(), tmp_path / "told"
     told.write_text("0")
-    reader = client.Versions(there / "run")
-    (here / "run").mkdir()
+    reader = client.Versions(there)
     for _ in range(KILLS):
         writer = process()
-        writer.start(PUBLISH, place=str(here / "run"), files=FILES, told=str(told))
+        writer.start(PUBLISH, place=str(here), files=FILES, told=str(told))
         for _ in range(random.randrange(1, 5)):
             with reader.hold(newer_than=reader.newest(), timeout=LONG_S) as version:
                 assert steps_in(version.path) == {b"%d" % version.number}
         with beside(writer.kill), reader.hold() as version:
             assert steps_in(version.path) == {b"%d" % version.number}
         assert reader.newest() >= int(told.read_text() or 0)
-    client.Versions(here / "run", keep=1).tidy()
+    client.Versions(here, keep=1).tidy()
     assert reader.numbers() == [reader.newest()]
-    assert os.listdir(here / "run" / ".held") == [str(reader.newest())]
-    assert os.listdir(here / "run" / ".drafts") == []
+    assert os.listdir(here / ".held") == [str(reader.newest())]
+    assert os.listdir(here / ".drafts") == []
 
 
 def test_a_draft_that_another_host_saw_is_found_under_its_number(here: Path, there: Path) -> None:
-    with client.Versions(here / "run").draft() as directory:
-        (there / "run" / ".drafts" / Path(directory).name).stat()
+    with client.Versions(here).draft() as directory:
+        (there / ".drafts" / Path(directory).name).stat()
     (there / "made").mkdir()
     with fails_with(errno.EEXIST):
-        rename(there / "made", there / "run" / "versions" / "1", RENAME_NOREPLACE)
+        rename(there / "made", there / "versions" / "1", RENAME_NOREPLACE)
 
 
 def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> None:
-    versions = client.Versions(folder / "run")
+    versions = client.Versions(folder)
     publish(versions, 1, 2)
     assert versions.roll_back(1, expected=2) == 3
     assert steps_in(versions.path(3)) == {b"1"}
@@ -174,6 +172,8 @@ def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> No
 
 def test_commands_publish_list_compare_hold_and_roll_back(folder: Path) -> None:
     run, tensor = folder / "run", np.arange(4.0)
+    assert one_line(irdmafs("publish", folder, run)) == f"{run}/versions: No such file or directory"
+    run.mkdir()
     for step in (1, 2):
         (folder / "made" / "below").mkdir(parents=True)
         (folder / "made" / "below" / "config").write_text(f"{step}")
