@@ -20,10 +20,6 @@ _expected_option = click.option(
     "--expected", metavar="N", type=int,
     help="Fail if the newest version is not N: somebody else has published one.",
 )  # fmt: skip
-_keep_option = click.option(
-    "--keep", metavar="K", type=click.IntRange(1), default=3, show_default=True,
-    help="Remove what came before the newest K versions, unless somebody holds it.",
-)  # fmt: skip
 
 
 @click.command()
@@ -78,7 +74,10 @@ def _versions_in(directory: str) -> dict[str, Any]:
 @click.argument("source", metavar="SOURCE")
 @click.argument("directory", metavar="DIR")
 @_expected_option
-@_keep_option
+@click.option(
+    "--keep", metavar="K", type=click.IntRange(1), default=3, show_default=True,
+    help="Remove what came before the newest K versions, unless somebody holds it.",
+)  # fmt: skip
 def publish(source: str, directory: str, expected: int | None, keep: int) -> None:
     """Make the directory SOURCE the next version of DIR, DIR/versions/N, in one change; print its path.
 
@@ -95,13 +94,12 @@ def publish(source: str, directory: str, expected: int | None, keep: int) -> Non
 @click.argument("directory", metavar="DIR")
 @click.argument("number", metavar="N", type=int)
 @_expected_option
-@_keep_option
-def rollback(directory: str, number: int, expected: int | None, keep: int) -> None:
+def rollback(directory: str, number: int, expected: int | None) -> None:
     """Publish version N of DIR again, as its newest version; print its path. No bytes are copied."""
     from ..client import Versions
 
     with failing():
-        made = Versions(directory, keep=keep)
+        made = Versions(directory)
         click.echo(status.printable(made.path(made.roll_back(number, expected=expected))))
 
 

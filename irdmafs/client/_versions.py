@@ -90,6 +90,11 @@ class Versions:
         Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
         began with the same version one publishes; and OSError, after which nothing has changed.
         """
+        number = self._publish(directory, expected)
+        self.tidy()
+        return number
+
+    def _publish(self, directory: StrPath, expected: int | None) -> int:
         self._make()
         newest = self.newest()
         while expected in (None, newest):
@@ -101,22 +106,27 @@ class Versions:
                 if newest >= number:
                     continue
                 try:
-                    rename(directory, self.path(number), RENAME_NOREPLACE)
+                    # By this name it cannot be anything but a directory.
+                    rename(os.path.join(directory, ""), self.path(number), RENAME_NOREPLACE)
                 except FileExistsError:
                     newest = number
-                    continue
-            self.tidy()
-            return number
+                except OSError as error:
+                    if error.errno == errno.EXDEV:
+                        error.strerror = f"Not on the filesystem of {self.directory}: copy it there"
+                    raise
+                else:
+                    return number
         text = f"version {newest} is the newest, not {expected}"
         raise FileExistsError(errno.EEXIST, text, self._versions)
 
     def roll_back(self, number: int, *, expected: int | None = None) -> int:
         """Publish an old version again, and return its new number. It has the same files: links, without
-        another copy of their bytes. Raises OSError as publish() does, and FileNotFoundError."""
+        another copy of their bytes. Nothing is removed. Raises OSError as publish() does, and
+        FileNotFoundError."""
         with self.hold(number) as old, self._drafted() as path:
             link = partial(os.link, follow_symlinks=False)
             shutil.copytree(old.path, path, symlinks=True, copy_function=link, dirs_exist_ok=True)
-            return self.publish(path, expected=expected)
+            return self._publish(path, expected)
 
     def tidy(self) -> None:
         """Remove the versions before the ``keep`` newest, and the drafts of programs that were killed, but

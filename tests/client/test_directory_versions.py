@@ -170,7 +170,7 @@ def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> No
         versions.roll_back(7)
 
 
-def test_commands_publish_list_compare_hold_and_roll_back(folder: Path) -> None:
+def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path: Path) -> None:
     run, tensor = folder / "run", np.arange(4.0)
     assert one_line(irdmafs("publish", folder, run)) == f"{run}/versions: No such file or directory"
     run.mkdir()
@@ -181,6 +181,13 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path) -> None:
         store.publish_state_dict({"same": tensor, "other": tensor * step})
         done = irdmafs("publish", folder / "made", run, "--expected", f"{step - 1}")
         assert done.stdout == f"{run}/versions/{step}\n"
+    (folder / "made").touch()
+    other = irdmafs("publish", folder / "made", run)
+    assert one_line(other) == f"{folder}/made/: Not a directory"
+    (tmp_path / "made").mkdir()
+    other = irdmafs("publish", tmp_path / "made", run)
+    assert one_line(other) == f"{tmp_path}/made/: Not on the filesystem of {run}: copy it there"
+    (folder / "made").unlink()
     (folder / "made").mkdir()
     refused = irdmafs("publish", folder / "made", run, "--expected", "1")
     assert "version 2 is the newest, not 1" in one_line(refused)
