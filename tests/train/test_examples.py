@@ -37,6 +37,14 @@ def test_support_vectors_are_those_of_libsvm_however_early_samples_go(place: Pat
     assert int(fewer_values.replace(",", "")) < int(all_values.replace(",", ""))
 
 
+def test_workers_load_whole_versions_of_a_model_in_several_files(place: Path) -> None:
+    printed = run("weights.py", place, "--steps=5", "--size=1000")
+    found = re.findall(
+        r"^worker (\d): ([1-5]) of 5 versions loaded, 0 mixed$", printed, re.MULTILINE
+    )
+    assert [number for number, _ in found] == ["0", "1"]
+
+
 @needs("sklearn")
 def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
     # Without a directory it has a mount as long as it runs.
