@@ -19,6 +19,7 @@ from harness.training_runs import (
     start,
 )
 
+from irdmafs.client import _files
 from irdmafs.train import Reducer, Refused, Worker, directory
 from irdmafs.train.directory import TrainDirectory, remove
 from irdmafs.train.liveness import Lock
@@ -244,11 +245,11 @@ def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
 ) -> None:
     """The answer to its rename was lost, and a push is removed, so that the version is planned again."""
     start(run, shards=3, sync="quorum:1")
-    rename = os.rename
+    rename = _files.rename
     lost: list[Path] = []
 
-    def lose_answer(source: Path, target: Path) -> None:
-        rename(source, target)
+    def lose_answer(source: Path, target: Path, flags: int = 0) -> None:
+        rename(source, target, flags)
         if not lost and (Path(source).name, Path(target).name) == ("1", "0"):
             lost.append(Path(target))
             raise OSError(errno.EIO, "Input/output error")
@@ -256,7 +257,7 @@ def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
     with Worker(run, "a") as worker, Reducer(run) as reducer:
         worker.push(ones(1))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", lose_answer)
+            patch.setattr(_files, "rename", lose_answer)
             with pytest.raises(OSError, match="Input/output"):
                 reduce(reducer)
         (published,) = lost
