@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -15,19 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
+from . import _locks
 from ._drafts import store_together
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
 log = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Files that are fetched at once.
 _AT_ONCE = 8
 
 
 class Version(NamedTuple):
     """A version that is held: its number, the directory that has its files, and the descriptor of the lock
-    that holds it, also for a process that inherits it."""
+    that holds it, which a program that is executed in place of this one may inherit."""
 
     number: int
     path: str
@@ -38,7 +41,7 @@ class Versions:
     """The versions of one thing in several files, such as a model: ``DIR/versions/1``, ``2`` and so on.
 
     A version has its number when it is whole. Nobody writes it from then on, and its number is not used
-    again. Who made it and who reads it may be on any host; all of it are files and locks on files (flock),
+    again. Who made it and who reads it may be on any host; all of it are files and locks on files,
     in ``DIR/.held``, so it works for programs of one host in any directory. ``DIR`` has to be there.
     """
 
@@ -62,7 +65,7 @@ class Versions:
             names = os.listdir(self._versions)
         except FileNotFoundError:
             return []
-        return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+        return sorted(map(int, filter(_NUMBER.fullmatch, names)))
 
     def newest(self) -> int:
         """Return the number of the newest version that any host has published; 0 if there is none. Raises
@@ -101,7 +104,7 @@ class Versions:
             number = newest + 1
             # Readers find the file to lock, also those that may not make it. Nobody removes this version
             # from now on, so it was there before only if there are newer ones.
-            with self._locked(str(number), fcntl.LOCK_SH):
+            with self._locked(str(number), _locks.READ):
                 newest = self.newest()
                 if newest >= number:
                     continue
@@ -134,16 +137,22 @@ class Versions:
         try:
             numbers = [str(number) for number in self.numbers()]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
-            for name in {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept:
-                with contextlib.suppress(BlockingIOError):  # somebody holds it
-                    self._remove(name, is_old=name in old)
+            names = {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept
         except OSError as error:
             log.warning("old versions in %s stay: %s", self.directory, error)
+            return
+        for name in names:
+            try:
+                self._remove(name, is_old=name in old)
+            except OSError as error:
+                log.warning("%s in %s stays: %s", name, self.directory, error)
 
     def _remove(self, name: str, *, is_old: bool) -> None:
-        """Remove an old version or a draft, and the file by which it is held."""
+        """Remove an old version or a draft, and the file by which it is held; unless somebody holds it."""
         version, aside = (os.path.join(at, name) for at in (self._versions, self._drafts))
-        with self._locked(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with self._locked(name, _locks.WRITE, waits=False) as held:
+            if held < 0:
+                return
             if is_old:
                 # In one change: nobody sees a part of it.
                 with contextlib.suppress(FileNotFoundError):
@@ -167,7 +176,7 @@ class Versions:
         """Give an empty directory, which is removed at the end if it has that name still."""
         self._make()
         name = secrets.token_hex(8)
-        with self._locked(name, fcntl.LOCK_EX):
+        with self._locked(name, _locks.WRITE):
             path = os.path.join(self._drafts, name)
             os.mkdir(path)
             try:
@@ -200,7 +209,7 @@ class Versions:
         while True:
             found = self.newest() if number is None else number
             if found > newer_than or number is not None:
-                with self._locked(str(found), fcntl.LOCK_SH) as fd:
+                with self._locked(str(found), _locks.READ) as fd:
                     if os.path.isdir(self.path(found)):
                         if local:
                             _fetch(self.path(found))
@@ -220,30 +229,39 @@ class Versions:
     def is_held(self, number: int) -> bool:
         """Return whether somebody holds a version. Raises OSError."""
         try:
-            with self._locked(str(number), fcntl.LOCK_EX | fcntl.LOCK_NB):
-                return False
-        except BlockingIOError:
-            return True
+            fd = look_up(os.open, os.path.join(self._held, str(number)), _FLAGS)
+        except FileNotFoundError:
+            return False
+        try:
+            return _locks.is_locked(fd)
+        finally:
+            os.close(fd)
 
     @contextlib.contextmanager
-    def _locked(self, name: str, how: int) -> Iterator[int]:
+    def _locked(self, name: str, kind: int, *, waits: bool = True) -> Iterator[int]:
         """Lock the file by which a version or draft is held, which is made if there is none; return its
-        descriptor. Raises OSError, BlockingIOError if somebody has it."""
-        path = os.path.join(self._held, name)
+        descriptor, or -1 if somebody else has it locked and this does not wait. Raises OSError."""
+        path, flags = os.path.join(self._held, name), _FLAGS
+        if kind == _locks.WRITE:
+            flags |= os.O_RDWR
         while True:
             try:
-                fd = look_up(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = look_up(os.open, path, flags)
             except FileNotFoundError:
-                fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(path, flags | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(fd, how)
+                if waits:
+                    _locks.lock(fd, kind)
+                elif _locks.is_locked(fd) or not _locks.try_lock(fd, kind):
+                    yield -1
+                    return
                 if os.fstat(fd).st_nlink:
                     yield fd
                     return
             finally:
                 # By itself it ends when the mount has been told of the last close, which may be later.
                 with contextlib.suppress(OSError):
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+                    _locks.lock(fd, _locks.NONE)
                 os.close(fd)
 
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import struct
 from pathlib import Path
 
-from ..client import _files
-
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
-_FLOCK = struct.Struct("hhqqi4x")
-_WHOLE = _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)
+from ..client import _files, _locks
 
 
 class Lock:
@@ -28,14 +22,8 @@ class Lock:
         """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
         Raises OSError."""
         # A question costs hosts no transactions, as an attempt does.
-        if _FLOCK.unpack(fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE))[0] != fcntl.F_UNLCK:
+        if _locks.is_locked(self._fd) or not _locks.try_lock(self._fd, _locks.WRITE):
             return False
-        try:
-            fcntl.fcntl(self._fd, _F_OFD_SETLK, _WHOLE)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
         if content:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, content, 0)
@@ -48,8 +36,7 @@ class Lock:
         if self._fd < 0:
             return False
         try:
-            fcntl.fcntl(self._fd, _F_OFD_SETLK, _WHOLE)
-            return os.fstat(self._fd).st_nlink > 0
+            return _locks.try_lock(self._fd, _locks.WRITE) and os.fstat(self._fd).st_nlink > 0
         except OSError:
             return False
 
@@ -59,7 +46,7 @@ class Lock:
         fd, self._fd = self._fd, -1
         # By itself the lock ends when the mount has been told of the last close, which may be later.
         with contextlib.suppress(OSError):
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, 0, 0, 0))
+            _locks.lock(fd, _locks.NONE)
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -80,8 +67,7 @@ class WatchedLock:
 
     def is_held(self) -> bool:
         """Raises OSError."""
-        answer = fcntl.fcntl(self._fd, _F_OFD_GETLK, _WHOLE)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return _locks.is_locked(self._fd)
 
 
 def locked_in(folder: Path) -> list[str]:

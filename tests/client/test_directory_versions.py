@@ -11,10 +11,11 @@ import pytest
 from harness.beside import beside
 from harness.errors import fails_with
 from harness.mountpoint import irdmafs, one_line
-from harness.processes import TakeProcess
+from harness.processes import Process, TakeProcess
 from harness.seeds import seeded
 
 from irdmafs import client
+from irdmafs.client import _locks
 from irdmafs.client._files import RENAME_NOREPLACE, rename
 
 KILLS = 5
@@ -72,11 +73,11 @@ def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch)
     slow, fast = client.Versions(here), client.Versions(here, keep=1)
     lock = slow._locked
 
-    def late(name: str, how: int) -> AbstractContextManager[int]:
+    def late(name: str, kind: int, *, waits: bool = True) -> AbstractContextManager[int]:
         if name == "1" and not fast.newest():
             publish(fast, 1, 2)
             assert fast.numbers() == [2]
-        return lock(name, how)
+        return lock(name, kind, waits=waits)
 
     monkeypatch.setattr(slow, "_locked", late)
     publish(slow, 3)
@@ -100,6 +101,22 @@ def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
         pass
 
 
+def test_who_may_only_read_holds_a_version_and_keeps_nobody_out(
+    folder: Path, nobody: Process
+) -> None:
+    versions = client.Versions(folder, keep=1)
+    publish(versions, 1)
+    nobody.do("import fcntl, os, struct; fd = os.open(path, os.O_RDONLY)", path=f"{folder}/.held/1")
+    locked = "fcntl.fcntl(fd, 37, struct.pack('hhqqi4x', kind, 0, 0, 0, 0))"
+    with fails_with(errno.EBADF):
+        nobody.do(locked, kind=_locks.WRITE)
+    nobody.do(locked, kind=_locks.READ)
+    with versions.hold(1):
+        publish(versions, 2)
+    assert versions.is_held(1)
+    assert versions.numbers() == [1, 2]
+
+
 def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
     writer, reader = client.Versions(here), client.Versions(there)
     seen: list[int] = []
@@ -117,6 +134,7 @@ def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
 PUBLISH = """
 import os
 from irdmafs import client
+from irdmafs.client import _locks
 from irdmafs.client._files import RENAME_NOREPLACE, rename
 versions = client.Versions(place, keep=2)
 while True:
