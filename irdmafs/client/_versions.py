@@ -91,7 +91,8 @@ class Versions:
         name. What came before the ``keep`` newest is removed.
 
         Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
-        began with the same version one publishes; and OSError, after which nothing has changed.
+        began with the same version one publishes; and OSError, after which nothing has changed, unless this
+        host was cut off for so long that others may have published meanwhile (EIO).
         """
         number = self._publish(directory, expected)
         self.tidy()
@@ -104,7 +105,7 @@ class Versions:
             number = newest + 1
             # Readers find the file to lock, also those that may not make it. Nobody removes this version
             # from now on, so it was there before only if there are newer ones.
-            with self._locked(str(number), _locks.READ):
+            with self._locked(str(number), _locks.READ) as lock:
                 newest = self.newest()
                 if newest >= number:
                     continue
@@ -118,6 +119,7 @@ class Versions:
                         error.strerror = f"Not on the filesystem of {self.directory}: copy it there"
                     raise
                 else:
+                    _locks.lock(lock, _locks.READ)  # fails if it was lost meanwhile
                     return number
         text = f"version {newest} is the newest, not {expected}"
         raise FileExistsError(errno.EEXIST, text, self._versions)
@@ -149,17 +151,14 @@ class Versions:
 
     def _remove(self, name: str, *, is_old: bool) -> None:
         """Remove an old version or a draft, and the file by which it is held; unless somebody holds it."""
-        version, aside = (os.path.join(at, name) for at in (self._versions, self._drafts))
+        version = os.path.join(self._versions, name)
+        aside = os.path.join(self._drafts, secrets.token_hex(8))
         with self._locked(name, _locks.WRITE, waits=False) as held:
-            if held < 0:
-                return
-            if is_old:
-                # In one change: nobody sees a part of it.
-                with contextlib.suppress(FileNotFoundError):
-                    rename(version, aside)
-            elif os.path.lexists(version):
+            if held < 0 or (not is_old and os.path.lexists(version)):
                 return  # it was published since
             with contextlib.suppress(FileNotFoundError):
+                # In one change: nobody sees a part of it, and no host that was cut off publishes the rest.
+                rename(version if is_old else os.path.join(self._drafts, name), aside)
                 shutil.rmtree(aside)
             os.unlink(os.path.join(self._held, name))
 
@@ -183,7 +182,9 @@ class Versions:
                 yield path
             finally:
                 shutil.rmtree(path, ignore_errors=True)
-                os.unlink(os.path.join(self._held, name))
+                # Another host removed both if this one was cut off for too long.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._held, name))
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -209,15 +210,16 @@ class Versions:
         while True:
             found = self.newest() if number is None else number
             if found > newer_than or number is not None:
-                with self._locked(str(found), _locks.READ) as fd:
-                    if os.path.isdir(self.path(found)):
-                        if local:
-                            _fetch(self.path(found))
-                        yield Version(found, self.path(found), fd)
-                        return
-                if number is not None or os.path.lexists(self.path(found)):
-                    text = f"There is no version {found}"
-                    raise FileNotFoundError(errno.ENOENT, text, self.path(found))
+                path = self.path(found)
+                if os.path.isdir(path):
+                    with self._locked(str(found), _locks.READ) as fd:
+                        if os.path.isdir(path):
+                            if local:
+                                _fetch(path)
+                            yield Version(found, path, fd)
+                            return
+                elif number is not None or os.path.lexists(path):
+                    raise FileNotFoundError(errno.ENOENT, f"There is no version {found}", path)
                 continue
             left_s = None if until_s is None else until_s - time.monotonic()
             try:

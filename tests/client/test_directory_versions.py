@@ -84,6 +84,16 @@ def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch)
     assert fast.numbers() == [2, 3]
 
 
+def test_a_draft_whose_lock_was_lost_is_not_published_in_part(here: Path, there: Path) -> None:
+    with pytest.raises(FileNotFoundError), client.Versions(here).draft() as directory:
+        fill(directory, 1)
+        (there / ".held" / Path(directory).name).unlink()
+        client.Versions(there).tidy()
+        assert os.listdir(there / ".drafts") == []
+    assert client.Versions(there).newest() == 0
+    assert os.listdir(there / ".drafts") == []
+
+
 def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
     writer, reader = client.Versions(here, keep=1), client.Versions(there)
     publish(writer, 1)
