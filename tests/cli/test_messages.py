@@ -394,20 +394,35 @@ def test_commands_at_a_mount_whose_daemon_is_stopped_end_and_say_so(mounted: Mou
     eventually(lambda: has_ended(daemon), "the daemon ends when it goes on")
 
 
-def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
-    place: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "cluster.toml"
+@contextlib.contextmanager
+def waiting_mount(place: Path) -> Iterator[tuple[Program, int]]:
+    """Yield a command that mounts, and its daemon, which waits for an etcd that does not answer."""
+    config = place.with_name("cluster.toml")
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
     command = (*IRDMAFS, "mount", place, "--cluster", config)
     with Program(*command, stderr=subprocess.PIPE) as mount:
-        eventually(lambda: stores.default_store_path(str(place)) is not None, "it has a store")
-        store = Path(stores.default_store_path(str(place)) or "")
-        eventually((store / "irdmafs.log").exists, "its daemon waits for etcd")
+        log = Path(stores.TMPFS_ROOT, stores.store_name(str(place)), "irdmafs.log")
+        eventually(lambda: log.exists() and log.read_text() != "", "its daemon waits for etcd")
+        yield mount, int(Path(f"/proc/{mount.pid}/task/{mount.pid}/children").read_text())
+
+
+def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(place: Path) -> None:
+    with waiting_mount(place) as (mount, daemon):
         mount.send_signal(signal.SIGINT)
         assert mount.stderr.read() == ""
     assert mount.returncode in INTERRUPTED
-    assert not store.exists()
+    assert has_ended(daemon)
+    assert stores.default_store_path(str(place)) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_mount_that_is_ended_while_it_waits_takes_its_daemon_along(
+    place: Path, number: signal.Signals
+) -> None:
+    with waiting_mount(place) as (mount, daemon):
+        mount.send_signal(number)
+        assert mount.wait(30) == -number
+    eventually(lambda: has_ended(daemon), "the daemon has ended, long before it gives etcd up", 5)
 
 
 def test_an_interrupt_during_imports_shows_no_traceback() -> None:
