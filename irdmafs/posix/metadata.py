@@ -12,7 +12,7 @@ from ..inline import detach
 from ..mount_options import MountOptions
 from . import quotas
 from .atimes import Atimes
-from .calls import OFFSET_MAX, Attributes, Caller, Space, refuse_other_than_file
+from .calls import Attributes, Caller, Space, refuse_other_than_file
 from .permissions import (
     CAPABILITY,
     SET_IDS,
@@ -162,8 +162,6 @@ class Metadata:
 
     async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         refuse_other_than_file(inode)
-        if not 0 <= size <= OFFSET_MAX:
-            raise fail(errno.EINVAL)
         if size > self._store.size_max:
             raise fail(errno.EFBIG)
         handle = self._nodes.handles.get(fh) if fh is not None else None

@@ -113,7 +113,7 @@ class Names(Part):
         return self._metadata.entry(directory.ino, name, inode, ctx.pid, is_made=True)
 
     async def mknod(
-        self, parent_inode: int, name: bytes, mode: int, umask: int, rdev: int, ctx: Caller
+        self, parent_inode: int, mode: int, rdev: int, umask: int, name: bytes, ctx: Caller
     ) -> Attributes:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind not in _NODES:
@@ -122,7 +122,7 @@ class Names(Part):
         return await self._make(parent_inode, name, mode, ctx, umask=umask, rdev=rdev, version=1)
 
     async def mkdir(
-        self, parent_inode: int, name: bytes, mode: int, umask: int, ctx: Caller
+        self, parent_inode: int, mode: int, umask: int, name: bytes, ctx: Caller
     ) -> Attributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
         return await self._make(parent_inode, name, mode, ctx, umask=umask)
@@ -132,7 +132,7 @@ class Names(Part):
             raise fail(errno.ENAMETOOLONG)
         return await self._make(parent, name, stat.S_IFLNK | 0o777, ctx, target=target)
 
-    async def link(self, inode: int, parent: int, name: bytes, ctx: Caller) -> Attributes:
+    async def link(self, parent: int, inode: int, name: bytes, ctx: Caller) -> Attributes:
         node, _ = self._nodes.get(inode)
         directory = self._nodes.directory(parent)
         if directory.xattrs:
@@ -171,7 +171,7 @@ class Names(Part):
             self._store.retire(inode.extent)
 
     async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, ctx: Caller
+        self, parent: int, new_parent: int, flags: int, name: bytes, new_name: bytes, ctx: Caller
     ) -> None:
         source = self._nodes.directory(parent)
         target = self._nodes.directory(new_parent)
