@@ -196,7 +196,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
             leaving.flushed(fh)
 
     async def release(fh: int) -> None:
-        await files.release(fh)
+        await filesystem.cache.release(fh)
         leaving.settle(fh)
 
     async def list_names(fh: int, start_id: int, token: Any) -> None:

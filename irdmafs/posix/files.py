@@ -182,11 +182,6 @@ class Files(Part):
             if self._cache.publisher.give_up(handle):
                 raise
 
-    async def release(self, fh: int) -> None:
-        """Release a handle in the pyfuse3 session."""
-        self._handle(fh)
-        await self._cache.release(fh)
-
     def releasing(self, fh: int, *, flock: bool) -> Coroutine[Any, Any, None] | None:
         """Return what carries out a release in the kernel session; None if it may be put off: it shows
         others nothing that the flush did not show before. `flock`: an flock(2) lock ends with the handle.
