@@ -52,8 +52,8 @@ class Cluster:
         self.file = directory / "cluster.toml"
 
     def init(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        where = ("--etcd", self.etcd.endpoint, "--name", self.name, "--out", str(self.directory))
-        return irdmafs("cluster", "init", *where, *arguments)
+        where = ("--etcd", ",".join(self.etcd.endpoints), "--out", self.directory)
+        return irdmafs("cluster", "init", *where, "--name", self.name, *arguments)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return irdmafs(*arguments, "--cluster", self.file)
