@@ -227,10 +227,14 @@ def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: 
 # -- other users
 
 
-def test_only_who_mounted_and_root_can_unmount(mounted: Mount) -> None:
+def test_only_who_mounted_and_root_can_unmount_and_others_are_told_whose_it_is(
+    mounted: Mount,
+) -> None:
     line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
     assert "was mounted by root (user 0)" in line
     assert mounted.is_mounted()
+    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
+    assert line == f"{mounted.path} is already mounted by root (user 0)"
 
 
 def test_allow_other_that_root_has_not_allowed_says_how_to(
@@ -436,8 +440,3 @@ def test_an_interrupt_during_imports_shows_no_traceback() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
-    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
-    assert line == f"{mounted.path} is already mounted by root (user 0)"

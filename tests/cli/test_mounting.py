@@ -93,7 +93,7 @@ def test_options_mean_what_mount_tools_mean(text: str, expected: MountOptions) -
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("ro,cache=yes", "'cache'"),
+        ("ro,cache=yes", "'cache'.*allow_other.*uid="),
         ("umask=9", "octal"),
         ("umask=7777", "octal"),
         ("uid=-1", "uid"),
@@ -112,11 +112,6 @@ def test_option_that_makes_no_sense_is_named(text: str, named: str) -> None:
     with pytest.raises(MountError, match=named) as raised:
         parse_mount_options([text])
     assert "\n" not in str(raised.value)
-
-
-def test_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(MountError, match=r"allow_other.*uid="):
-        parse_mount_options(["cash"])
 
 
 @pytest.mark.parametrize(
