@@ -55,6 +55,10 @@ class _Group(click.Group):
                 raise
             ctx.exit(128 + signal.SIGINT)
         except OSError as error:
+            if error.errno == errno.ENOENT and not error.filename:  # as getcwd(3) fails
+                raise _Failure(
+                    "the current directory was removed; change to another directory"
+                ) from error
             # The reader of the output closed it, as `head` does; or there is no room for it.
             if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
                 raise

@@ -213,6 +213,18 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, words: tuple
     assert not os.path.ismount(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "words", [("mount", "m"), ("versions", "f"), ("serve", "s", "--etcd", "h")]
+)
+def test_a_command_in_a_directory_that_was_removed_says_so(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    launcher = ("sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(here))
+    assert "change to another directory" in one_line(irdmafs(*words, launcher=launcher))
+
+
 def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: Path) -> None:
     below = mounted.path / "below"
     below.mkdir()

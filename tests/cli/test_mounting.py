@@ -97,6 +97,7 @@ def test_options_mean_what_mount_tools_mean(text: str, expected: MountOptions) -
         ("umask=9", "octal"),
         ("umask=7777", "octal"),
         ("uid=-1", "uid"),
+        ("gid=4294967295", "gid"),
         ("uid=no-such-user-here", "uid"),
         ("uid", "needs a value"),
         ("ro=1", "takes no value"),
