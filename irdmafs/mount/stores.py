@@ -385,9 +385,6 @@ def discard_store(path: str) -> None:
 
 
 def _bytes_used(path: str) -> int:
-    if mounting.find_mount(path) is not None:
-        usage = os.statvfs(path)
-        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
     return sum(
         os.lstat(os.path.join(directory, name)).st_blocks * 512
         for directory, _, names in os.walk(path)
