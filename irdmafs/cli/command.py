@@ -209,28 +209,22 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
     _refuse_of_another(found)
     report = status.report(found)
     is_trusted = found.user in (None, 0, os.geteuid())
-    store = stores.default_store_path(mountpoint)
-    if report.state == "stale":
-        mounting.unmount(mountpoint, lazy=True)
-    else:
-        if is_trusted:
-            store = report.status.get("store", store)
-        _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
-        if report.state == "hung" and not lazy:
-            raise MountError(
-                f"{directory} is unmounted, but its daemon did not answer: it may still run, and have "
-                "something to store, which it does when it goes on and not if it is killed"
-            )
+    # A daemon of another user is not trusted to name the store.
+    told = report.status if is_trusted else {}
+    _unmount(found, told.get("pid"), lazy or report.state == "stale")
+    if report.state == "hung" and not lazy:
+        raise MountError(
+            f"{directory} is unmounted, but its daemon did not answer: it may still run, and have "
+            "something to store, which it does when it goes on and not if it is killed"
+        )
     if not is_trusted:
-        # A daemon of another user is not trusted to name the store.
         if discard:
             raise MountError(
                 f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "
                 "nothing is discarded"
             )
         return
-    if given is not None:
-        store = given
+    store = given or told.get("store", stores.default_store_path(mountpoint))
     if store is not None:
         stores.empty_cache(store)
     if discard:
