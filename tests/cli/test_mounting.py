@@ -14,11 +14,11 @@ from harness.closing import descriptor
 from harness.mountpoint import needs_fuse
 from harness.processes import Program
 
-from irdmafs.backend.files.extents import in_memory
+from irdmafs.backend.files.extents import in_memory, lock_directory
 from irdmafs.backend.model.values import memory_limit, parse_size
 from irdmafs.client._files import is_irdmafs
 from irdmafs.mount import mounting, stores
-from irdmafs.mount.users import users_of
+from irdmafs.mount.users import is_locked, users_of
 from irdmafs.mount_options import MountError, MountOptions, parse_mount_options
 
 needs_root = pytest.mark.skipif(not mounting.can_mount(), reason="mounting needs CAP_SYS_ADMIN")
@@ -326,6 +326,27 @@ def test_store_with_a_daemon_is_neither_leftover_nor_discarded(
     assert [left.path for left in stores.leftover_stores([])] == [store.path]
     stores.discard_store(store.path)
     assert not os.path.exists(store.path)
+
+
+def test_daemon_waits_for_who_looks_at_whether_its_store_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _lock(str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: os.close(looks))
+    os.close(lock_directory(str(tmp_path), "it is in use"))
+
+
+def test_cache_is_emptied_while_no_daemon_can_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, taken = str(tmp_path), list[bool]()
+    (tmp_path / "cluster").write_text("cluster.toml")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: taken.append(is_locked(cache)))
+    with descriptor(_lock(cache)):
+        stores.empty_cache(cache)
+    assert taken == []
+    stores.empty_cache(cache)
+    assert taken == [True]
 
 
 def test_unprivileged_store_is_private_and_found_again(unprivileged: Path) -> None:
