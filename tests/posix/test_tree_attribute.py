@@ -112,13 +112,3 @@ def test_more_than_an_attribute_holds_is_refused_and_levels_that_are_too_many(fo
     for name in ("wide", "deep"):
         with fails_with(errno.E2BIG):
             tree_of(folder / name)
-
-
-def test_it_is_neither_listed_nor_set(folder: Path) -> None:
-    tree_of(folder)
-    assert TREE not in os.listxattr(folder)
-    with pytest.raises(PermissionError):
-        os.setxattr(folder, TREE, b"1")
-    (folder / "file").touch()
-    with fails_with(errno.ENODATA):
-        os.getxattr(folder / "file", TREE)
