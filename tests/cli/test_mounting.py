@@ -6,7 +6,7 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -358,27 +358,18 @@ def test_unprivileged_store_is_private_and_found_again(unprivileged: Path) -> No
         stores.default_store("/some/where", 8 << 20)
 
 
-def _put_symlink(directory: Path) -> None:
-    (directory.parent / "target").mkdir(exist_ok=True)
-    directory.symlink_to(directory.parent / "target")
-
-
-def _put_file(directory: Path) -> None:
-    directory.touch()
-
-
-def _put_directory_of_somebody_else(directory: Path) -> None:
-    if os.geteuid() != 0:
+@pytest.mark.parametrize("trap", ["symlink", "file", "directory of somebody else"])
+def test_store_directory_that_is_not_ours_is_refused(unprivileged: Path, trap: str) -> None:
+    path = unprivileged / "shm" / f"irdmafs-{os.geteuid()}"
+    if trap == "symlink":
+        path.symlink_to(unprivileged)
+    elif trap == "file":
+        path.touch()
+    elif os.geteuid() != 0:
         pytest.skip("giving a directory away needs root")
-    directory.mkdir()
-    os.chown(directory, 65534, 65534)
-
-
-@pytest.mark.parametrize("trap", [_put_symlink, _put_file, _put_directory_of_somebody_else])
-def test_store_directory_that_is_not_ours_is_refused(
-    unprivileged: Path, trap: Callable[[Path], None]
-) -> None:
-    trap(unprivileged / "shm" / f"irdmafs-{os.geteuid()}")
+    else:
+        path.mkdir()
+        os.chown(path, 65534, 65534)
     with pytest.raises(MountError, match="the store"):
         stores.default_store("/some/where")
 
