@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _DAEMON_EXIT_TIMEOUT_S = 60.0
 # A daemon that has nothing to store ends sooner.
 _DAEMON_SOON_S = 2.0
+# Each mount that does not answer takes some seconds.
+_ASKED_AT_ONCE = 64
 
 
 class _Failure(click.ClickException):
@@ -336,7 +338,10 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
         else:
             status.print_mount(entry)
         ctx.exit(0 if entry.state == "ok" else 1)
-    reports = [status.report(found) for found in mounting.irdmafs_mounts()]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        reports = list(pool.map(status.report, mounting.irdmafs_mounts()))
     leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
     if as_json:
         mounts = [entry.to_json() for entry in reports]

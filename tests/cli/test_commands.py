@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line
 from harness.processes import Program
 
 from irdmafs import __version__
+from irdmafs.cli import status
+from irdmafs.cli.command import main
 from irdmafs.mount import mounting, stores
 
 pytestmark = needs_fuse
@@ -273,6 +277,20 @@ def test_status_tells_of_one_mount_and_of_all(mounted: Mount) -> None:
     found = json.loads(irdmafs("status", "--json").stdout)["mounts"]
     assert [one["pid"] for one in found if one["mountpoint"] == str(mounted.path)] == [mounted.pid]
     assert str(mounted.path) in irdmafs("status").stdout
+
+
+def test_status_asks_all_mounts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Barrier(8)
+
+    def report(mount: mounting.Mount) -> status.MountReport:
+        asked.wait(10)
+        return status.MountReport(mount, "hung", {})
+
+    mount = mounting.Mount(1, "0:1", "/", "/here", "rw", mounting.FSTYPE, "irdmafs", "rw")
+    monkeypatch.setattr(mounting, "irdmafs_mounts", lambda: [mount] * 8)
+    monkeypatch.setattr(status, "report", report)
+    done = CliRunner().invoke(main, ["status"])
+    assert (done.exit_code, done.stdout.count("/here does not answer")) == (1, 8), done
 
 
 def test_a_question_about_a_plain_directory_is_one_clear_line(tmp_path: Path) -> None:
